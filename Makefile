@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine: `make demo` runs the main job, `make test` the tests.
+# Each makes its own environment first (.ci/bootstrap.sh). ARGS is passed on: make test ARGS="-k pool -x"
+
+SHELL := bash
+PYTHON_BIN := .venv/bin/python
+CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.h csrc/*/*.cu)
+CLANG_FORMAT := .venv/bin/clang-format
+ARGS ?=
+
+.PHONY: help setup demo test lint style formatting cxx types contracts format bench clean
+
+help:
+	@echo "make demo       run the main job on this machine (rose demo)"
+	@echo "make test       run the tests"
+	@echo "make lint       style, formatting, types, import contracts"
+	@echo "make format     rewrite the files as lint wants them"
+	@echo "make bench      run every benchmark's quick form; one table against the targets"
+	@echo "make setup      only make the environment (.venv)"
+	@echo "make clean      remove the environment and build outputs"
+
+setup:
+	@.ci/bootstrap.sh
+
+demo: setup
+	@$(PYTHON_BIN) -m rose.cli demo $(ARGS)
+
+test: setup
+	@$(PYTHON_BIN) -m pytest $(ARGS)
+
+lint: style formatting cxx types contracts
+
+style: setup
+	$(PYTHON_BIN) -m ruff check .
+
+formatting: setup
+	$(PYTHON_BIN) -m ruff format --check .
+
+cxx: setup
+	$(if $(CXX_FILES),$(CLANG_FORMAT) --dry-run --Werror $(CXX_FILES))
+
+types: setup
+	$(PYTHON_BIN) -m mypy -p rose
+
+contracts: setup
+	.venv/bin/lint-imports
+
+format: setup
+	$(PYTHON_BIN) -m ruff check --fix .
+	$(PYTHON_BIN) -m ruff format .
+	$(if $(CXX_FILES),$(CLANG_FORMAT) -i $(CXX_FILES))
+
+bench: setup
+	@$(PYTHON_BIN) benchmarks/run_all.py $(ARGS)
+
+clean:
+	rm -rf .venv .venv-uv build *.egg-info rose/*.so

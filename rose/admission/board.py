@@ -1,0 +1,272 @@
+"""The board: one shared page on which a serving and a rollout engine take turns on their GPU.
+
+Owns the layout and the protocol between exactly two processes (a `ServingSide` and a `RolloutSide`).
+Promises mutual exclusion of steps with serving priority, bounded waits, and that the death of either
+process never blocks the other's right to run. Never decides about slack: that is the gate.
+
+All words are int64 with sequentially consistent access; times are CLOCK_MONOTONIC nanoseconds. A cache
+line (8 words) has one writing process; the exceptions are bells and arrivals, which only grow by
+atomic adds, and the magic word.
+
+States
+------
+Serving phase:  DETACHED --attach--> IDLE <--end_step--> RUNNING (claimed or stepping)
+                                      OPEN <--end_step-/
+    IDLE: no work, rollout steps at will.   OPEN: has work, between two steps; rollout may take one step
+    per granted turn.   RUNNING: rollout must not start.   DETACHED: nobody serves, as IDLE.
+Rollout phase:  DETACHED --attach--> IDLE <--> RUNNING (stepping, or trying to).
+
+Taking the GPU (two-party Dekker; each side stores its intent, then loads the other's)
+    serving.begin_step:  phase := RUNNING; then, while rollout.phase = RUNNING, sleep on the serving bell.
+    rollout.try_begin:   phase := RUNNING; then load serving: RUNNING, or no unused turn in OPEN, or
+                         another publication than the one decided on -> phase := IDLE, ring, give way.
+With sequential consistency at least one side sees the other; rollout gives way and serving never does, so
+both can't run, and serving waits at most for the one rollout step that has begun.
+
+One rollout step between two serving steps
+    serving.yield_turn:  turn := turn + 1 (phase OPEN), ring; wait for rollout.turn_used = turn.
+    rollout:             try_begin sets turn_used := turn (one step per turn); decline() does too, without
+                         a step, so that a gate that refuses costs a wake-up and not the whole hand-over.
+    serving.yield_turns repeats this while rollout steps and slack is left.
+    The wait ends when the step ends, when the hand-over time passes before a step began, on an arrival
+    announced before a step began, or at the latest start. The begin_step that follows claims the GPU.
+
+Bounds and deaths
+    serving waits for a running rollout step until est_end + grace, whatever happens; it looks at the
+    process every LIVENESS_SLICE_S meanwhile and goes at once if that is dead. A dead rollout (named by
+    its attach epoch) is not waited for again.
+    rollout never sleeps longer than MAX_TURN_WAIT_S per call. A serving process that died in OPEN or
+    RUNNING leaves its phase: view().alive turns False and no rollout step starts until a serving process
+    attaches anew. One that died or detached in IDLE has left the GPU free.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, Self
+
+from rose._shm import Words
+from rose.admission.gate import GateReason
+from rose.admission.liveness import NOBODY, is_alive, own_identity, pid_of
+from rose.admission.slack import NEVER
+from rose.errors import BoardError
+
+LAYOUT_VERSION = 1
+MAGIC = 0x524F5345_0000 | LAYOUT_VERSION
+NUM_WORDS = 128
+
+NEVER_NS = 2**62
+
+# Grace past a step's predicted (99th percentile) end: scheduling noise on a busy host.
+GRACE_S = 0.1
+LIVENESS_SLICE_S = 0.01
+# No prediction, however wrong, makes serving wait longer than this.
+MAX_STEP_WAIT_S = 5.0
+# Longest sleep inside a rollout engine's schedule(): aborts and new requests go on being handled.
+MAX_TURN_WAIT_S = 0.02
+# How long an arrival announced by the front end keeps the GPU for serving. It covers tokenizing and
+# queueing; a request that is rejected on the way must not hold rollouts off for longer.
+ARRIVAL_HOLD_S = 0.05
+
+
+class Phase(IntEnum):
+    """What a side does now."""
+
+    DETACHED = 0
+    IDLE = 1
+    OPEN = 2
+    RUNNING = 3
+
+
+class Word:
+    """Where each word lives. Lines of 8; the writer in the comment.
+
+    Plain integers: an IntEnum's members cost three times the atomic load they index.
+    """
+
+    MAGIC: Final = 0
+    # serving
+    S_PHASE: Final = 8
+    S_HAS_PENDING: Final = 9
+    S_LATEST_START: Final = 10
+    S_SEQ: Final = 11
+    S_TURN: Final = 12
+    S_EST_END: Final = 13
+    S_ABSORBED: Final = 14
+    # serving, at attach
+    S_IDENTITY: Final = 16
+    S_EPOCH: Final = 17
+    # rollout
+    R_PHASE: Final = 24
+    R_WANT: Final = 25
+    R_EST_END: Final = 26
+    R_TURN_USED: Final = 27
+    R_MIN_STEP: Final = 28
+    # rollout, at attach
+    R_IDENTITY: Final = 32
+    R_EPOCH: Final = 33
+    # anyone, atomic adds: futex words
+    SERVING_BELL: Final = 40
+    ROLLOUT_BELL: Final = 48
+    # serving's front ends, atomic adds
+    ARRIVALS: Final = 56
+    ARRIVED: Final = 57
+    # serving: counters since the page was made; the first four as in R_BUSY's line
+    S_BUSY: Final = 64
+    S_STEPS: Final = 65
+    S_STARTED: Final = 66  # 0 between steps
+    S_HEARTBEAT: Final = 67
+    S_YIELDS: Final = 68
+    S_YIELD_WAIT: Final = 69
+    S_BEGIN_WAIT: Final = 70
+    S_OVERRUNS: Final = 71
+    # rollout: counters
+    R_BUSY: Final = 72
+    R_STEPS: Final = 73
+    R_STARTED: Final = 74
+    R_HEARTBEAT: Final = 75
+    R_TOKENS: Final = 76
+    R_STALLS: Final = 77
+    R_DECLINES: Final = 80  # one word per GateReason, two lines
+    # serving: more counters
+    S_DEATHS: Final = 96
+
+
+REASONS = tuple(GateReason)
+assert Word.R_DECLINES + len(REASONS) <= 96
+
+
+def to_ns(time_s: float) -> int:
+    """Seconds to the page's nanoseconds; NEVER has its own value."""
+    return NEVER_NS if math.isinf(time_s) and time_s > 0 else max(-NEVER_NS, int(time_s * 1e9))
+
+
+def to_s(time_ns: int) -> float:
+    """Inverse of to_ns."""
+    return NEVER if time_ns >= NEVER_NS else time_ns / 1e9
+
+
+def ring(words: Words, bell: int) -> None:
+    """Wakes whoever sleeps on a bell, now or between its look and its sleep."""
+    words.add(bell, 1)
+    words.wake(bell)
+
+
+def announce_arrival(words: Words) -> None:
+    """A serving request has reached a front end: holds the next rollout step back and ends a hand-over
+    wait. Any process of the serving side may call it; the request's ServingSide.absorb_arrival ends it."""
+    words.store(Word.ARRIVED, time.monotonic_ns())
+    words.add(Word.ARRIVALS, 1)
+    ring(words, Word.SERVING_BELL)
+
+
+def check_page(words: Words) -> None:
+    """Formats an all-zero page, or raises BoardError on one of another layout."""
+    if len(words) < NUM_WORDS:
+        raise BoardError(f"the board needs {NUM_WORDS} words, the page has {len(words)}")
+    words.cas(Word.MAGIC, 0, MAGIC)
+    found = words.load(Word.MAGIC)
+    if found != MAGIC:
+        raise BoardError(
+            f"the board page starts with {found:#x}, this version needs {MAGIC:#x}: "
+            "both engines and the pool daemon must run the same ROSE version"
+        )
+
+
+def claim_side(words: Words, identity: int, epoch: int, side: str) -> int:
+    """Takes a side of the board for this process, also from a dead one; returns the new epoch.
+
+    Raises BoardError while another live process holds it. The epoch grows before the caller leaves the
+    phase it found, so an observer that saw the old epoch's process dead can't mistake this one for it.
+    """
+    me = own_identity()
+    while True:
+        holder = words.load(identity)
+        if holder not in (NOBODY, me) and is_alive(holder):
+            raise BoardError(f"the {side} side of this board is held by pid {pid_of(holder)}")
+        if words.cas(identity, holder, me):
+            return words.add(epoch, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideSnapshot:
+    """One side as seen from outside."""
+
+    phase: Phase
+    pid: int
+    alive: bool
+    heartbeat_s: float
+    busy_s: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoardSnapshot:
+    """Everything on the board at about one moment; counters run since the page was made."""
+
+    taken_s: float
+    serving: SideSnapshot
+    rollout: SideSnapshot
+    latest_start_s: float
+    has_pending_prefill: bool
+    rollout_wants: bool
+    num_arrivals: int
+    num_yields: int
+    yield_wait_s: float
+    begin_wait_s: float
+    num_overruns: int
+    num_deaths: int
+    rollout_tokens: int
+    num_stalls: int
+    declines: dict[GateReason, int]
+
+    def busy_shares_since(self, earlier: Self) -> tuple[float, float]:
+        """Serving's and rollout's share of the wall time between two snapshots."""
+        wall_s = self.taken_s - earlier.taken_s
+        if wall_s <= 0:
+            return 0.0, 0.0
+        return (
+            (self.serving.busy_s - earlier.serving.busy_s) / wall_s,
+            (self.rollout.busy_s - earlier.rollout.busy_s) / wall_s,
+        )
+
+
+def snapshot(words: Words) -> BoardSnapshot:
+    """Reads the whole board without disturbing it; for status pages and `rose top`."""
+    check_page(words)
+    now_ns = time.monotonic_ns()
+    load = words.load
+    return BoardSnapshot(
+        taken_s=now_ns / 1e9,
+        serving=_side(words, now_ns, Word.S_PHASE, Word.S_IDENTITY, Word.S_BUSY),
+        rollout=_side(words, now_ns, Word.R_PHASE, Word.R_IDENTITY, Word.R_BUSY),
+        latest_start_s=to_s(load(Word.S_LATEST_START)),
+        has_pending_prefill=bool(load(Word.S_HAS_PENDING)),
+        rollout_wants=bool(load(Word.R_WANT)),
+        num_arrivals=load(Word.ARRIVALS),
+        num_yields=load(Word.S_YIELDS),
+        yield_wait_s=load(Word.S_YIELD_WAIT) / 1e9,
+        begin_wait_s=load(Word.S_BEGIN_WAIT) / 1e9,
+        num_overruns=load(Word.S_OVERRUNS),
+        num_deaths=load(Word.S_DEATHS),
+        rollout_tokens=load(Word.R_TOKENS),
+        num_stalls=load(Word.R_STALLS),
+        declines={reason: load(Word.R_DECLINES + i) for i, reason in enumerate(REASONS)},
+    )
+
+
+def _side(words: Words, now_ns: int, phase: int, identity: int, busy: int) -> SideSnapshot:
+    who = words.load(identity)
+    alive = is_alive(who)
+    busy_ns, num_steps, started_ns, heartbeat_ns = (words.load(busy + i) for i in range(4))
+    if alive and started_ns > 0:
+        busy_ns += now_ns - started_ns
+    return SideSnapshot(
+        phase=Phase(words.load(phase)),
+        pid=pid_of(who),
+        alive=alive,
+        heartbeat_s=heartbeat_ns / 1e9,
+        busy_s=busy_ns / 1e9,
+        num_steps=num_steps,
+    )

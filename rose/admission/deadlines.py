@@ -1,0 +1,167 @@
+"""The serving engine's own bookkeeping: which requests wait, which decode, and by when.
+
+Owns the token times that vLLM's scheduler does not keep. Promises publications of a few microseconds:
+a decode's next due time is computed once per token. Never reads a clock; one thread, the engine core's.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from rose.admission.gate import GateSettings, ServingView
+from rose.admission.slack import (
+    NEVER,
+    ActiveDecode,
+    PendingPrefill,
+    latest_start_ttft,
+    literal_latest_start,
+    shrunk_target,
+    token_due,
+)
+from rose.admission.step_time import StepTimeModel
+from rose.types import SLO, GateMode
+
+
+class _TokenTimes:
+    """One decoding request, changed in place: a frozen value per token would cost more than the gate."""
+
+    __slots__ = ("due_s", "first_token_s", "last_token_s", "num_output_tokens", "tpot_s")
+
+    def __init__(self, now: float, tpot_s: float | None) -> None:
+        self.first_token_s = now
+        self.last_token_s = now
+        self.num_output_tokens = 0
+        self.tpot_s = tpot_s
+        self.due_s = now
+
+    def as_decode(self) -> ActiveDecode:
+        return ActiveDecode(
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+            num_output_tokens=self.num_output_tokens,
+            tpot_s=self.tpot_s,
+        )
+
+
+class ServingDeadlines:
+    """Tracks serving requests and computes what to publish after each step."""
+
+    def __init__(self, settings: GateSettings, *, chunk_tokens: int) -> None:
+        """`chunk_tokens`: the serving engine's own token budget of a step."""
+        self._settings = settings
+        self._target_s = settings.effective_tpot_target_s
+        self._itl_cap_s = settings.effective_itl_cap_s
+        self._chunk_tokens = chunk_tokens
+        self._load = 0.0
+        self._pending: dict[str, PendingPrefill] = {}
+        self._decodes: dict[str, _TokenTimes] = {}
+        self._own_tpot_s: dict[str, float] = {}
+
+    @property
+    def has_pending_prefill(self) -> bool:
+        """Whether a request waits for its first token."""
+        return bool(self._pending)
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests between their first and last token."""
+        return len(self._decodes)
+
+    def arrived(self, request_id: str, now: float, prompt_tokens: int, own_slo: SLO | None = None) -> None:
+        """A request entered the scheduler; call in queue order. `own_slo` overrides the deployment's."""
+        self._pending[request_id] = PendingPrefill(
+            arrival_s=now,
+            remaining_tokens=prompt_tokens,
+            ttft_s=own_slo.ttft_s if own_slo is not None else None,
+        )
+        if own_slo is not None:
+            self._own_tpot_s[request_id] = own_slo.tpot_s
+
+    def prefilled(self, request_id: str, remaining_tokens: int) -> None:
+        """A chunk of its prompt was computed (or found cached); unknown ids are decoding already."""
+        p = self._pending.get(request_id)
+        if p is not None:
+            self._pending[request_id] = replace(p, remaining_tokens=remaining_tokens)
+
+    def produced(self, request_ids: Iterable[str], now: float, num_tokens: int = 1) -> None:
+        """These requests produced tokens in the step that ended now."""
+        target_s = shrunk_target(self._target_s, self._load)
+        itl_cap_s = self._itl_cap_s
+        decodes = self._decodes
+        for request_id in request_ids:
+            times = decodes.get(request_id)
+            if times is None:
+                times = decodes[request_id] = self._first_token(request_id, now)
+            times.last_token_s = now
+            times.num_output_tokens += num_tokens
+            budget_s = times.tpot_s if times.tpot_s is not None else target_s
+            times.due_s = token_due(times.first_token_s, now, times.num_output_tokens, budget_s, itl_cap_s)
+
+    def _first_token(self, request_id: str, now: float) -> _TokenTimes:
+        self._pending.pop(request_id, None)
+        return _TokenTimes(now, self._own_tpot_s.pop(request_id, None))
+
+    def finished(self, request_ids: Iterable[str]) -> None:
+        """These requests ended in whatever way; unknown ids are fine."""
+        for request_id in request_ids:
+            self._pending.pop(request_id, None)
+            self._decodes.pop(request_id, None)
+            self._own_tpot_s.pop(request_id, None)
+
+    def set_load(self, load: float) -> None:
+        """The fuller of batch (against max_num_seqs) and KV, 0 to 1: shrinks the TPOT target from half
+        full on. Tokens produced from here on feel it."""
+        self._load = load
+
+    def view(
+        self, now: float, model: StepTimeModel, *, has_work: bool, context_tokens: float = 0
+    ) -> ServingView:
+        """What to publish under this gate mode."""
+        return ServingView(
+            has_work=has_work,
+            has_pending_prefill=self.has_pending_prefill,
+            latest_start_s=self._latest_start(now, model, context_tokens) if has_work else NEVER,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the books disagree."""
+        assert not self._pending.keys() & self._decodes.keys()
+        assert self._own_tpot_s.keys() <= self._pending.keys()
+        assert all(t.first_token_s <= t.last_token_s for t in self._decodes.values())
+        assert all(p.remaining_tokens >= 0 for p in self._pending.values())
+
+    def _latest_start(self, now: float, model: StepTimeModel, context_tokens: float) -> float:
+        mode = self._settings.mode
+        if mode in (GateMode.ALTERNATE, GateMode.IDLE, GateMode.OFF):
+            return NEVER
+        if mode is GateMode.EQUATIONS:
+            return literal_latest_start(
+                now,
+                self._pending.values(),
+                (times.as_decode() for times in self._decodes.values()),
+                slo=self._settings.slo,
+                model=model,
+                chunk_tokens=self._chunk_tokens,
+                context_tokens=context_tokens,
+            )
+        ttft = NEVER if mode is GateMode.TPOT_ONLY else self._latest_ttft(model, context_tokens)
+        tpot = NEVER if mode is GateMode.TTFT_ONLY else self._latest_tpot(model, context_tokens)
+        return min(ttft, tpot)
+
+    def _latest_ttft(self, model: StepTimeModel, context_tokens: float) -> float:
+        return latest_start_ttft(
+            self._pending.values(),
+            num_decodes=self.num_decodes,
+            slo=self._settings.slo,
+            model=model,
+            chunk_tokens=self._chunk_tokens,
+            context_tokens=context_tokens,
+        )
+
+    def _latest_tpot(self, model: StepTimeModel, context_tokens: float) -> float:
+        if not self._decodes:
+            return NEVER
+        # The next step is mixed: whatever waits for prefill fills what the decodes leave of the budget.
+        room = max(0, self._chunk_tokens - self.num_decodes)
+        prefill = min(room, sum(p.remaining_tokens for p in self._pending.values()))
+        due_s = min(times.due_s for times in self._decodes.values())
+        return due_s - model.predict_safe(prefill, self.num_decodes, context_tokens)

@@ -1,0 +1,220 @@
+"""The gate's policy: may the rollout engine step now, and with how many tokens?
+
+Owns the decision as a pure function of `now`, what serving published, what rollout would run and how
+long that takes. Promises that in every mode but ALTERNATE, EQUATIONS and OFF (the baselines) an admitted
+step is predicted to end, error included, before serving's latest start. Never reads a clock or a page.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rose.admission.slack import NEVER
+from rose.admission.step_time import StepTimeModel
+from rose.types import SLO, GateMode
+
+# Of the SLO: TPOT slack is real capacity, but spending all of it multiplies serving's end-to-end time
+# and concurrency (16-20 times and 4 times in simulation at the full budget).
+TPOT_TARGET_FRACTION = 0.5
+# Of the TTFT SLO: what a request may lose that arrives just after an idle GPU began a rollout step.
+IDLE_STEP_FRACTION = 0.25
+# The step that is admitted on an idle GPU whatever the model says: without it a missing or hopeless
+# profile could never be corrected by observation.
+MIN_STEP_TOKENS = 32
+# A declined rollout looks again after this long even if nobody rings.
+RETRY_S = 0.02
+
+
+class GateReason(StrEnum):
+    """Why a decision came out as it did. The order is the board's order of decline counters."""
+
+    ADMITTED = "admitted"
+    NOTHING_TO_RUN = "nothing_to_run"
+    SERVING_TURN = "serving_turn"
+    SERVING_HAS_WORK = "serving_has_work"
+    PREFILL_FIRST = "prefill_first"
+    NO_SLACK = "no_slack"
+    SERVING_LOST = "serving_lost"
+    """The serving process died with work in hand: what runs on the GPU is unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSettings:
+    """What an operator chooses about compute sharing."""
+
+    slo: SLO
+    mode: GateMode = GateMode.DUAL
+    tpot_target_s: float | None = None
+    """The TPOT that rollouts may stretch serving to; None: half the TPOT SLO."""
+    itl_cap_s: float | None = None
+    """The longest single gap between tokens that the TPOT bank may cause; None: the TPOT SLO."""
+    max_step_s: float | None = None
+    """The longest rollout step, also on an idle GPU; None: a quarter of the TTFT SLO."""
+    chunk_tokens: int = 512
+    stall_timeout_s: float = 2.0
+    handover_s: float = 0.008
+    """How long serving waits for a rollout engine to take the turn it was given."""
+
+    def __post_init__(self) -> None:
+        for name in ("tpot_target_s", "itl_cap_s", "max_step_s", "stall_timeout_s", "handover_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+
+    @property
+    def effective_tpot_target_s(self) -> float:
+        """tpot_target_s with its default resolved."""
+        return (
+            self.tpot_target_s if self.tpot_target_s is not None else TPOT_TARGET_FRACTION * self.slo.tpot_s
+        )
+
+    @property
+    def effective_itl_cap_s(self) -> float:
+        """itl_cap_s with its default resolved."""
+        return self.itl_cap_s if self.itl_cap_s is not None else self.slo.tpot_s
+
+    @property
+    def effective_max_step_s(self) -> float:
+        """max_step_s with its default resolved."""
+        return self.max_step_s if self.max_step_s is not None else IDLE_STEP_FRACTION * self.slo.ttft_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingView:
+    """What the serving engine last published."""
+
+    has_work: bool
+    has_pending_prefill: bool
+    latest_start_s: float
+    """When its next step must start; NEVER without a deadline."""
+    alive: bool = True
+    may_start: bool = True
+    """Whether the board leaves the GPU to rollout: serving is idle or has granted a turn."""
+    seq: int = 0
+    """Which publication this is: RolloutSide.try_begin refuses a decision made on an older one."""
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCandidate:
+    """What the rollout engine would run next."""
+
+    prefill_tokens_waiting: int
+    num_decodes: int
+    context_tokens: int
+    """Sum of the decoding sequences' context lengths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateDecision:
+    """A step's limits, or the reason for waiting."""
+
+    max_tokens: int
+    """All tokens of the step, decodes first; 0: wait."""
+    max_seqs: int
+    """Decoding sequences of the step; below the candidate's when not all of them fit."""
+    reason: GateReason
+    step_s: float
+    """Predicted seconds of the admitted step, error included; 0 when waiting."""
+    retry_at_s: float
+    """When to ask again if the board stays silent; `now` when admitted."""
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether a step may be taken."""
+        return self.max_tokens > 0
+
+
+class GatePolicy:
+    """Decides single steps; holds settings only. The same object runs in engines, simulator and tests."""
+
+    def __init__(self, settings: GateSettings) -> None:
+        self.settings = settings
+
+    def may_yield(self, now: float, view: ServingView) -> bool:
+        """Serving's half: whether to offer a turn before its next step, having work itself."""
+        mode = self.settings.mode
+        if mode in (GateMode.OFF, GateMode.IDLE):
+            return False
+        if mode is GateMode.ALTERNATE:
+            return True
+        if mode is GateMode.DUAL and view.has_pending_prefill:
+            return False
+        return now < view.latest_start_s
+
+    def decide(
+        self, now: float, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel
+    ) -> GateDecision:
+        """Rollout's half: the limits of a step that may start now, or why none may."""
+        reason = self._refusal(now, view, candidate)
+        if reason is not None:
+            return _wait(now, reason)
+        budget_s = self._budget_s(now, view)
+        fitted = self._fit(now, budget_s, candidate, model)
+        if not fitted.is_admitted and not view.has_work:
+            return self._smallest(now, candidate, model)
+        return fitted
+
+    def _refusal(self, now: float, view: ServingView, candidate: RolloutCandidate) -> GateReason | None:
+        mode = self.settings.mode
+        if candidate.prefill_tokens_waiting <= 0 and candidate.num_decodes <= 0:
+            return GateReason.NOTHING_TO_RUN
+        if mode is GateMode.OFF:
+            return None
+        if view.has_work and not view.alive:
+            return GateReason.SERVING_LOST
+        if not view.may_start:
+            return GateReason.SERVING_TURN
+        if not view.has_work or mode is GateMode.ALTERNATE:
+            return None
+        if mode is GateMode.IDLE:
+            return GateReason.SERVING_HAS_WORK
+        if mode is GateMode.DUAL and view.has_pending_prefill:
+            return GateReason.PREFILL_FIRST
+        return GateReason.NO_SLACK if now >= view.latest_start_s else None
+
+    def _budget_s(self, now: float, view: ServingView) -> float:
+        if self.settings.mode in (GateMode.OFF, GateMode.ALTERNATE, GateMode.EQUATIONS):
+            return NEVER
+        max_step_s = self.settings.effective_max_step_s
+        return min(max_step_s, view.latest_start_s - now) if view.has_work else max_step_s
+
+    def _fit(
+        self, now: float, budget_s: float, candidate: RolloutCandidate, model: StepTimeModel
+    ) -> GateDecision:
+        """All decodes and as much prefill as fits; else as many decodes as fit."""
+        num_decodes, context = candidate.num_decodes, float(candidate.context_tokens)
+        if model.predict_safe(0, num_decodes, context) <= budget_s:
+            most = min(candidate.prefill_tokens_waiting, max(0, self.settings.chunk_tokens - num_decodes))
+            prefill = model.tokens_within(budget_s, num_decodes, most, context)
+        else:
+            prefill = 0
+            per_decode = context / max(1, num_decodes)
+            num_decodes = model.decodes_within(budget_s, num_decodes, per_decode)
+            context = per_decode * num_decodes
+        if prefill + num_decodes == 0:
+            return _wait(now, GateReason.NO_SLACK)
+        return GateDecision(
+            max_tokens=prefill + num_decodes,
+            max_seqs=num_decodes,
+            reason=GateReason.ADMITTED,
+            step_s=model.predict_safe(prefill, num_decodes, context),
+            retry_at_s=now,
+        )
+
+    def _smallest(self, now: float, candidate: RolloutCandidate, model: StepTimeModel) -> GateDecision:
+        num_decodes = min(candidate.num_decodes, MIN_STEP_TOKENS)
+        prefill = 0 if num_decodes else min(candidate.prefill_tokens_waiting, MIN_STEP_TOKENS)
+        context = candidate.context_tokens * num_decodes / max(1, candidate.num_decodes)
+        return GateDecision(
+            max_tokens=prefill + num_decodes,
+            max_seqs=num_decodes,
+            reason=GateReason.ADMITTED,
+            step_s=model.predict_safe(prefill, num_decodes, context),
+            retry_at_s=now,
+        )
+
+
+def _wait(now: float, reason: GateReason) -> GateDecision:
+    return GateDecision(max_tokens=0, max_seqs=0, reason=reason, step_s=0.0, retry_at_s=now + RETRY_S)

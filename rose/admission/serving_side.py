@@ -1,0 +1,215 @@
+"""The serving engine's hand on the board: claim, publish, yield.
+
+Owns the serving lines of the page. Promises never to sleep past a rollout step's predicted end plus the
+grace. Used by one thread, the engine core's; the protocol is in rose.admission.board.
+"""
+
+import logging
+import time
+from enum import StrEnum
+
+from rose._shm import Words
+from rose.admission.board import (
+    GRACE_S,
+    LIVENESS_SLICE_S,
+    MAX_STEP_WAIT_S,
+    NEVER_NS,
+    Phase,
+    Word,
+    check_page,
+    claim_side,
+    ring,
+    to_ns,
+)
+from rose.admission.gate import ServingView
+from rose.admission.liveness import NOBODY, is_alive, pid_of
+from rose.admission.slack import NEVER
+
+logger = logging.getLogger(__name__)
+
+NO_WORK = ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER)
+
+
+class StepStart(StrEnum):
+    """How serving got the GPU."""
+
+    CLEAR = "clear"
+    """No rollout step was running."""
+    WAITED = "waited"
+    """A rollout step ended while we waited."""
+    OVERRUN = "overrun"
+    """A rollout step ran past its predicted end and the grace: both may run now."""
+    ROLLOUT_DIED = "rollout_died"
+
+
+class ServingSide:
+    """The serving process's end of the board.
+
+    Attached at construction. Raises BoardError if another live process serves on this board.
+    """
+
+    def __init__(self, words: Words) -> None:
+        check_page(words)
+        self._words = words
+        self._is_stepping = False
+        self._dead_epoch = -1
+        claim_side(words, Word.S_IDENTITY, Word.S_EPOCH, "serving")
+        words.store(Word.S_STARTED, 0)
+        self.publish(NO_WORK)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the GPU is claimed: between begin_step and end_step."""
+        return self._is_stepping
+
+    def begin_step(self, est_s: float = 0.0, *, grace_s: float = GRACE_S) -> StepStart:
+        """Claims the GPU and waits, bounded, for a running rollout step. Idempotent until end_step, so
+        that steps in flight at once share one claim. `est_s`: predicted length, for observers."""
+        if self._is_stepping:
+            return StepStart.CLEAR
+        words = self._words
+        words.store(Word.S_PHASE, Phase.RUNNING)
+        self._is_stepping = True
+        before_ns = time.monotonic_ns()
+        outcome = self._await_rollout(grace_s, NEVER_NS)
+        now_ns = time.monotonic_ns()
+        words.store(Word.S_STARTED, now_ns)
+        words.store(Word.S_EST_END, now_ns + to_ns(est_s))
+        if outcome is not StepStart.CLEAR:
+            words.add(Word.S_BEGIN_WAIT, now_ns - before_ns)
+        return outcome
+
+    def end_step(self, view: ServingView, *, num_steps: int = 1) -> None:
+        """Releases the GPU, saying what the next step needs; `num_steps` 0 if the claim went unused.
+
+        Without a claim it only publishes.
+        """
+        words = self._words
+        if self._is_stepping:
+            started_ns = words.load(Word.S_STARTED)
+            words.store(Word.S_STARTED, 0)
+            words.add(Word.S_BUSY, time.monotonic_ns() - started_ns)
+            words.add(Word.S_STEPS, num_steps)
+            self._is_stepping = False
+        self.publish(view)
+
+    def publish(self, view: ServingView) -> None:
+        """Says what serving's next step needs: has_work, has_pending_prefill and latest_start_s count.
+
+        At any time; while the GPU is claimed it stays so. A request's arrival turns IDLE into OPEN here.
+        """
+        # The phase goes last: rollout may act on these words once it no longer reads RUNNING.
+        words = self._words
+        words.store(Word.S_HAS_PENDING, int(view.has_pending_prefill))
+        words.store(Word.S_LATEST_START, to_ns(view.latest_start_s))
+        words.store(Word.S_HEARTBEAT, time.monotonic_ns())
+        words.add(Word.S_SEQ, 1)
+        if self._is_stepping:
+            return
+        words.store(Word.S_PHASE, Phase.OPEN if view.has_work else Phase.IDLE)
+        # OPEN lets rollout do nothing before yield_turn rings: waking it would only cost a switch.
+        if not view.has_work:
+            words.add(Word.ROLLOUT_BELL, 1)
+            if words.load(Word.R_WANT):
+                words.wake(Word.ROLLOUT_BELL)
+
+    def absorb_arrival(self) -> None:
+        """The scheduler has taken in a request (its add_request): announcements up to now are served by
+        has_work and has_pending_prefill from here on."""
+        self._words.store(Word.S_ABSORBED, time.monotonic_ns())
+
+    def yield_turn(self, latest_start_s: float, handover_s: float, *, grace_s: float = GRACE_S) -> float:
+        """Between two steps: lets rollout take one step if it wants one that can fit. Returns the
+        seconds waited. Call begin_step next; it takes an unused turn back."""
+        words = self._words
+        now_ns = time.monotonic_ns()
+        latest_ns = to_ns(latest_start_s)
+        if self._is_stepping or not self._rollout_can_use_a_turn(now_ns, latest_ns):
+            return 0.0
+        turn = words.add(Word.S_TURN, 1)
+        ring(words, Word.ROLLOUT_BELL)
+        words.add(Word.S_YIELDS, 1)
+        self._await_turn(turn, min(now_ns + to_ns(handover_s), latest_ns), latest_ns, grace_s)
+        waited_ns = time.monotonic_ns() - now_ns
+        words.add(Word.S_YIELD_WAIT, waited_ns)
+        return waited_ns / 1e9
+
+    def yield_turns(self, latest_start_s: float, handover_s: float, *, grace_s: float = GRACE_S) -> float:
+        """Turn after turn while rollout uses them and slack is left: a rollout step is often a fraction of
+        the slack. Ends on an announced arrival. Returns the seconds waited."""
+        words = self._words
+        arrivals = words.load(Word.ARRIVALS)
+        waited_s = 0.0
+        while True:
+            steps = words.load(Word.R_STEPS)
+            waited_s += self.yield_turn(latest_start_s, handover_s, grace_s=grace_s)
+            if words.load(Word.R_STEPS) == steps or words.load(Word.ARRIVALS) != arrivals:
+                return waited_s
+
+    def detach(self) -> None:
+        """Leaves the GPU to rollout; the object is of no use afterwards."""
+        words = self._words
+        words.store(Word.S_STARTED, 0)
+        words.store(Word.S_PHASE, Phase.DETACHED)
+        words.store(Word.S_IDENTITY, NOBODY)
+        ring(words, Word.ROLLOUT_BELL)
+
+    def _rollout_can_use_a_turn(self, now_ns: int, latest_ns: int) -> bool:
+        words = self._words
+        if not words.load(Word.R_WANT) or words.load(Word.S_PHASE) != Phase.OPEN:
+            return False
+        if words.load(Word.R_EPOCH) == self._dead_epoch:
+            return False
+        return now_ns + words.load(Word.R_MIN_STEP) <= latest_ns
+
+    def _await_turn(self, turn: int, give_up_ns: int, latest_ns: int, grace_s: float) -> None:
+        words = self._words
+        arrivals = words.load(Word.ARRIVALS)
+        while True:
+            seen = words.load(Word.SERVING_BELL)
+            # turn_used before phase: a turn seen used and a phase not RUNNING means the step is over.
+            is_used = words.load(Word.R_TURN_USED) == turn
+            if words.load(Word.R_PHASE) == Phase.RUNNING:
+                self._await_rollout(grace_s, latest_ns)
+                return
+            now_ns = time.monotonic_ns()
+            if is_used or now_ns >= give_up_ns or words.load(Word.ARRIVALS) != arrivals:
+                return
+            words.wait(Word.SERVING_BELL, seen, (give_up_ns - now_ns) / 1e9)
+
+    def _await_rollout(self, grace_s: float, until_ns: int) -> StepStart:
+        """Sleeps while a rollout step runs, at most until `until_ns`, its est_end + grace or 5 s."""
+        words = self._words
+        start_ns = time.monotonic_ns()
+        outcome = StepStart.CLEAR
+        while True:
+            seen = words.load(Word.SERVING_BELL)
+            epoch = words.load(Word.R_EPOCH)
+            if words.load(Word.R_PHASE) != Phase.RUNNING or epoch == self._dead_epoch:
+                return outcome
+            now_ns = time.monotonic_ns()
+            if outcome is StepStart.WAITED and self._has_rollout_died(epoch):
+                return StepStart.ROLLOUT_DIED
+            end_ns = min(words.load(Word.R_EST_END) + to_ns(grace_s), start_ns + to_ns(MAX_STEP_WAIT_S))
+            if now_ns >= end_ns:
+                return self._overrun(epoch)
+            if now_ns >= until_ns:
+                return StepStart.WAITED
+            outcome = StepStart.WAITED
+            sleep_s = min((min(end_ns, until_ns) - now_ns) / 1e9, LIVENESS_SLICE_S)
+            words.wait(Word.SERVING_BELL, seen, sleep_s)
+
+    def _has_rollout_died(self, epoch: int) -> bool:
+        identity = self._words.load(Word.R_IDENTITY)
+        if is_alive(identity):
+            return False
+        self._dead_epoch = epoch
+        self._words.add(Word.S_DEATHS, 1)
+        logger.warning("rollout died in a step pid=%d", pid_of(identity))
+        return True
+
+    def _overrun(self, epoch: int) -> StepStart:
+        if self._has_rollout_died(epoch):
+            return StepStart.ROLLOUT_DIED
+        self._words.add(Word.S_OVERRUNS, 1)
+        return StepStart.OVERRUN

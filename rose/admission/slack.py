@@ -1,0 +1,150 @@
+"""How long serving can wait: the paper's slacks, and the latest start times we use instead.
+
+Owns the deadline arithmetic as pure functions of times in seconds on one clock. Never reads that clock.
+
+The printed equations leave out the prefills queued ahead of a request, the decodes that share its steps
+and the length of the rollout step itself (the gate adds that one). The corrected form answers one
+question with an absolute time, which does not go stale: when must the next serving step start?
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rose.admission.step_time import StepTimeModel
+from rose.types import SLO
+
+# Earns credit at a pace slightly under the budget, so that the mean over the answer stays under it.
+BANK_PACE = 0.95
+# Credit ever spent on one gap between tokens, in budgets.
+BANK_LIMIT_BUDGETS = 2.0
+
+NEVER = math.inf
+"""No deadline: nothing waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingPrefill:
+    """A serving request without its first token: queued or partly prefilled."""
+
+    arrival_s: float
+    remaining_tokens: int
+    ttft_s: float | None = None
+    """Its own TTFT objective, where it differs from the deployment's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveDecode:
+    """A serving request that has produced `num_output_tokens` so far."""
+
+    first_token_s: float
+    last_token_s: float
+    num_output_tokens: int
+    tpot_s: float | None = None
+    """Its own TPOT budget, where it differs from the target."""
+
+
+def ttft_slack(now: float, arrival_s: float, ttft_s: float, prefill_s: float) -> float:
+    """(arrival + budget) - now - T_prf, as printed. Source: ROSE §4.1 eq. 1."""
+    return (arrival_s + ttft_s) - now - prefill_s
+
+
+def tpot_slack(now: float, last_token_s: float, tpot_s: float, decode_s: float) -> float:
+    """(last token + budget) - now - T_dec(b), as printed. Source: ROSE §4.1 eq. 2."""
+    return (last_token_s + tpot_s) - now - decode_s
+
+
+def literal_latest_start(
+    now: float,
+    pending: Iterable[PendingPrefill],
+    decodes: Iterable[ActiveDecode],
+    *,
+    slo: SLO,
+    model: StepTimeModel,
+    chunk_tokens: int,
+    context_tokens: float = 0,
+) -> float:
+    """now + the least of the printed slacks over all requests. Source: ROSE §4.1 eqs 1, 2.
+
+    The minimum of both where prefill and decode share an instance: ROSE §4.3, PD collocation.
+    """
+    active = list(decodes)
+    decode_s = model.predict(0, len(active), context_tokens)
+    slacks = []
+    for p in pending:
+        prefill_s = model.predict_prefill(p.remaining_tokens, chunk_tokens)
+        slacks.append(ttft_slack(now, p.arrival_s, _own(p.ttft_s, slo.ttft_s), prefill_s))
+    slacks += [tpot_slack(now, d.last_token_s, _own(d.tpot_s, slo.tpot_s), decode_s) for d in active]
+    return now + min(slacks, default=NEVER)
+
+
+def latest_start_ttft(
+    pending: Iterable[PendingPrefill],
+    *,
+    num_decodes: int,
+    slo: SLO,
+    model: StepTimeModel,
+    chunk_tokens: int,
+    context_tokens: float = 0,
+) -> float:
+    """When the next serving step must start so that every waiting request meets its TTFT.
+
+    `pending` is in queue order. A request's first token needs all prefill ahead of it and its own, in
+    steps of `chunk_tokens` (serving's token budget of a step) that the decodes share.
+    Source: ROSE §4.1 eq. 1, with the queue ahead, the shared steps and the profile's error added.
+    """
+    latest_s = NEVER
+    queued_tokens = 0
+    prefill_chunk = max(1, chunk_tokens - num_decodes)
+    for p in pending:
+        queued_tokens += p.remaining_tokens
+        work_s = model.predict_prefill(queued_tokens, prefill_chunk, num_decodes, context_tokens)
+        safe_s = work_s * model.ratio_q99 + model.margin_s
+        latest_s = min(latest_s, p.arrival_s + _own(p.ttft_s, slo.ttft_s) - safe_s)
+    return latest_s
+
+
+def token_due(
+    first_token_s: float, last_token_s: float, num_output_tokens: int, budget_s: float, itl_cap_s: float
+) -> float:
+    """When the next token of one request is due, unspent budget of its earlier tokens included.
+
+    With n tokens out, the last one is taken to lie at min(t_first + (n-1) * 0.95 * B, t_last + 2 * B):
+    a request ahead of its pace may spend what it saved, at most two budgets at once, and one behind it
+    must catch up. The mean over the answer stays within B; `itl_cap_s` bounds each single gap.
+    Takes plain numbers: it runs once per serving token.
+    """
+    pace_s = first_token_s + (num_output_tokens - 1) * BANK_PACE * budget_s
+    limit_s = last_token_s + BANK_LIMIT_BUDGETS * budget_s
+    due_s = (pace_s if pace_s < limit_s else limit_s) + budget_s
+    cap_s = last_token_s + itl_cap_s
+    return due_s if due_s < cap_s else cap_s
+
+
+def latest_start_tpot(
+    decodes: Iterable[ActiveDecode], *, target_s: float, itl_cap_s: float, step_s: float
+) -> float:
+    """When the next serving step, `step_s` long, must start so that no token comes late.
+
+    Source: ROSE §4.1 eq. 2, with the mixed step's time for T_dec(b) and the bank of `token_due`.
+    """
+    due_s = NEVER
+    for d in decodes:
+        budget_s = _own(d.tpot_s, target_s)
+        due_s = min(
+            due_s, token_due(d.first_token_s, d.last_token_s, d.num_output_tokens, budget_s, itl_cap_s)
+        )
+    return due_s - step_s
+
+
+def shrunk_target(target_s: float, load: float) -> float:
+    """The TPOT target under load: whole up to half full, then falling to 0 at full.
+
+    `load` is the greater of serving's batch against max_num_seqs and its KV against what it may hold.
+    Spending TPOT slack keeps requests longer in the batch; near either limit that turns into queueing.
+    """
+    return target_s * min(1.0, max(0.0, 2.0 * (1.0 - load)))
+
+
+def _own(own_s: float | None, deployment_s: float) -> float:
+    return own_s if own_s is not None else deployment_s

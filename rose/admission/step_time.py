@@ -1,0 +1,229 @@
+"""How long one engine step takes: a linear cost model and its fit.
+
+Owns the numbers behind every admission: predicted seconds of a step from its prefill tokens, decoding
+sequences and their context. Promises that a prediction used for admission carries its own error
+(the 99th percentile of observed/predicted, and a margin). Never reads a clock and never runs a step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Futex wake-up and interpreter noise: the least that a margin may be.
+MIN_MARGIN_S = 0.0005
+# Fewer observations than this say nothing about a 99th percentile.
+MIN_OBSERVATIONS = 32
+# A leading observation this much slower than the fit is a warm-up (lazy allocation, first-use compile).
+WARM_UP_RATIO = 1.5
+# Huber's constant: residuals beyond 1.345 robust standard deviations lose weight.
+HUBER_SIGMAS = 1.345
+FIT_ROUNDS = 12
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepObservation:
+    """One measured engine step."""
+
+    prefill_tokens: int
+    num_decodes: int
+    context_tokens: int
+    """Sum of the decoding sequences' context lengths."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeModel:
+    """Predicted seconds of one mixed step: base + prefill tokens + decodes + decode context.
+
+    Source: ROSE §4.1 profiles T_prf(L, m) and T_dec(b) apart. Chunked prefill mixes both in one step,
+    so one model covers the mixed step: L tokens in chunks of m cost ceil(L / m) bases.
+    """
+
+    base_s: float
+    per_prefill_token_s: float
+    per_decode_s: float
+    per_context_token_s: float = 0.0
+    ratio_q99: float = 1.0
+    """99th percentile of observed/predicted; never below 1."""
+    margin_s: float = MIN_MARGIN_S
+
+    def __post_init__(self) -> None:
+        costs = (self.base_s, self.per_prefill_token_s, self.per_decode_s, self.per_context_token_s)
+        if any(not math.isfinite(cost) or cost < 0 for cost in costs) or self.base_s + sum(costs) <= 0:
+            raise ValueError(f"step costs must be finite, not negative and not all zero, got {costs}")
+        if not (math.isfinite(self.ratio_q99) and self.ratio_q99 >= 1.0):
+            raise ValueError(f"ratio_q99 must be at least 1, got {self.ratio_q99}")
+        if not (math.isfinite(self.margin_s) and self.margin_s >= 0):
+            raise ValueError(f"margin_s must not be negative, got {self.margin_s}")
+
+    def predict(self, prefill_tokens: int, num_decodes: int, context_tokens: float = 0) -> float:
+        """The expected seconds of a step."""
+        return (
+            self.base_s
+            + self.per_prefill_token_s * prefill_tokens
+            + self.per_decode_s * num_decodes
+            + self.per_context_token_s * context_tokens
+        )
+
+    def predict_safe(self, prefill_tokens: int, num_decodes: int, context_tokens: float = 0) -> float:
+        """Seconds that 99 of 100 such steps stay within."""
+        return self.predict(prefill_tokens, num_decodes, context_tokens) * self.ratio_q99 + self.margin_s
+
+    def predict_prefill(
+        self, tokens: int, chunk_tokens: int, num_decodes: int = 0, context_tokens: float = 0
+    ) -> float:
+        """Expected seconds of prefilling `tokens` in steps of `chunk_tokens`, decodes riding along."""
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+        num_steps = -(-tokens // chunk_tokens)
+        return num_steps * self.predict(0, num_decodes, context_tokens) + self.per_prefill_token_s * tokens
+
+    def tokens_within(
+        self, budget_s: float, num_decodes: int, max_chunk: int, context_tokens: float = 0
+    ) -> int:
+        """The most prefill tokens (at most `max_chunk`) whose safe prediction fits the budget."""
+        room_s = (budget_s - self.predict_safe(0, num_decodes, context_tokens)) / self.ratio_q99
+        return _units_within(room_s, self.per_prefill_token_s, max_chunk)
+
+    def decodes_within(self, budget_s: float, max_decodes: int, context_per_decode: float = 0) -> int:
+        """The most decoding sequences (at most `max_decodes`) whose safe prediction fits the budget."""
+        per_decode_s = self.per_decode_s + self.per_context_token_s * context_per_decode
+        room_s = (budget_s - self.predict_safe(0, 0)) / self.ratio_q99
+        return _units_within(room_s, per_decode_s, max_decodes)
+
+    def to_json(self) -> dict[str, float]:
+        """The model's fields, ready for json.dump."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "StepTimeModel":
+        """Inverse of to_json. Raises ValueError on missing, unknown or senseless fields."""
+        if set(fields) != set(cls.__slots__):
+            raise ValueError(f"expected the fields {sorted(cls.__slots__)}, got {sorted(fields)}")
+        if not all(isinstance(value, int | float) for value in fields.values()):
+            raise ValueError(f"every field must be a number, got {fields}")
+        return cls(**{name: float(value) for name, value in fields.items()})
+
+
+def _units_within(room_s: float, unit_s: float, most: int) -> int:
+    if room_s < 0 or most <= 0:
+        return 0
+    if unit_s * most <= room_s:
+        return most
+    return int(room_s / unit_s)
+
+
+UNPROFILED = StepTimeModel(base_s=1.0, per_prefill_token_s=0.01, per_decode_s=0.01, ratio_q99=2.0)
+"""Stands in for a missing profile: so slow that a rollout step fits no slack of a serving engine with
+work; the gate then admits only its smallest step, and only while serving is idle."""
+
+
+def fit(observations: Sequence[StepObservation]) -> StepTimeModel:
+    """Robust least squares on relative errors, coefficients not negative, warm-up dropped.
+
+    Raises ValueError with fewer than MIN_OBSERVATIONS (after the warm-up is dropped).
+    """
+    kept = drop_warm_up(observations)
+    rows, seconds = _design(kept)
+    return _with_errors(_model_of(_fit_robust(rows, seconds)), kept)
+
+
+def drop_warm_up(observations: Sequence[StepObservation]) -> list[StepObservation]:
+    """The observations without the leading run that is much slower than a fit of all of them."""
+    if len(observations) < MIN_OBSERVATIONS:
+        raise ValueError(f"need {MIN_OBSERVATIONS} observations to fit, got {len(observations)}")
+    if any(o.seconds <= 0 for o in observations):
+        raise ValueError("an observed step took no time; seconds must be positive")
+    rows, seconds = _design(observations)
+    ratios = seconds / (rows @ _fit_robust(rows, seconds))
+    first = 0
+    while first < len(observations) - MIN_OBSERVATIONS and ratios[first] > WARM_UP_RATIO:
+        first += 1
+    return list(observations[first:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitErrors:
+    """How far a model is from observations."""
+
+    num_observations: int
+    error_p50_s: float
+    error_p99_s: float
+    ratio_p50: float
+    ratio_q99: float
+
+
+def fit_errors(model: StepTimeModel, observations: Sequence[StepObservation]) -> FitErrors:
+    """Absolute errors and observed/predicted ratios of `model` on `observations`."""
+    if not observations:
+        raise ValueError("no observations to compare with")
+    predicted = np.array(
+        [model.predict(o.prefill_tokens, o.num_decodes, o.context_tokens) for o in observations]
+    )
+    seconds = np.array([o.seconds for o in observations])
+    errors = np.abs(seconds - predicted)
+    ratios = seconds / predicted
+    return FitErrors(
+        num_observations=len(observations),
+        error_p50_s=float(np.quantile(errors, 0.5)),
+        error_p99_s=float(np.quantile(errors, 0.99)),
+        ratio_p50=float(np.quantile(ratios, 0.5)),
+        ratio_q99=float(np.quantile(ratios, 0.99)),
+    )
+
+
+def _with_errors(model: StepTimeModel, observations: Sequence[StepObservation]) -> StepTimeModel:
+    # The ratio covers errors that grow with the step, the margin (a typical absolute error) those
+    # that hit a step of any size, such as a late wake-up.
+    errors = fit_errors(model, observations)
+    return replace(
+        model, ratio_q99=max(1.0, errors.ratio_q99), margin_s=max(MIN_MARGIN_S, errors.error_p50_s)
+    )
+
+
+def _design(observations: Sequence[StepObservation]) -> tuple[Floats, Floats]:
+    rows = np.array([(1.0, o.prefill_tokens, o.num_decodes, o.context_tokens) for o in observations])
+    return rows.astype(np.float64), np.array([o.seconds for o in observations], dtype=np.float64)
+
+
+def _model_of(costs: Floats) -> StepTimeModel:
+    base, prefill, decode, context = (float(cost) for cost in costs)
+    return StepTimeModel(
+        base_s=base, per_prefill_token_s=prefill, per_decode_s=decode, per_context_token_s=context
+    )
+
+
+def _fit_robust(rows: Floats, seconds: Floats) -> Floats:
+    """Iteratively reweighted (Huber) non-negative least squares on seconds/observed."""
+    relative_rows = rows / seconds[:, None]
+    ones = np.ones_like(seconds)
+    weights = ones
+    costs = np.zeros(rows.shape[1])
+    for _ in range(FIT_ROUNDS):
+        scale = np.sqrt(weights)
+        costs = _non_negative_lstsq(relative_rows * scale[:, None], ones * scale)
+        residuals = np.abs(ones - relative_rows @ costs)
+        sigma = max(1.4826 * float(np.median(residuals)), 1e-6)
+        weights = np.minimum(1.0, HUBER_SIGMAS * sigma / np.maximum(residuals, 1e-12))
+    return costs
+
+
+def _non_negative_lstsq(rows: Floats, target: Floats) -> Floats:
+    """Least squares that drops the most negative coefficient until none is left."""
+    norms = np.linalg.norm(rows, axis=0)
+    active = [i for i in range(rows.shape[1]) if norms[i] > 0]
+    costs = np.zeros(rows.shape[1])
+    while active:
+        solution = np.linalg.lstsq(rows[:, active] / norms[active], target, rcond=None)[0]
+        worst = int(np.argmin(solution))
+        if solution[worst] >= 0:
+            costs[active] = solution / norms[active]
+            break
+        del active[worst]
+    return costs

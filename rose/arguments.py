@@ -1,0 +1,47 @@
+"""The argument parser of every `rose` command, and what a command's failure looks like.
+
+Owns: how a command line is refused. Promises: bad input is one line on stderr and exit status 2, another
+failure that ROSE foresaw one line and status 1, whether the command runs as `rose NAME` or as `python -m`;
+--help ends with an example. Never: accepts abbreviated flags, which a later flag would make ambiguous.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from rose.errors import ConfigError, PoolError, RoseError
+
+BAD_INPUT_STATUS = 2
+INTERRUPTED_STATUS = 130
+"""What a shell reports for a command ended by Ctrl-C."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """``prog`` is what the user types, e.g. "rose relay"."""
+
+    def __init__(self, prog: str, description: str, example: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the usage text; --help shows the rest."""
+        command = self.prog.removeprefix("rose").strip()
+        where = f"{command}: " if command else ""
+        self.exit(BAD_INPUT_STATUS, f"rose: error: {where}{message}; see {self.prog} --help\n")
+
+
+def run_command(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Runs one command's ``main``; its exit status, with what ROSE raised said in one line on stderr."""
+    try:
+        return main(argv)
+    except RoseError as error:
+        print(f"rose: error: {name}: {error}", file=sys.stderr)
+        return BAD_INPUT_STATUS if isinstance(error, (ConfigError, PoolError)) else 1
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS

@@ -1,0 +1,118 @@
+"""`rose COMMAND ...`: finds the command and runs it.
+
+Owns: the list of commands. Promises: a command's modules are imported only when it runs, and a package that
+it lacks is named with the extra that brings it. Never: does a command's work.
+"""
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rose import __version__
+from rose.arguments import BAD_INPUT_STATUS, INTERRUPTED_STATUS, CommandParser, run_command
+
+_EXTRAS = {
+    "vllm": "cpu' or 'vllm-rose[cuda",
+    "torch": "cpu' or 'vllm-rose[cuda",
+    "mooncake": "mooncake",
+    "accelerate": "train",
+    "datasets": "train",
+    "gymnasium": "train",
+    "matplotlib": "train",
+    "transformers": "train",
+    "trl": "train",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One subcommand: ``module.main(argv) -> int``, which raises RoseError for what it can't do."""
+
+    name: str
+    module: str
+    summary: str
+
+
+COMMANDS = (
+    Command(
+        name="doctor", module="rose.doctor", summary="what is installed, what is missing, what will work"
+    ),
+    Command(name="demo", module="rose.demo.run", summary="the main job, end to end, on this machine"),
+    Command(
+        name="pool", module="rose.memory.daemon", summary="own one GPU's KV slabs and hand them to engines"
+    ),
+    Command(name="serve", module="rose.node.serve", summary="one vLLM engine in a pool, serving or rollout"),
+    Command(name="node", module="rose.node.agent", summary="a pool and its engines from NODE.yaml"),
+    Command(
+        name="relay", module="rose.transfer.relay_server", summary="carry weights from trainer to engines"
+    ),
+    Command(
+        name="router", module="rose.scheduler.rollout.service", summary="one endpoint for all rollout turns"
+    ),
+    Command(name="profile", module="rose.node.profile", summary="measure the step times that the gate needs"),
+    Command(name="top", module="rose.node.top", summary="live view of running engines"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    if not given:
+        _parser().print_help(sys.stderr)
+        return BAD_INPUT_STATUS
+    arguments = _parser().parse_args(given)
+    command = _find(arguments.command)
+    try:
+        module = importlib.import_module(command.module)
+        return run_command(command.name, module.main, arguments.arguments)
+    except ModuleNotFoundError as error:
+        return _missing_module(command, error)
+    except KeyboardInterrupt:  # while the command's modules were being imported
+        return INTERRUPTED_STATUS
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "rose",
+        "RL rollouts in the slack of GPUs that already serve traffic.\n\ncommands:\n"
+        + "\n".join(f"  {command.name:<9}{command.summary}" for command in COMMANDS)
+        + "\n\n`rose COMMAND --help` explains one of them.",
+        "rose doctor",
+    )
+    parser.add_argument("--version", action="version", version=f"rose {__version__}")
+    parser.add_argument("command", metavar="COMMAND", type=_known_name, help="one of the above")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the command takes")
+    return parser
+
+
+def _known_name(name: str) -> str:
+    names = [command.name for command in COMMANDS]
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+        raise argparse.ArgumentTypeError(f"no command {name!r}; {fix}")
+    return name
+
+
+def _find(name: str) -> Command:
+    return next(command for command in COMMANDS if command.name == name)
+
+
+def _missing_module(command: Command, error: ModuleNotFoundError) -> int:
+    """A part of the environment is missing, unless the module is our own: then it's our bug."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _EXTRAS:
+        raise error
+    print(
+        f"rose: error: {command.name}: {package} is not installed; "
+        f"run: pip install 'vllm-rose[{_EXTRAS[package]}]' (rose doctor shows the rest)",
+        file=sys.stderr,
+    )
+    return BAD_INPUT_STATUS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

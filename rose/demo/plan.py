@@ -1,0 +1,130 @@
+"""What a demo run consists of: options, sizes and durations.
+
+Owns every number of the demo. Pure; reads the machine's CPU count and nothing else.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose.demo import frozenlake
+from rose.demo.models import SERVING_SPEC
+from rose.types import SLO
+
+DEMO_SLO = SLO(ttft_s=0.6, tpot_s=0.15)
+"""Of the serving model on one CPU core; the paper's ratio of TTFT to TPOT is similar (500/150 ms)."""
+
+AZURE_TRACE = Path("../shared/traces/AzureLLMInferenceTrace_conv.csv")
+"""Used where it is; otherwise a generated trace of the same burst shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What a user may choose."""
+
+    out_dir: Path
+    quick: bool = False
+    seed: int = 0
+    trace: Path | None = None
+    """None: the Azure trace where it lies beside the checkout, else a generated one."""
+    relay: str = "auto"
+    """"mooncake", "embedded", or "auto": Mooncake where its libraries are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """The slab pool. 1 MiB slabs hold one block of the serving model or 8 of the rollout model; so small that
+    two bursts of serving at once eat into the headroom."""
+
+    name: str
+    num_slabs: int = 24
+    slab_bytes: int = 1 << 20
+    headroom_slabs: int = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingLoad:
+    """The replayed traffic: three neighbours of the trace at a time, lengths scaled to the tiny model."""
+
+    rate_rps: float = 0.85
+    burst_size: int = 3
+    max_prompt_tokens: int = 256
+    max_output_tokens: int = 48
+    vocab_size: int = SERVING_SPEC.vocab_size
+    drain_s: float = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTraffic:
+    """The closed-loop rollout load of the harvest windows."""
+
+    concurrency: int = 12
+    vocab_size: int = frozenlake.VOCAB_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """Seconds of each part; the whole demo stays within ten minutes on two cores."""
+
+    rollout_alone_s: float
+    window_s: float
+    num_rounds: int
+    """Rounds of serving alone, naive, ROSE; interleaved, so that a slow minute touches all three."""
+    training_s: float
+
+    @classmethod
+    def choose(cls, *, is_quick: bool) -> "Durations":
+        if is_quick:
+            return cls(rollout_alone_s=12, window_s=24, num_rounds=1, training_s=75)
+        return cls(rollout_alone_s=20, window_s=24, num_rounds=2, training_s=190)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuPlan:
+    """Which CPUs stand for the GPU, and which carry everything else; None: no pinning."""
+
+    compute: str | None
+    others: tuple[int, ...] | None
+
+    @classmethod
+    def choose(cls) -> "CpuPlan":
+        cpus = sorted(os.sched_getaffinity(0))
+        if len(cpus) < 2:
+            return cls(compute=None, others=None)
+        return cls(compute=str(cpus[0]), others=tuple(cpus[1:]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoPlan:
+    """Everything the orchestration needs to know."""
+
+    options: DemoOptions
+    durations: Durations
+    cpus: CpuPlan
+    pool: PoolPlan
+    slo: SLO = DEMO_SLO
+    serving: ServingLoad = field(default_factory=ServingLoad)
+    rollout: RolloutTraffic = field(default_factory=RolloutTraffic)
+
+    @classmethod
+    def of(cls, options: DemoOptions) -> "DemoPlan":
+        return cls(
+            options=options,
+            durations=Durations.choose(is_quick=options.quick),
+            cpus=CpuPlan.choose(),
+            pool=PoolPlan(name=f"demo-{os.getpid()}"),
+        )
+
+    @property
+    def trace(self) -> Path | None:
+        """The trace file to replay, or None for the generator."""
+        if self.options.trace is not None:
+            return self.options.trace
+        return AZURE_TRACE if AZURE_TRACE.is_file() else None
+
+    @property
+    def measured_s(self) -> float:
+        """Seconds of all windows together, for the time-left display."""
+        each = self.durations.window_s + self.serving.drain_s
+        rounds = 3 * self.durations.num_rounds * each
+        return self.durations.rollout_alone_s + rounds + self.durations.training_s

@@ -1,0 +1,252 @@
+"""Open-loop serving load: sends each request at its time, however slow the answers are.
+
+Owns the sending and the timing of a replay. Promises that a request is timed from its scheduled
+arrival, and that every scheduled request has a record, also when the window closes on it. Never
+retries and never slows down for the server. Runs as a process of its own, so that it can be pinned:
+``python -m rose.demo.replay --url http://127.0.0.1:8000 --model tiny --out serving.jsonl``
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from rose.demo.completions import Clock, Completion, open_session, stream_completion
+from rose.demo.figures import percentile
+from rose.demo.records import RequestRecord
+from rose.demo.trace import ReplayRequest, load_trace, scaled, synthetic_trace
+from rose.errors import RoseError
+
+__all__ = ["Replay", "ReplayRequest", "load_trace", "replay", "scaled", "synthetic_trace"]
+
+WINDOW_CLOSED = "not finished when the window closed"
+PROGRESS_PERIOD_S = 1.0
+SYNTHETIC_ROWS = 20_000
+
+
+@dataclass(slots=True)
+class _Entry:
+    request: ReplayRequest
+    scheduled_s: float
+    sent_s: float
+    completion: Completion
+    is_done: bool = False
+
+    def record(self) -> RequestRecord:
+        got = self.completion
+        return RequestRecord(
+            request_id=self.request.request_id,
+            scheduled_s=self.scheduled_s,
+            sent_s=self.sent_s,
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            max_tokens=self.request.max_tokens,
+            token_times_s=tuple(got.token_times_s),
+            output_token_ids=tuple(got.token_ids),
+            status=got.status,
+            error=got.error if self.is_done else WINDOW_CLOSED,
+            finish_reason=got.finish_reason,
+            stop_reason=got.stop_reason,
+        )
+
+
+class Replay:
+    """One replay of a list of requests; ``progress()`` may be read while ``run()`` runs."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        requests: Sequence[ReplayRequest],
+        *,
+        now: Clock = time.monotonic,
+        cache_salt: str | None = None,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._model = model
+        self._requests = sorted(requests, key=lambda request: request.at_s)
+        self._now = now
+        self._cache_salt = cache_salt
+        self._entries: list[_Entry] = []
+        self._stop = asyncio.Event()
+        self._start_s = 0.0
+
+    async def run(self, *, start_s: float | None = None, drain_s: float = 30.0) -> list[RequestRecord]:
+        """Send everything, wait up to ``drain_s`` after the last arrival, return records in send order."""
+        self._start_s = start_s if start_s is not None else self._now()
+        tasks: list[asyncio.Task[None]] = []
+        async with open_session() as session:
+            for request in self._requests:
+                if not await self._wait_until(self._start_s + request.at_s):
+                    break
+                entry = _Entry(request, self._start_s + request.at_s, self._now(), Completion())
+                self._entries.append(entry)
+                tasks.append(asyncio.create_task(self._send(session, entry)))
+            await self._drain(tasks, drain_s)
+        return [entry.record() for entry in self._entries]
+
+    def stop(self) -> None:
+        """Close the window now: nothing more is sent, unfinished requests are recorded as such."""
+        self._stop.set()
+
+    def progress(self) -> dict[str, float | int | None]:
+        """What to show so far; rates and percentiles over the whole window.
+
+        send_lag_max_s is this client's own lateness, which the TTFTs contain: a large one means that
+        the client, not the server, was starved.
+        """
+        done = [entry.record() for entry in self._entries if entry.is_done]
+        ttfts = [r.ttft_s for r in done if r.ttft_s is not None]
+        tpots = [r.tpot_s for r in done if r.tpot_s is not None]
+        elapsed_s = max(self._now() - self._start_s, 1e-3)
+        return {
+            "t_s": round(elapsed_s, 3),
+            "sent": len(self._entries),
+            "done": len(done),
+            "failed": sum(not r.is_complete for r in done),
+            "in_flight": len(self._entries) - len(done),
+            "rps": round(len(self._entries) / elapsed_s, 3),
+            "send_lag_max_s": max((e.sent_s - e.scheduled_s for e in self._entries), default=None),
+            "ttft_p50_s": percentile(ttfts, 50),
+            "ttft_p99_s": percentile(ttfts, 99),
+            "tpot_p50_s": percentile(tpots, 50),
+            "tpot_p99_s": percentile(tpots, 99),
+        }
+
+    async def _send(self, session: aiohttp.ClientSession, entry: _Entry) -> None:
+        body = {
+            "model": self._model,
+            "prompt": list(entry.request.prompt_token_ids),
+            "max_tokens": entry.request.max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream_interval": 1,
+        }
+        if self._cache_salt is not None:
+            body["cache_salt"] = self._cache_salt
+        await stream_completion(session, self._url, body, entry.completion, now=self._now)
+        entry.is_done = True
+
+    async def _wait_until(self, at_s: float) -> bool:
+        """Sleep until ``at_s``; False when the window was closed meanwhile."""
+        try:
+            await asyncio.wait_for(self._stop.wait(), max(at_s - self._now(), 0.0))
+        except TimeoutError:
+            return True
+        return False
+
+    async def _stopped(self) -> None:
+        await self._stop.wait()
+
+    async def _drain(self, tasks: Sequence[asyncio.Task[None]], drain_s: float) -> None:
+        if not tasks:
+            return
+        stopped = asyncio.create_task(self._stopped())
+        finished = asyncio.create_task(_all_done(tasks))
+        await asyncio.wait({stopped, finished}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (*tasks, stopped, finished):
+            task.cancel()
+        await asyncio.gather(*tasks, stopped, finished, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled() and task.exception() is not None:
+                raise RuntimeError("a replay request failed in the client") from task.exception()
+
+
+async def _all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.wait(tasks)
+
+
+async def replay(
+    url: str,
+    model: str,
+    requests: Sequence[ReplayRequest],
+    *,
+    now: Clock = time.monotonic,
+    start_s: float | None = None,
+    drain_s: float = 30.0,
+    cache_salt: str | None = None,
+) -> list[RequestRecord]:
+    """Replay ``requests`` against an OpenAI server; one record per request.
+
+    ``start_s`` (on ``now``'s clock) lines several loads up. A ``cache_salt`` per window keeps a
+    repeated window from living off the prefix cache of the one before, with the same greedy output.
+    """
+    load = Replay(url, model, requests, now=now, cache_salt=cache_salt)
+    return await load.run(start_s=start_s, drain_s=drain_s)
+
+
+async def _report_progress(load: Replay) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_PERIOD_S)
+        print(json.dumps(load.progress()), flush=True)
+
+
+async def _run(args: argparse.Namespace, requests: Sequence[ReplayRequest]) -> None:
+    load = Replay(args.url, args.model, requests, cache_salt=args.cache_salt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, load.stop)
+    progress = asyncio.create_task(_report_progress(load))
+    try:
+        records = await load.run(start_s=args.start_at, drain_s=args.drain_s)
+    finally:
+        progress.cancel()
+    args.out.write_text("".join(record.to_json_line() + "\n" for record in records))
+    print(json.dumps(load.progress()), flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rose.demo.replay",
+        description="Replay a bursty serving trace against an OpenAI server.",
+    )
+    parser.add_argument("--url", required=True, help="server, e.g. http://127.0.0.1:8000")
+    parser.add_argument("--model", required=True, help="served model name")
+    parser.add_argument("--out", required=True, type=Path, help="JSON lines, one per request")
+    parser.add_argument("--trace", type=Path, help="Azure-style CSV; without it, a generated trace")
+    parser.add_argument("--rate-rps", type=float, default=0.8)
+    parser.add_argument("--burst-size", type=int, default=1, help="neighbours that arrive at once")
+    parser.add_argument("--max-prompt-tokens", type=int, default=256)
+    parser.add_argument("--max-output-tokens", type=int, default=64)
+    parser.add_argument("--vocab-size", type=int, default=1000)
+    parser.add_argument("--duration-s", type=float, default=60.0)
+    parser.add_argument("--drain-s", type=float, default=30.0, help="wait for answers after the last arrival")
+    parser.add_argument("--start-at", type=float, help="time.monotonic() to start at")
+    parser.add_argument("--cache-salt", help="keeps this window out of other windows' prefix cache")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; exit status 2 with one line for bad input."""
+    args = _parser().parse_args(argv)
+    try:
+        trace = (
+            load_trace(args.trace)
+            if args.trace is not None
+            else synthetic_trace(num_requests=SYNTHETIC_ROWS, seed=args.seed)
+        )
+        requests = scaled(
+            trace,
+            args.rate_rps,
+            args.max_prompt_tokens,
+            args.max_output_tokens,
+            args.duration_s,
+            args.seed,
+            vocab_size=args.vocab_size,
+            burst_size=args.burst_size,
+        )
+    except (RoseError, ValueError, OSError) as error:
+        print(f"rose.demo.replay: {error}", file=sys.stderr)
+        return 2
+    asyncio.run(_run(args, requests))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

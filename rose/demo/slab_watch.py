@@ -1,0 +1,78 @@
+"""Watches who holds the pool's slabs while the demo runs.
+
+Owns a sampling thread over the pool's ledger, read-only. Promises not to disturb: it maps the same page the
+engines write and takes no part in the protocol.
+"""
+
+import threading
+import time
+
+from rose.demo.records import SlabEvent, SlabEventKind, SlabSample
+from rose.memory.ledger import Ledger, Pressure, Word
+from rose.memory.pool import PoolClient
+from rose.types import Role
+
+PERIOD_S = 0.1
+_COUNTERS = (
+    (Word.CUTS, SlabEventKind.CUT),
+    (Word.EXPIRED_LEASES, SlabEventKind.LEASE_EXPIRED),
+    (Word.RECLAIMED_REQUESTS, SlabEventKind.ABORT),
+)
+
+
+class SlabWatch:
+    """A context manager: samples from ``__enter__`` to ``__exit__``."""
+
+    def __init__(self, pool: str) -> None:
+        self._client = PoolClient.observe(pool)
+        self._samples: list[SlabSample] = []
+        self._events: list[SlabEvent] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="slab-watch", daemon=True)
+
+    def __enter__(self) -> "SlabWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._client.close()
+
+    @property
+    def samples(self) -> tuple[SlabSample, ...]:
+        return tuple(self._samples)
+
+    @property
+    def events(self) -> tuple[SlabEvent, ...]:
+        return tuple(self._events)
+
+    def _run(self) -> None:
+        ledger = self._client.ledger
+        counts = {word: ledger.count(word, 0) for word, _ in _COUNTERS}
+        was_frozen = False
+        while not self._closing.wait(PERIOD_S):
+            now = time.monotonic()
+            self._samples.append(_sample(ledger, now))
+            for word, kind in _COUNTERS:
+                count = ledger.count(word, 0)
+                if count > counts[word]:
+                    self._events.append(SlabEvent(t_s=now, kind=kind, count=count - counts[word]))
+                counts[word] = count
+            is_frozen = ledger.policy.pressure is Pressure.FROZEN
+            if is_frozen and not was_frozen:
+                self._events.append(SlabEvent(t_s=now, kind=SlabEventKind.FREEZE, count=1))
+            was_frozen = is_frozen
+
+
+def _sample(ledger: Ledger, now: float) -> SlabSample:
+    held = {Role.SERVING: 0, Role.ROLLOUT: 0}
+    for slot, engine in ledger.engines().items():
+        held[engine.role] += ledger.num_owned(slot)
+    return SlabSample(
+        t_s=now,
+        serving=held[Role.SERVING],
+        rollout=held[Role.ROLLOUT],
+        free=ledger.num_free,
+        budget=ledger.policy.rollout_budget_slabs,
+    )

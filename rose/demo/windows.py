@@ -1,0 +1,216 @@
+"""Measured windows: serving replay, rollout load, or both at once, each from its own process.
+
+Owns one window's client processes and result. Promises that both loads of a window start at the same time,
+and that a window in which the machine did other people's work says so (``foreign_cpu_share``).
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rose.demo.cluster import Cluster
+from rose.demo.plan import DemoPlan
+from rose.demo.records import PhaseName, PhaseResult, RequestRecord, read_records
+from rose.demo.replay import SYNTHETIC_ROWS
+from rose.demo.rollout_load import RolloutLoadResult
+from rose.demo.trace import ReplayRequest, load_trace, scaled, synthetic_trace
+from rose.errors import WorkerError
+from rose.node.control import EngineControl
+from rose.node.processes import ServerProcess
+
+LEAD_S = 3.0
+"""From starting the clients to the window's start: they import first."""
+SLACK_S = 30.0
+POLL_S = 0.2
+
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowSpec:
+    """What runs in a window. ``index`` makes it a distinct sample of the trace."""
+
+    name: PhaseName
+    index: int
+    duration_s: float
+    has_serving: bool
+    rollout_url: str | None = None
+
+
+class WindowRunner:
+    """Runs windows one after another on one cluster."""
+
+    def __init__(
+        self, plan: DemoPlan, cluster: Cluster, serving: EngineControl, rollout: EngineControl
+    ) -> None:
+        self._plan = plan
+        self._cluster = cluster
+        self._serving = serving
+        self._rollout = rollout
+        self._dir = plan.options.out_dir
+
+    def run(self, spec: WindowSpec, tick: Tick) -> PhaseResult:
+        """Measure one window; ``tick`` is called a few times a second meanwhile."""
+        start_s = time.monotonic() + LEAD_S
+        replay = self.start_replay(spec, start_s) if spec.has_serving else None
+        load = self._start_load(spec, start_s) if spec.rollout_url is not None else None
+        meter = BusyMeter(self._serving, self._rollout)
+        _wait_until(start_s, tick)
+        meter.start()
+        _wait_until(start_s + spec.duration_s, tick)
+        serving_busy_s, rollout_busy_s, foreign = meter.stop()
+        result = self._finish_load(load, tick) if load is not None else None
+        requests = self.finish_replay(replay, spec, tick) if replay is not None else ()
+        return PhaseResult(
+            name=spec.name,
+            start_s=start_s,
+            duration_s=spec.duration_s,
+            requests=requests,
+            rollout_tokens=result.rollout_tokens if result is not None else 0,
+            rollout_aborts=result.aborts if result is not None else {},
+            serving_busy_s=serving_busy_s,
+            rollout_busy_s=rollout_busy_s,
+            foreign_cpu_share=foreign,
+        )
+
+    def start_replay(self, spec: WindowSpec, start_s: float) -> ServerProcess:
+        """The serving replay as a process; it ends by itself after the window and its drain."""
+        argv = [
+            *("-m", "rose.demo.replay", "--url", self._serving.url, "--model", self._serving.model),
+            *("--out", str(self._path(spec, "serving"))),
+            *replay_flags(self._plan, spec.index, spec.duration_s),
+            *("--start-at", str(start_s), "--cache-salt", f"{spec.name}-{spec.index}"),
+        ]
+        return self._cluster.run(argv, f"replay-{spec.name}-{spec.index}")
+
+    def finish_replay(self, replay: ServerProcess, spec: WindowSpec, tick: Tick) -> tuple[RequestRecord, ...]:
+        """Wait for the replay's end and read its records. Raises: WorkerError."""
+        _wait_ended(replay, self._plan.serving.drain_s + SLACK_S, tick)
+        return read_records(self._path(spec, "serving"))
+
+    def _start_load(self, spec: WindowSpec, start_s: float) -> ServerProcess:
+        traffic = self._plan.rollout
+        argv = [
+            *("-m", "rose.demo.rollout_load", "--url", str(spec.rollout_url)),
+            *("--model", self._rollout.model, "--out", str(self._path(spec, "load"))),
+            *("--concurrency", str(traffic.concurrency), "--duration-s", str(spec.duration_s)),
+            *("--vocab-size", str(traffic.vocab_size), "--seed", str(self._plan.options.seed)),
+            *("--start-at", str(start_s), "--cache-salt", f"{spec.name}-{spec.index}"),
+        ]
+        return self._cluster.run(argv, f"load-{spec.name}-{spec.index}")
+
+    def _finish_load(self, load: ServerProcess, tick: Tick) -> RolloutLoadResult:
+        _wait_ended(load, SLACK_S, tick)
+        out = next(self._dir.glob(f"{load.name}.json"))
+        return RolloutLoadResult.from_json(json.loads(out.read_text()))
+
+    def _path(self, spec: WindowSpec, kind: str) -> Path:
+        suffix = "jsonl" if kind == "serving" else "json"
+        return self._dir / f"{kind}-{spec.name}-{spec.index}.{suffix}"
+
+
+class BusyMeter:
+    """Busy seconds of both engines, and what share of the machine others used, between start and stop."""
+
+    def __init__(self, serving: EngineControl, rollout: EngineControl) -> None:
+        self._engines = (serving, rollout)
+        self._before: tuple[float, ...] = ()
+        self._cpu = _CpuUse()
+
+    def start(self) -> None:
+        self._before = tuple(engine.status().busy_s for engine in self._engines)
+        self._cpu.start()
+
+    def stop(self) -> tuple[float, float, float]:
+        """(serving busy, rollout busy, foreign CPU share)."""
+        foreign = self._cpu.foreign_share()
+        after = [engine.status().busy_s for engine in self._engines]
+        serving, rollout = (now - then for now, then in zip(after, self._before, strict=True))
+        return serving, rollout, foreign
+
+
+class _CpuUse:
+    """CPU time of the whole machine minus that of this process and its descendants."""
+
+    def start(self) -> None:
+        self._all_s, self._ours_s, self._at_s = _machine_busy_s(), _family_busy_s(), time.monotonic()
+
+    def foreign_share(self) -> float:
+        used_s = _machine_busy_s() - self._all_s
+        ours_s = _family_busy_s() - self._ours_s
+        capacity_s = (time.monotonic() - self._at_s) * (psutil.cpu_count() or 1)
+        return max(0.0, used_s - ours_s) / capacity_s
+
+
+def replay_flags(plan: DemoPlan, index: int, duration_s: float) -> list[str]:
+    """The replay's flags for the ``index``-th sample of the trace: the same requests for the same index."""
+    load = plan.serving
+    flags = {
+        "--rate-rps": load.rate_rps,
+        "--burst-size": load.burst_size,
+        "--max-prompt-tokens": load.max_prompt_tokens,
+        "--max-output-tokens": load.max_output_tokens,
+        "--vocab-size": load.vocab_size,
+        "--duration-s": duration_s,
+        "--drain-s": load.drain_s,
+        "--seed": plan.options.seed + index,
+    }
+    trace = ["--trace", str(plan.trace)] if plan.trace is not None else []
+    return [*trace, *(str(part) for pair in flags.items() for part in pair)]
+
+
+def replayed_requests(plan: DemoPlan, index: int, duration_s: float) -> list[ReplayRequest]:
+    """The requests that a replay with ``replay_flags`` of the same arguments sends."""
+    load, seed = plan.serving, plan.options.seed + index
+    trace = (
+        load_trace(plan.trace)
+        if plan.trace is not None
+        else synthetic_trace(num_requests=SYNTHETIC_ROWS, seed=seed)
+    )
+    return scaled(
+        trace,
+        load.rate_rps,
+        load.max_prompt_tokens,
+        load.max_output_tokens,
+        duration_s,
+        seed,
+        vocab_size=load.vocab_size,
+        burst_size=load.burst_size,
+    )
+
+
+def _wait_until(when_s: float, tick: Tick) -> None:
+    while (left_s := when_s - time.monotonic()) > 0:
+        tick()
+        time.sleep(min(POLL_S, left_s))
+
+
+def _wait_ended(process: ServerProcess, timeout_s: float, tick: Tick) -> None:
+    deadline = time.monotonic() + timeout_s
+    while process.is_alive() and time.monotonic() < deadline:
+        tick()
+        process.wait(POLL_S)
+    if process.exit_status != 0:
+        raise WorkerError(f"{process.name} ended with {process.exit_status}:\n{process.log_tail()}")
+
+
+def _machine_busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
+def _family_busy_s() -> float:
+    """Our own and all descendants' CPU time; a process that ended is counted in its parent's children."""
+    total = 0.0
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total

@@ -1,0 +1,107 @@
+"""The places where vLLM has no public extension point for what ROSE needs.
+
+Owns every patch. Each is one idempotent function that says why, for which vLLM, and raises if its target is
+gone. Everything else in this folder goes through worker, scheduler, weight-transfer and endpoint classes.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from rose.engine.settings import CONFIG_KEY, EngineSettings
+from rose.errors import ConfigError
+
+_MARK = "_rose_patched"
+
+
+def configure_from_additional_config() -> None:
+    """Let ``--additional-config '{"rose": ...}'`` select ROSE's worker, scheduler and weight backend.
+
+    Why: a general plugin can't change engine arguments, and asking operators for four more flags that must
+    agree with each other invites mistakes. vLLM 0.30-0.33: ``EngineArgs.create_engine_config`` is the one
+    place that every entry point passes.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    def before(engine_args: Any) -> None:
+        settings = EngineSettings.parse(engine_args.additional_config or {})
+        if settings is not None:
+            _apply(settings.named(os.getpid()), engine_args)
+
+    _wrap(EngineArgs, "create_engine_config", before=before)
+
+
+def give_scheduler_its_input_queue() -> None:
+    """Hand ``EngineCoreProc.input_queue`` to a ROSE scheduler.
+
+    Why: an idle engine core blocks on that queue, so it would never notice that serving wants memory back or
+    that a lease ran out; the scheduler's watcher thread puts a WAKEUP there. The loop and not ``__init__``,
+    because plugins load inside ``__init__``. vLLM 0.30-0.33.
+    """
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+    def before(core: Any) -> None:
+        bind = getattr(core.scheduler, "bind_input_queue", None)
+        if bind is not None:
+            bind(core.input_queue)
+
+    _wrap(EngineCoreProc, "run_busy_loop", before=before)
+    _wrap(DPEngineCoreProc, "run_busy_loop", before=before)
+
+
+def _wrap(owner: Any, name: str, *, before: Callable[[Any], None]) -> None:
+    """Run ``before(self)`` ahead of a method. Idempotent. Raises: ConfigError if the method is gone."""
+    original = getattr(owner, name, None)
+    if original is None:
+        raise ConfigError(f"vLLM has no {owner.__name__}.{name}: this version is not supported by rose")
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self)
+        return original(self, *args, **kwargs)
+
+    setattr(wrapper, _MARK, True)
+    setattr(owner, name, wrapper)
+
+
+def _apply(settings: EngineSettings, engine_args: Any) -> None:
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.executor import UniProcExecutor
+
+    from rose.engine.plugin import is_supported, supported_range, vllm_version
+    from rose.memory.pool import describe_pool
+    from rose.types import Role
+
+    if not is_supported(vllm_version()):
+        raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
+    if not current_platform.is_cpu():
+        raise ConfigError(
+            f"rose engines run on vLLM's CPU platform so far, this is {current_platform.device_type}"
+        )
+    if engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "rose engines support --tensor-parallel-size 1 and --pipeline-parallel-size 1 so far"
+        )
+    engine_args.additional_config = {
+        **engine_args.additional_config,
+        CONFIG_KEY: settings.model_dump(mode="json"),
+    }
+    engine_args.worker_cls = "rose.engine.worker.RoseCPUWorker"
+    engine_args.scheduler_cls = f"rose.engine.{settings.role}_scheduler.{settings.role.title()}Scheduler"
+    # Each step's end must mean a drained GPU, so that a turn can be handed over (notes: admission).
+    engine_args.async_scheduling = False
+    # The CPU platform turns "uni" into "mp", whose message queues spin for a second after every step on the
+    # very CPUs that compute; a class passes, and one rank needs no queues (GPUs run one rank this way too).
+    engine_args.distributed_executor_backend = UniProcExecutor
+    if settings.role is Role.ROLLOUT:
+        engine_args.max_num_batched_tokens = min(
+            engine_args.max_num_batched_tokens or settings.chunk_tokens, settings.chunk_tokens
+        )
+        engine_args.weight_transfer_config = WeightTransferConfig(backend="rose")
+    if settings.pool is not None:
+        pool = describe_pool(settings.pool)
+        engine_args.kv_cache_memory_bytes = pool.num_slabs * pool.slab_bytes

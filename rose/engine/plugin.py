@@ -1,0 +1,67 @@
+"""Entry point of the ``vllm.general_plugins`` group; runs in every vLLM process.
+
+Owns the hook-up and nothing else. Only the standard library is imported at the top: vLLM logs and skips a
+plugin whose import fails, so whatever can fail, fails inside :func:`register` with a clear message.
+"""
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = ((0, 30), (0, 33))
+"""Minor versions of vLLM whose hook points were read; the tests run on 0.32."""
+
+
+def register() -> None:
+    """Make vLLM understand ``--additional-config '{"rose": {...}}'``.
+
+    An unsupported vLLM is left untouched: engines without the ``rose`` key work as ever, and one with it is
+    refused when its configuration is built (patches.py).
+    """
+    version = vllm_version()
+    if not is_supported(version):
+        logger.warning("rose is inactive: vllm=%s supported=%s", version, supported_range())
+        return
+    _log_beside_vllm()
+    from rose.engine import patches
+
+    patches.configure_from_additional_config()
+    patches.give_scheduler_its_input_queue()
+    _register_weight_backend()
+
+
+def vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def is_supported(version: str) -> bool:
+    major_minor = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return len(major_minor) == 2 and SUPPORTED[0] <= major_minor <= SUPPORTED[1]
+
+
+def supported_range() -> str:
+    low, high = SUPPORTED
+    return f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
+
+
+def _log_beside_vllm() -> None:
+    """vLLM sets up its own logger only: without this, what ROSE reports at INFO would be lost.
+
+    Whether the root logger has handlers says nothing: some dependency may have given it one for warnings.
+    """
+    ours, theirs = logging.getLogger("rose"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
+
+
+def _register_weight_backend() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    # register() runs once per load_general_plugins() call in a process; a second registration raises.
+    if "rose" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("rose", "rose.engine.weights", "StagedWeightEngine")

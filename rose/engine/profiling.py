@@ -1,0 +1,64 @@
+"""Profiles a live engine: runs steps of many shapes through its own front end.
+
+Owns the traffic of a profiling run; the scheduler records the steps (recorder.py). Source: ROSE §4.1, costs
+are profiled ahead of time. Runs in the API server's event loop, with the gate off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from dataclasses import dataclass
+
+from vllm import SamplingParams
+from vllm.engine.protocol import EngineClient
+from vllm.inputs import TokensPrompt
+
+REPEATS = 3
+DECODE_STEPS = 8
+MAX_DECODES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What to run: prompt lengths one at a time, and decode batches at a short and a long context."""
+
+    prompt_tokens: tuple[int, ...]
+    decodes: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+
+def shapes_for(client: EngineClient) -> Shapes:
+    """Shapes that cover what the engine's scheduler may form."""
+    config = client.vllm_config
+    longest = config.model_config.max_model_len - DECODE_STEPS - 1
+    most = config.scheduler_config.max_num_batched_tokens
+    chunk = min(most, longest, 512)
+    decodes = min(config.scheduler_config.max_num_seqs, MAX_DECODES)
+    return Shapes(
+        prompt_tokens=tuple(max(1, chunk >> i) for i in range(6)),
+        decodes=tuple(sorted({max(1, decodes >> i) for i in range(0, 6, 2)})),
+        contexts=tuple(sorted({max(1, longest // 16), max(1, longest // 4)})),
+    )
+
+
+async def run_shapes(client: EngineClient, shapes: Shapes, *, seed: int = 0) -> None:
+    """Send the traffic, whole rounds at a time, so that a slow second touches every shape a little."""
+    rng = random.Random(seed)
+    for _ in range(REPEATS):
+        for length in shapes.prompt_tokens:
+            await _generate(client, rng, length, max_tokens=1)
+        for count in shapes.decodes:
+            for context in shapes.contexts:
+                await asyncio.gather(
+                    *(_generate(client, rng, context, max_tokens=DECODE_STEPS) for _ in range(count))
+                )
+
+
+async def _generate(client: EngineClient, rng: random.Random, length: int, *, max_tokens: int) -> None:
+    vocab = client.vllm_config.model_config.get_vocab_size()
+    prompt = TokensPrompt(prompt_token_ids=[rng.randrange(vocab) for _ in range(length)])
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    async for _ in client.generate(prompt, params, request_id=f"rose-profile-{uuid.uuid4().hex}"):
+        await asyncio.sleep(0)

@@ -1,0 +1,149 @@
+"""The serving engine's scheduler: first call on memory and compute, and the one that offers turns.
+
+Owns when serving publishes its deadlines and when it lets a rollout step go first. Promises that it never
+waits longer than the board's bounds, whatever the rollout engine does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from rose.admission.deadlines import ServingDeadlines
+from rose.admission.gate import GatePolicy
+from rose.admission.serving_side import ServingSide
+from rose.engine.scheduler import RoseScheduler
+from rose.engine.serving_memory import ServingMemory
+from rose.types import GateMode
+
+
+class ServingScheduler(RoseScheduler):
+    """Set by ``role: serving``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._memory: ServingMemory | None = None
+        self._side: ServingSide | None = None
+        if self.tenant is not None:
+            self._memory = ServingMemory(
+                self.tenant, self.rose.budget_policy(self.tenant.client), window_s=self.rose.serving_window_s
+            )
+            self._side = ServingSide(self.tenant.client.board_words)
+
+    def after_profile(self) -> None:
+        if self._memory is not None:
+            self._memory.forget_peak()
+
+    def set_gate_mode(self, mode: GateMode) -> None:
+        super().set_gate_mode(mode)
+        gate = self.rose.gate_settings(mode)
+        self._gate = GatePolicy(gate)
+        self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
+        for request in self.requests.values():
+            self._deadlines.arrived(request.request_id, time.monotonic(), request.num_prompt_tokens)
+
+    @property
+    def _shares_compute(self) -> bool:
+        return self._side is not None and self._gate.settings.mode is not GateMode.OFF
+
+    # Memory and turns, ahead of the step --------------------------------------------------------------
+
+    def before_step(self, now: float) -> None:
+        if self._memory is not None:
+            self.wake_at(self._memory.tick(now, self.running, self.waiting_requests()))
+        if self._shares_compute and self.has_unfinished_requests():
+            self._take_turn(now)
+
+    def _take_turn(self, now: float) -> None:
+        side = self._side
+        assert side is not None
+        view = self._deadlines.view(now, self.recorder.model, has_work=True, context_tokens=self._context())
+        side.publish(view)
+        if self._gate.may_yield(now, view):
+            # The baseline that alternates gives one step for one; the gate fills the slack.
+            is_strict = self._gate.settings.mode is GateMode.ALTERNATE
+            offer = side.yield_turn if is_strict else side.yield_turns
+            offer(view.latest_start_s, self._gate.settings.handover_s)
+        side.begin_step()
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        output = super().schedule(throttle_prefills)
+        if output.total_num_scheduled_tokens == 0:
+            self._publish(time.monotonic())
+        return output
+
+    # What a step brought ------------------------------------------------------------------------------
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        now = time.monotonic()
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            self._stamp(scheduler_output, outputs, now)
+            self._publish(now)
+        return outputs
+
+    def _stamp(self, step: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
+        deadlines = self._deadlines
+        produced = [one for many in outputs.values() for one in many.outputs]
+        deadlines.produced((one.request_id for one in produced if one.new_token_ids), now)
+        deadlines.finished(one.request_id for one in produced if one.finish_reason is not None)
+        for request_id in step.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is not None:
+                remaining = max(0, request.num_prompt_tokens - request.num_computed_tokens)
+                deadlines.prefilled(request_id, remaining)
+        deadlines.set_load(max(len(self.running) / self.max_num_running_reqs, self._kv_load()))
+
+    def _kv_load(self) -> float:
+        if self.tenant is None:
+            return self.kv_cache_manager.usage
+        return self.tenant.pool.num_positions_in_use() / self.tenant.client.num_slabs
+
+    def _publish(self, now: float) -> None:
+        if not self._shares_compute:
+            return
+        side = self._side
+        assert side is not None
+        has_work = self.has_unfinished_requests()
+        view = self._deadlines.view(
+            now, self.recorder.model, has_work=has_work, context_tokens=self._context()
+        )
+        if side.is_stepping:
+            side.end_step(view)
+        else:
+            side.publish(view)
+
+    def _context(self) -> int:
+        return sum(request.num_computed_tokens for request in self.running)
+
+    # Arrivals and departures ----------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        # arrival_time is wall clock, stamped by the front end; deadlines count in monotonic time.
+        waited_s = max(0.0, time.time() - request.arrival_time)
+        self._deadlines.arrived(request.request_id, time.monotonic() - waited_s, request.num_prompt_tokens)
+        if self._side is not None:
+            self._side.absorb_arrival()
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        self._deadlines.finished(request.request_id for request in finished)
+        if finished and self._side is not None and not self._side.is_stepping:
+            self._publish(time.monotonic())
+        return finished
+
+    def shutdown(self) -> None:
+        if self._side is not None:
+            self._side.detach()
+        super().shutdown()

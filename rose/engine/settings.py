@@ -1,0 +1,93 @@
+"""What an operator may set for one engine: the ``rose`` key of vLLM's ``--additional-config``.
+
+Owns the names, types and defaults. Promises one clear line for bad input. Never reads the environment.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rose.admission.gate import GateSettings
+from rose.errors import ConfigError
+from rose.memory.policy import BudgetPolicy
+from rose.memory.pool import PoolClient
+from rose.types import SLO, GateMode, Role
+
+CONFIG_KEY = "rose"
+
+
+class EngineSettings(BaseModel):
+    """One engine's ROSE settings. Times in milliseconds at this edge only, as operators write them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: Role
+    pool: str | None = None
+    """Name of the slab pool to live in; None runs a dedicated engine with vLLM's own KV cache."""
+    engine_id: str = ""
+    gate: GateMode = GateMode.DUAL
+    slo_ttft_ms: float = Field(default=500.0, gt=0)
+    slo_tpot_ms: float = Field(default=150.0, gt=0)
+    tpot_target_ms: float | None = Field(default=None, gt=0)
+    """Latency the gate aims at per serving token, apart from the SLO; None: half the SLO."""
+    chunk_tokens: int = Field(default=512, gt=0)
+    stall_s: float = Field(default=2.0, gt=0)
+    lease_s: float = Field(default=10.0, gt=0)
+    high_watermark: float = Field(default=0.5, gt=0, le=1)
+    """Share of the headroom that serving may eat before the emergency cut."""
+    serving_window_s: float = Field(default=30.0, gt=0)
+    """Window of the recent peak usage that serving keeps mapped, and that rollout budgets set aside."""
+    compute_cpus: str | None = None
+    """CPUs that stand for the GPU on a CPU-only host, e.g. "0"; only the model's thread is pinned there."""
+
+    @classmethod
+    def parse(cls, additional_config: Mapping[str, Any]) -> "EngineSettings | None":
+        """The settings in vLLM's ``additional_config``, or None where the ``rose`` key is absent.
+
+        Raises:
+            ConfigError: one line naming the key and the fix.
+        """
+        raw = additional_config.get(CONFIG_KEY)
+        if raw is None:
+            return None
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"--additional-config: '{CONFIG_KEY}' must be an object, got {raw!r}")
+        try:
+            return cls.model_validate(dict(raw))
+        except ValidationError as error:
+            raise ConfigError(_one_line(error)) from error
+
+    def named(self, pid: int) -> "EngineSettings":
+        """These settings with an engine id; one that was given stays."""
+        return self if self.engine_id else self.model_copy(update={"engine_id": f"{self.role}-{pid}"})
+
+    def slo(self) -> SLO:
+        return SLO(ttft_s=self.slo_ttft_ms / 1000, tpot_s=self.slo_tpot_ms / 1000)
+
+    def gate_settings(self, mode: GateMode) -> GateSettings:
+        return GateSettings(
+            mode=mode,
+            slo=self.slo(),
+            tpot_target_s=None if self.tpot_target_ms is None else self.tpot_target_ms / 1000,
+            chunk_tokens=self.chunk_tokens,
+            stall_timeout_s=self.stall_s,
+        )
+
+    def budget_policy(self, pool: PoolClient) -> BudgetPolicy:
+        return BudgetPolicy(
+            num_slabs=pool.num_slabs,
+            headroom_slabs=pool.headroom_slabs,
+            high_watermark=self.high_watermark,
+        )
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, EngineSettings.model_fields, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        return f"--additional-config: unknown key '{CONFIG_KEY}.{key}'{hint}"
+    return f"--additional-config: '{CONFIG_KEY}.{key}': {first['msg']} (got {first['input']!r})"

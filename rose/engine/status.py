@@ -1,0 +1,90 @@
+"""One page of counters per engine, written by its scheduler and read by its HTTP endpoint.
+
+Owns the page `<runtime_dir>/engine-<id>.page`. Reading it never touches the engine's step loop, so a
+heartbeat stays honest while the engine waits for its turn. Commands travel the other way in two words.
+"""
+
+import mmap
+import os
+from enum import IntEnum
+from pathlib import Path
+
+from rose._shm import Words
+
+PAGE_BYTES = 4096
+
+
+class Field(IntEnum):
+    """Index of each int64 word on the page."""
+
+    PID = 0
+    STEPS = 1
+    NUM_RUNNING = 2
+    NUM_WAITING = 3
+    KV_SLABS_OWNED = 4
+    KV_SLABS_BUDGET = 5
+    KV_CACHED_BLOCKS = 6
+    PRESSURE = 7
+    STALLED_REQUESTS = 8
+    RECLAIMED_REQUESTS = 9
+    GENERATED_TOKENS = 10
+    ADMITTED_STEPS = 11
+    DECLINED_STEPS = 12
+    BUSY_NS = 13
+    CUTS = 14
+    LEASES_EXPIRED = 15
+    GATE_MODE = 16
+    SLABS_IN_USE = 17
+    # Commands: written by the endpoint, read by the scheduler.
+    RL_STEP = 32
+    WANTED_GATE_MODE = 33
+    PROFILE = 34
+    """A ``ProfileCommand``; the scheduler sets it back to NONE when it has obeyed FIT."""
+
+
+class ProfileCommand(IntEnum):
+    """What the endpoint asks of the scheduler during a profiling run."""
+
+    NONE = 0
+    RECORD = 1
+    FIT = 2
+
+
+class StatusPage:
+    """A shared page of counters. One writer per word."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        if create:
+            # A new file, never the old one truncated: that would kill a process that still maps it (SIGBUS).
+            path.unlink(missing_ok=True)
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        fd = os.open(path, flags, 0o600)
+        try:
+            if create:
+                os.ftruncate(fd, PAGE_BYTES)
+            self._map = mmap.mmap(fd, PAGE_BYTES)
+        finally:
+            os.close(fd)
+        self.path = path
+        self._words = Words(self._map)
+        self._owner = create
+        if create:
+            self.put(Field.PID, os.getpid())
+            self.put(Field.WANTED_GATE_MODE, -1)
+
+    def get(self, field: Field) -> int:
+        return self._words.load(field)
+
+    def put(self, field: Field, value: int) -> None:
+        self._words.store(field, value)
+
+    def count(self, field: Field, increment: int = 1) -> None:
+        self._words.add(field, increment)
+
+    def close(self) -> None:
+        if self._owner:
+            self.path.unlink(missing_ok=True)
+
+
+def page_path(runtime_dir: Path, engine_id: str) -> Path:
+    return runtime_dir / f"engine-{engine_id}.page"

@@ -1,0 +1,86 @@
+"""Greedy answers of stock vLLM, the reference that engines under ROSE are compared with.
+
+Owns an offline run in a process of its own: ``python -m rose.engine.stock JOBS.json ANSWERS.json`` with
+``STOCK_ENV`` set. JOBS is a list of objects {model, prompts, max_tokens (one per prompt), max_model_len,
+batched, dtype (vLLM's choice where absent)}; ANSWERS has one list per job with {tokens, logprobs} per prompt.
+vLLM is imported once, and each model runs in a fork of its own, one after the other. Never loads the plugin.
+"""
+
+import json
+import sys
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+STOCK_ENV = {
+    "VLLM_PLUGINS": "",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+CHUNK_TOKENS = 512
+"""A rollout engine's token budget per step, so that prefills are split alike."""
+
+
+def answer(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Load the job's model and run its prompts: all at once if ``batched``, else one by one."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.v1.executor import UniProcExecutor
+
+    llm = LLM(
+        job["model"],
+        dtype=job.get("dtype", "auto"),
+        enforce_eager=True,
+        max_model_len=job["max_model_len"],
+        max_num_seqs=16,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        enable_prefix_caching=False,
+        distributed_executor_backend=UniProcExecutor,
+    )
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in job["prompts"]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, logprobs=1, detokenize=False)
+        for limit in job["max_tokens"]
+    ]
+    batches = [range(len(prompts))] if job["batched"] else [range(i, i + 1) for i in range(len(prompts))]
+    answers = []
+    for batch in batches:
+        chosen = slice(batch.start, batch.stop)
+        for output in llm.generate(prompts[chosen], params[chosen], use_tqdm=False):
+            completion = output.outputs[0]
+            tokens = list(completion.token_ids)
+            logprobs = [at[token].logprob for at, token in zip(completion.logprobs, tokens, strict=True)]
+            answers.append({"tokens": tokens, "logprobs": logprobs})
+    return answers
+
+
+def _run(job: dict[str, Any], sink: Connection) -> None:
+    sink.send(answer(job))
+
+
+def main(argv: list[str]) -> int:
+    """Answers appear under their name only when complete."""
+    import vllm  # noqa: F401 - the forks inherit it
+
+    jobs_path, answers_path = Path(argv[0]), Path(argv[1])
+    answers = []
+    for job in json.loads(jobs_path.read_text()):
+        source, sink = get_context("fork").Pipe(duplex=False)
+        child = get_context("fork").Process(target=_run, args=(job, sink), daemon=True)
+        child.start()
+        sink.close()
+        answers.append(source.recv())
+        child.join()
+    draft = answers_path.with_suffix(".partial")
+    draft.write_text(json.dumps(answers))
+    draft.replace(answers_path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""One tree of errors: what the world did wrong, as opposed to the caller (ValueError).
+
+Every message says what, where and the numbers, e.g. "need 12 slabs, 7 free".
+"""
+
+
+class RoseError(Exception):
+    """Root of all errors that ROSE raises about the world."""
+
+
+class ConfigError(RoseError):
+    """Bad user input: names the file or flag, the key and the fix. The CLI exits with status 2."""
+
+
+class PoolError(RoseError):
+    """The slab pool can't do what was asked (owned by another daemon, gone, corrupt)."""
+
+
+class PoolExhausted(PoolError):
+    """Not enough free slabs; caught by whoever owns the shortage."""
+
+
+class BoardError(RoseError):
+    """The slack board is missing or was written by another layout version."""
+
+
+class FrameError(RoseError):
+    """A weight frame is truncated, corrupt, or does not match its base version."""
+
+
+class RelayError(RoseError):
+    """The relay refused or lost an object."""
+
+
+class WorkerError(RoseError):
+    """A rollout worker failed, stalled, or answered something that can't be used."""
+
+
+class NoWorkerError(RoseError):
+    """No registered worker may take this turn (none alive, or none with the weight version)."""

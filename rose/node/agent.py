@@ -1,0 +1,112 @@
+"""`rose node NODE.yaml`: a pool and its engines under one supervisor.
+
+Owns: the order of start (pool, serving, rollout) and what happens when one of them dies. Promises: a death is
+one error line in the log; the pool's death ends all, an engine's death leaves the others running.
+Never: restarts anything by itself: a serving engine that dies needs its operator, not a loop.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rose.arguments import CommandParser, run_command
+from rose.config import Settings, load_yaml
+from rose.errors import ConfigError, WorkerError
+from rose.node import checks, launch
+from rose.node.config import NODE_EXAMPLE, NodeConfig
+from rose.node.processes import ProcessGroup, ServerProcess
+from rose.node.serve import check_engine
+from rose.node.signals import StopOnSignals
+from rose.types import Role
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.5
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the node until a signal comes (0), or until the pool or the last engine has died (1)."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    arguments = _parser().parse_args(list(argv))
+    settings = Settings.from_environment()
+    node = load_yaml(arguments.file, NodeConfig)
+    _check(node, settings, arguments.file)
+    log_dir = arguments.log_dir if arguments.log_dir is not None else settings.make_runtime_dir() / "logs"
+    try:
+        with StopOnSignals(), ProcessGroup() as group:
+            engines = _start(node, settings, log_dir, group)
+            _watch(group, engines)
+    finally:
+        for engine in node.engines:
+            launch.remove_staging_dir(engine, settings)
+    return 0  # a signal
+
+
+def _check(node: NodeConfig, settings: Settings, path: Path) -> None:
+    """Raises: ConfigError, with the file's name, before anything is started."""
+    try:
+        _check_pool_unowned(node.pool.name, settings)
+        for engine in node.engines:
+            check_engine(engine)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _check_pool_unowned(pool: str, settings: Settings) -> None:
+    if checks.find_pool(settings, pool) is not None:
+        raise ConfigError(
+            f"pool {pool} already owned: a daemon answers at {settings.pool_socket(pool)}; "
+            "stop it, or choose another pool.name"
+        )
+
+
+def _start(node: NodeConfig, settings: Settings, log_dir: Path, group: ProcessGroup) -> list[ServerProcess]:
+    """Starts pool, serving engines, rollout engines, each ready before the next; returns the engines."""
+    daemon = group.start(launch.pool_process(node.pool, log_dir / f"pool-{node.pool.name}.log"))
+    daemon.wait_until(
+        lambda: checks.find_pool(settings, node.pool.name) is not None, "answer", launch.POOL_READY_TIMEOUT_S
+    )
+    servers = []
+    for engine in sorted(node.engines, key=lambda each: each.role is Role.ROLLOUT):
+        server = group.start(launch.engine_process(engine, log_dir / f"{engine.name}.log"))
+        launch.wait_engine_ready(server, engine, settings)
+        logger.info("ready name=%s url=%s", engine.name, engine.url)
+        servers.append(server)
+        subscriber = launch.subscriber_process(engine, settings, log_dir / f"subscriber-{engine.port}.log")
+        if subscriber is not None:
+            group.start(subscriber)
+    return servers
+
+
+def _watch(group: ProcessGroup, engines: list[ServerProcess]) -> NoReturn:
+    """Reports deaths. Raises: WorkerError when the pool or the last engine has died."""
+    pool, reported = group.servers[0], set[ServerProcess]()
+    while True:
+        for server in group.dead():
+            if server not in reported:
+                reported.add(server)
+                logger.error(
+                    "died name=%s status=%s log=%s", server.name, server.exit_status, server.log_path
+                )
+        if pool in reported:
+            raise WorkerError(f"{pool.name} died with status {pool.exit_status}: stopping its engines")
+        if reported.issuperset(engines):
+            raise WorkerError("every engine of this node has died; see the log lines above")
+        pool.wait(WATCH_S)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "rose node",
+        f"Starts a pool and its engines, reports deaths, stops all on a signal. NODE.yaml:\n\n{NODE_EXAMPLE}",
+        "rose node NODE.yaml",
+    )
+    parser.add_argument("file", metavar="NODE.yaml", type=Path, help="what runs on this GPU")
+    parser.add_argument("--log-dir", type=Path, help="one log per process (default: the runtime directory)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("node", main, sys.argv[1:]))

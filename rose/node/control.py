@@ -1,0 +1,70 @@
+"""Control calls to one engine: status, gate, profile, plain completions.
+
+Owns the HTTP calls on ``/rose/v1``. Promises WorkerError with the URL where the engine refuses or is gone.
+Small and synchronous; never carries measured traffic.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from rose.config import Settings
+from rose.errors import WorkerError
+from rose.messages import GateChange, Profile, WorkerStatus
+from rose.types import GateMode
+
+PROFILE_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 30.0
+
+
+class EngineControl:
+    """One engine, named by its URL."""
+
+    def __init__(self, url: str, model: str) -> None:
+        key = Settings.from_environment().key
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        self.url = url
+        self.model = model
+        # trust_env off: a proxy in the environment has no business on loopback.
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=CALL_TIMEOUT_S, trust_env=False)
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus.model_validate(self._call("GET", "/rose/v1/status"))
+
+    def set_gate(self, mode: GateMode) -> None:
+        self._call("POST", "/rose/v1/gate", GateChange(mode=mode).model_dump(mode="json"))
+
+    def profile(self, timeout_s: float = PROFILE_TIMEOUT_S) -> Profile:
+        return Profile.model_validate(self._call("POST", "/rose/v1/profile", {}, timeout_s))
+
+    def begin_rl_step(self, step: int) -> None:
+        self._call("POST", "/rose/v1/rl_step", {"step": step})
+
+    def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], str]]:
+        """Greedy continuations: (token ids, finish reason) per prompt, in order."""
+        body = {
+            "model": self.model,
+            "prompt": [list(prompt) for prompt in prompts],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = self._call("POST", "/v1/completions", body, PROFILE_TIMEOUT_S)
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [(choice["token_ids"], choice["finish_reason"]) for choice in choices]
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
+        try:
+            answer = self._client.request(method, path, json=body, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise WorkerError(f"{self.url}{path}: {error!r}") from error
+        if answer.is_error:
+            raise WorkerError(f"{self.url}{path}: {answer.status_code} {answer.text[:300]}")
+        return answer.json()

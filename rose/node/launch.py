@@ -1,0 +1,151 @@
+"""From an engine's configuration to its processes: the vLLM server and, for rollouts, the weight subscriber.
+
+Owns: the command lines. Promises: what `rose serve` and `rose node` start is the same.
+Never: starts anything itself.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rose.config import Settings, make_private_dir, vllm_plugins
+from rose.engine.status import page_path
+from rose.errors import ConfigError, WorkerError
+from rose.node.config import EngineConfig, PoolConfig
+from rose.node.processes import ServerProcess
+from rose.types import Role
+
+READY_TIMEOUT_S = 900.0
+"""A large model's weights take minutes to load from disk."""
+POOL_READY_TIMEOUT_S = 30.0
+STATUS_TIMEOUT_S = 10.0
+
+
+def engine_process(
+    engine: EngineConfig, log_path: Path | None, extra_env: Mapping[str, str] | None = None
+) -> ServerProcess:
+    """vLLM's own API server with the plugin configured; ``extra_env`` is added to its environment."""
+    vllm_args, additional_config = _split_additional_config(engine.vllm_args)
+    rose = {**engine.plugin_settings(), **additional_config.pop("rose", {})}
+    argv = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", engine.model, "--host", engine.host, "--port", str(engine.port)),
+        *("--additional-config", json.dumps({**additional_config, "rose": rose})),
+        *_own_seed(engine, vllm_args),
+        *vllm_args,
+    ]
+    env = {"VLLM_PLUGINS": vllm_plugins(), **(extra_env if extra_env is not None else {})}
+    return ServerProcess(argv, engine.name, log_path, env=env, cpus=engine.cpus)
+
+
+def wait_engine_ready(server: ServerProcess, engine: EngineConfig, settings: Settings) -> None:
+    """Returns once the engine serves, with ROSE's routes.
+
+    vLLM logs and skips a plugin that fails to load; without this check the engine would run without ROSE.
+    Raises: WorkerError.
+    """
+    server.wait_ready(f"{engine.url}/health", READY_TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {settings.key}"} if settings.key is not None else {}
+    status_url = f"{engine.url}/rose/v1/status"
+    try:
+        answer = httpx.get(status_url, headers=headers, timeout=STATUS_TIMEOUT_S, trust_env=False)
+    except httpx.HTTPError as error:
+        raise WorkerError(f"{engine.name}: {status_url} does not answer ({error})") from error
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        where = server.log_path if server.log_path is not None else "the lines above"
+        raise WorkerError(f"{engine.name} runs without ROSE: vLLM could not load the plugin; see {where}")
+    if not answer.is_success:
+        raise WorkerError(f"{engine.name}: {status_url} answers {answer.status_code}: {answer.text[:200]}")
+
+
+def subscriber_process(
+    engine: EngineConfig, settings: Settings, log_path: Path | None
+) -> ServerProcess | None:
+    """The sidecar that pulls new weights for a rollout engine; None where no relay is set."""
+    if engine.role is not Role.ROLLOUT or engine.relay is None:
+        return None
+    argv = [
+        *(sys.executable, "-m", "rose.transfer.subscriber"),
+        *("--relay", engine.relay, "--worker", engine.url),
+        *("--staging", str(make_staging_dir(engine, settings))),
+    ]
+    if engine.run is not None:
+        argv += ["--run", engine.run]
+    if Path(engine.model).is_dir():
+        argv += ["--base", engine.model]
+    return ServerProcess(argv, f"subscriber-{engine.port}", log_path, cpus=engine.cpus)
+
+
+def make_staging_dir(engine: EngineConfig, settings: Settings) -> Path:
+    """The folder that the user chose, or a new one in memory for this engine."""
+    if engine.staging is not None:
+        return make_private_dir(Path(engine.staging), "choose another folder for staging")
+    make_private_dir(settings.staging_root, "set staging to a folder of your own")
+    return make_private_dir(settings.staging_root / engine.name, "set staging to a folder of your own")
+
+
+def remove_staging_dir(engine: EngineConfig, settings: Settings) -> None:
+    """Frees what ``make_staging_dir`` made: in /dev/shm it would hold that memory until the next boot."""
+    if engine.staging is None:
+        shutil.rmtree(settings.staging_root / engine.name, ignore_errors=True)
+
+
+def remove_status_page(engine: EngineConfig, server: ServerProcess, settings: Settings) -> None:
+    """Clears away the page of an engine that has ended; one that was killed could not do it itself."""
+    engine_id = engine.named(server.pid).engine_id
+    page_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
+
+
+def pool_process(pool: PoolConfig, log_path: Path | None) -> ServerProcess:
+    """The daemon that owns the pool's slabs."""
+    argv = [
+        *(sys.executable, "-m", "rose.memory.daemon", pool.name),
+        *("--num-slabs", str(pool.num_slabs), "--slab-bytes", str(pool.slab_bytes)),
+        *("--headroom-slabs", str(pool.headroom_slabs)),
+    ]
+    return ServerProcess(argv, f"pool-{pool.name}", log_path)
+
+
+def check_cpus(engine: EngineConfig) -> None:
+    """Raises: ConfigError if the engine is pinned to CPUs that this process may not use."""
+    usable = os.sched_getaffinity(0)
+    missing = sorted(set(engine.cpus or ()) - usable)
+    if missing or engine.cpus == ():
+        raise ConfigError(f"{engine.name}: cpus: {missing or 'empty'}; choose among {sorted(usable)}")
+
+
+def _own_seed(engine: EngineConfig, vllm_args: list[str]) -> list[str]:
+    """Rollout engines that share vLLM's default seed could decode equal siblings of one GRPO group."""
+    has_seed = any(argument.partition("=")[0] == "--seed" for argument in vllm_args)
+    return ["--seed", str(engine.port)] if engine.role is Role.ROLLOUT and not has_seed else []
+
+
+def _split_additional_config(vllm_args: tuple[str, ...]) -> tuple[list[str], dict[str, Any]]:
+    """Takes the user's own --additional-config out of ``vllm_args``: vLLM would keep only the last one."""
+    flag = "--additional-config"
+    kept: list[str] = []
+    merged: dict[str, Any] = {}
+    remaining = iter(vllm_args)
+    for argument in remaining:
+        name, _, value = argument.partition("=")
+        if name not in (flag, flag.replace("-c", "_c")):
+            kept.append(argument)
+            continue
+        merged.update(_json_object(value or next(remaining, ""), flag))
+    return kept, merged
+
+
+def _json_object(text: str, flag: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{flag}: not valid JSON ({error}): {text!r}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("rose", {}), dict):
+        raise ConfigError(f"{flag}: expected a JSON object, got {text!r}")
+    return value

@@ -1,0 +1,238 @@
+"""Server processes under one supervisor: start, wait until ready, stop, and never leave one behind.
+
+Owns: the child processes that it started, each leader of its own session, and their log files.
+Promises: ``stop`` ends the server and everything it spawned; when the supervisor itself dies in any way, a
+watcher process does the same (watcher.py). A server that fails to come up raises with the tail of its log.
+Never: restarts anything, and never signals a process that it didn't start.
+"""
+
+import http.client
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+from rose.config import child_environment
+from rose.errors import WorkerError
+from rose.node import watcher
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 15.0
+"""Between SIGTERM and SIGKILL: vLLM's API server takes up to 5 s to end its engine core."""
+POLL_S = 0.1
+LOG_TAIL_LINES = 25
+
+
+class ServerProcess:
+    """One child process in its own session, with a log file and a readiness check."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        name: str,
+        log_path: Path | None,
+        env: Mapping[str, str] | None = None,
+        cpus: Iterable[int] | None = None,
+        nice: int = 0,
+    ) -> None:
+        """Describes the process; ``start`` runs it.
+
+        env: variables added to the inherited ones. cpus: pins the process to these. log_path: receives
+        stdout and stderr (appended); None leaves both on the supervisor's terminal.
+        """
+        self.name = name
+        self.log_path = log_path
+        self.argv = [*_pinning(cpus, nice), *argv]
+        self._env = child_environment(env)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._exit_status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """The server's pid, which is also its process group and session."""
+        if self._process is None:
+            raise ValueError(f"{self.name} was not started")
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; else its exit status, -N for signal N."""
+        if self._exit_status is None and self._process is not None:
+            # WNOWAIT keeps the zombie, so its pid (and group id) can't be reused before stop().
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                is_exit = ended.si_code == os.CLD_EXITED
+                self._exit_status = ended.si_status if is_exit else -ended.si_status
+        return self._exit_status
+
+    def is_alive(self) -> bool:
+        """True from ``start`` until the process has ended."""
+        return self._process is not None and self.exit_status is None
+
+    def start(self) -> Self:
+        """Runs the process. Raises ValueError if it was started before."""
+        if self._process is not None:
+            raise ValueError(f"{self.name} was already started, pid {self.pid}")
+        self._process = self._spawn()
+        watch = [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), str(self.pid), str(GRACE_S)]
+        self._watcher = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)
+        logger.info("started name=%s pid=%d log=%s", self.name, self.pid, self.log_path)
+        return self
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        if self.log_path is None:
+            return subprocess.Popen(
+                self.argv, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                self.argv,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_ready(self, url: str, timeout_s: float) -> None:
+        """Returns once ``GET url`` answers 200.
+
+        Raises: WorkerError with the log's tail when the process ends first or the time is over.
+        """
+        self.wait_until(lambda: _answers_ok(url), url, timeout_s)
+
+    def wait_until(self, is_ready: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Returns once ``is_ready()``; raises like ``wait_ready``, naming ``what``."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive():
+            if is_ready():
+                return
+            if time.monotonic() >= deadline:
+                raise WorkerError(f"{self.name}: no {what} after {timeout_s:.0f} s{self._log_note()}")
+            time.sleep(POLL_S)
+        raise WorkerError(
+            f"{self.name} ended with status {self.exit_status} before it was ready{self._log_note()}"
+        )
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Waits for the process to end by itself; its exit status, or None if it still runs."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive() and time.monotonic() < deadline:
+            time.sleep(min(POLL_S, timeout_s))
+        return self.exit_status
+
+    def send_signal(self, signum: int) -> None:
+        """Signals the server itself (not its children); does nothing once it has ended."""
+        if self.is_alive():
+            os.kill(self.pid, signum)
+
+    def stop(self, grace_s: float = GRACE_S) -> int | None:
+        """SIGTERM, then SIGKILL to the whole group; returns the exit status. May be called again."""
+        if self._process is None:
+            return None
+        self.send_signal(signal.SIGTERM)
+        if self.wait(grace_s) is None:
+            logger.warning(
+                "killing name=%s pid=%d: still running %.0f s after SIGTERM", self.name, self.pid, grace_s
+            )
+        watcher.signal_group(self.pid, signal.SIGKILL)
+        self._exit_status = self._process.wait()
+        if self._watcher is not None:
+            self._watcher.kill()
+            self._watcher.wait()
+            self._watcher = None
+            logger.info("stopped name=%s pid=%d status=%s", self.name, self.pid, self.exit_status)
+        return self._exit_status
+
+    def log_tail(self, num_lines: int = LOG_TAIL_LINES) -> str:
+        """The last lines of the log, or an empty string when it writes to the terminal."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def _log_note(self) -> str:
+        if self.log_path is None:
+            return ""
+        return f"; end of {self.log_path}:\n{self.log_tail()}"
+
+    def __enter__(self) -> Self:
+        return self if self._process is not None else self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class ProcessGroup:
+    """Servers that live and die together: leaving the ``with`` block stops them all, latest first."""
+
+    def __init__(self) -> None:
+        self._servers: list[ServerProcess] = []
+
+    @property
+    def servers(self) -> tuple[ServerProcess, ...]:
+        """In the order in which they were started."""
+        return tuple(self._servers)
+
+    def start(self, server: ServerProcess) -> ServerProcess:
+        """Starts ``server`` and takes it over."""
+        self._servers.append(server)
+        return server.start()
+
+    def dead(self) -> list[ServerProcess]:
+        """The servers that have ended without being stopped."""
+        return [server for server in self._servers if not server.is_alive()]
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Stops every server; all get SIGTERM first, so the slow ones end side by side."""
+        deadline = time.monotonic() + grace_s
+        for server in reversed(self._servers):
+            server.send_signal(signal.SIGTERM)
+        while self._servers:
+            self._servers[-1].stop(max(0.0, deadline - time.monotonic()))
+            self._servers.pop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _pinning(cpus: Iterable[int] | None, nice: int) -> list[str]:
+    """The command prefix that pins and nices a process before its first thread exists."""
+    prefix = []
+    if cpus is not None:
+        wanted = sorted(set(cpus))
+        missing = [cpu for cpu in wanted if cpu not in os.sched_getaffinity(0)]
+        if missing or not wanted:
+            raise ValueError(f"cpus {wanted}: {missing} not among {sorted(os.sched_getaffinity(0))}")
+        prefix += ["taskset", "--cpu-list", ",".join(map(str, wanted))]
+    if nice:
+        prefix += ["nice", "-n", str(nice)]
+    return prefix
+
+
+def _answers_ok(url: str) -> bool:
+    """One GET without proxies: the servers are on this host."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=5.0)
+    try:
+        connection.request("GET", parts.path or "/")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):  # not listening yet
+        return False
+    finally:
+        connection.close()

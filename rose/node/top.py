@@ -1,0 +1,134 @@
+"""`rose top`: a live table of running engines, read from their /rose/v1/status.
+
+Owns: the page on the terminal. Promises: a worker that does not answer shows as such; the view goes on.
+Never: changes anything on a worker.
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import ValidationError
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from rose.arguments import CommandParser, run_command
+from rose.config import Settings
+from rose.messages import WorkerStatus
+from rose.node.signals import StopOnSignals
+
+REQUEST_TIMEOUT_S = 2.0
+COLUMNS = ("worker", "role", "weights", "queue", "slabs", "pressure", "gate", "lost", "tok/s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One answer of one worker: its status, or why there is none."""
+
+    worker: str
+    taken_at_s: float
+    status: WorkerStatus | None = None
+    error: str | None = None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Refreshes until a signal comes; with --once prints one table, and returns 1 if no worker answered."""
+    arguments = _parser().parse_args(list(argv))
+    key = Settings.from_environment().key
+    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+    console = Console()
+    with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+        samples = [take_sample(client, worker) for worker in arguments.worker]
+        if arguments.once:
+            console.print(status_page(samples, {}))
+            return int(all(sample.status is None for sample in samples))
+        with (
+            StopOnSignals(),
+            Live(status_page(samples, {}), console=console, screen=console.is_terminal) as live,
+        ):
+            while True:
+                time.sleep(arguments.interval_s)
+                before = {sample.worker: sample for sample in samples}
+                samples = [take_sample(client, worker) for worker in arguments.worker]
+                live.update(status_page(samples, before), refresh=True)
+    return 0
+
+
+def take_sample(client: httpx.Client, worker: str) -> Sample:
+    """Asks one worker for its status."""
+    now = time.monotonic()
+    try:
+        answer = client.get(f"{worker.rstrip('/')}/rose/v1/status")
+        answer.raise_for_status()
+        return Sample(worker=worker, taken_at_s=now, status=WorkerStatus.model_validate_json(answer.content))
+    except httpx.HTTPStatusError as error:
+        code = error.response.status_code
+        hint = {401: "; set ROSE_KEY", 403: "; set ROSE_KEY", 404: ": not a ROSE engine"}.get(code, "")
+        return Sample(worker=worker, taken_at_s=now, error=f"status {code}{hint}")
+    except ValidationError:
+        return Sample(worker=worker, taken_at_s=now, error="answers something else than a ROSE status")
+    except httpx.HTTPError as error:
+        return Sample(worker=worker, taken_at_s=now, error=str(error) or type(error).__name__)
+
+
+def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> RenderableType:
+    """One row per engine, one line per worker that didn't answer; rates are against ``before``.
+
+    queue: running and waiting requests. slabs: owned of budget. gate: mode and the share of steps that it
+    let through. lost: requests that ROSE reclaimed or reported as stalled.
+    """
+    table = Table(title="rose top", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("worker", "role") else "right", no_wrap=True)
+    lines = [Text(f"{each.worker}: {each.error}", style="red") for each in samples if each.status is None]
+    for sample in samples:
+        if sample.status is not None:
+            rate = _rate(sample, before.get(sample.worker))
+            table.add_row(urlsplit(sample.worker).netloc, *_row(sample.status), rate)
+    return Group(table, *lines) if table.row_count else Group(*lines)
+
+
+def _row(status: WorkerStatus) -> list[str]:
+    steps = status.gate.admitted_steps + status.gate.declined_steps
+    share = f" {status.gate.admitted_steps / steps:.0%}" if steps else ""
+    return [
+        status.role,
+        escape(status.weight_version if status.weight_version is not None else "-"),
+        f"{status.num_running}+{status.num_waiting}",
+        f"{status.kv_slabs_owned}/{status.kv_slabs_budget}",
+        status.pressure,
+        f"{status.gate.mode}{share}",
+        str(status.reclaimed_requests + status.stalled_requests),
+    ]
+
+
+def _rate(sample: Sample, before: Sample | None) -> str:
+    if before is None or before.status is None or sample.status is None:
+        return "-"
+    tokens = sample.status.generated_tokens - before.status.generated_tokens
+    elapsed_s = sample.taken_at_s - before.taken_at_s
+    return f"{tokens / elapsed_s:.0f}" if elapsed_s > 0 and tokens >= 0 else "-"
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "rose top",
+        "Shows the engines live: load, slabs, pressure, gate, weights. Ends with Ctrl-C.",
+        "rose top --worker http://127.0.0.1:8000 --worker http://127.0.0.1:8001",
+    )
+    parser.add_argument(
+        "--worker", action="append", required=True, metavar="URL", help="an engine; may be repeated"
+    )
+    parser.add_argument("--interval-s", type=float, default=1.0, help="seconds between refreshes (default 1)")
+    parser.add_argument("--once", action="store_true", help="print one table and end")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("top", main, sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""A watcher process per server: ends the server's process group when its leader or its supervisor dies.
+
+Owns: nothing but two pidfds. Run by path with ``python -I -S``, so it imports only the standard library.
+Promises: after the supervisor dies (even by SIGKILL), or after the server itself dies, every process left
+in the server's session gets SIGTERM, then SIGKILL. vLLM's engine core is a child of the API server; without
+this it would live on with its slabs when the API server is killed.
+Never: touches a process outside the session that the server leads.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+POLL_S = 0.05
+
+
+def group_members(leader_pid: int) -> list[int]:
+    """Pids that still run in the process group led by ``leader_pid`` (zombies don't count)."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except OSError:  # it ended while we looked
+            continue
+        state, _parent, group, session = stat.rpartition(")")[2].split()[:4]
+        if int(group) == leader_pid and int(session) == leader_pid and state not in "ZX":
+            members.append(int(entry.name))
+    return members
+
+
+def end_group(leader_pid: int, grace_s: float) -> None:
+    """SIGTERM to what is left of the group, SIGKILL to what is left after ``grace_s``."""
+    deadline = time.monotonic() + grace_s
+    signal_group(leader_pid, signal.SIGTERM)
+    while group_members(leader_pid) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    signal_group(leader_pid, signal.SIGKILL)
+
+
+def signal_group(leader_pid: int, signum: int) -> None:
+    """Sends ``signum`` to every living member of the group."""
+    for pid in group_members(leader_pid):
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:  # it ended since we listed it: what we wanted
+            continue
+
+
+def wait_for_death(pids: list[int]) -> None:
+    """Returns as soon as one of ``pids`` has ended."""
+    poller = select.poll()
+    for pid in pids:
+        try:
+            poller.register(os.pidfd_open(pid), select.POLLIN)
+        except ProcessLookupError:
+            return
+    poller.poll()
+
+
+def main(argv: list[str]) -> None:
+    """``watcher.py SUPERVISOR_PID SERVER_PID GRACE_S``."""
+    supervisor_pid, server_pid = int(argv[0]), int(argv[1])
+    if os.getppid() == supervisor_pid:  # else the supervisor is already gone
+        wait_for_death([supervisor_pid, server_pid])
+    end_group(server_pid, float(argv[2]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,60 @@
+"""The nouns that every part shares. No I/O, no torch, no vllm."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What an engine on a shared GPU is for."""
+
+    SERVING = "serving"
+    ROLLOUT = "rollout"
+
+
+class StopReason(StrEnum):
+    """Why ROSE ended a request before its end: the ``stop_reason`` of an ``abort`` finish."""
+
+    RECLAIMED = "rose_reclaimed"
+    """Its KV slabs went back to serving (ROSE §4.1, emergency cut)."""
+    STALLED = "rose_stall"
+    """No token progress for the stall timeout while serving held the GPU (ROSE §4.1)."""
+
+
+class GateMode(StrEnum):
+    """Which test a rollout step must pass."""
+
+    DUAL = "dual"
+    """Default. Nothing while a serving request waits for its first token; else the TPOT deadline."""
+    TTFT_ONLY = "ttft-only"
+    TPOT_ONLY = "tpot-only"
+    IDLE = "idle"
+    """Only while serving has no work at all."""
+    ALTERNATE = "alternate"
+    """One serving step, one rollout step, no equations: the strong baseline."""
+    EQUATIONS = "equations"
+    """ROSE §4.1 eqs 1, 2 as printed: any positive slack admits a whole chunk."""
+    OFF = "off"
+    """Naive co-location: no gate, no turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SLO:
+    """Latency objectives of a serving deployment, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def __post_init__(self) -> None:
+        if self.ttft_s <= 0 or self.tpot_s <= 0:
+            raise ValueError(f"SLOs must be positive, got ttft_s={self.ttft_s} tpot_s={self.tpot_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class WeightVersion:
+    """A published set of weights: the trainer's run id and a number that grows by one per publish."""
+
+    run_id: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.run_id}/{self.number}"

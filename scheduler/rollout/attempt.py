@@ -1,0 +1,227 @@
+"""One attempt: a single request streamed from one worker, watched for progress.
+
+Owns: the connection to the worker, the stall clock, reading vLLM's event stream.
+Promises: an attempt always ends with one Ending; a stream not read to its end is closed by then, so
+vLLM drops the request.
+Never does: choose workers, try again, merge.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import aiohttp
+
+from rose.scheduler.rollout.config import RouterConfig
+from rose.scheduler.rollout.registry import Watch, Worker, openai_headers
+from rose.scheduler.rollout.resume import Chunk, Json
+from rose.types import StopReason, WeightVersion
+
+STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+_DONE = b"[DONE]"
+_BUSY_STATUSES = (429, 503)
+_REQUEST_TIMEOUT = 408
+
+
+Take = Callable[[Chunk, str | None], Awaitable[None]]
+"""Receives each chunk, with the model's name."""
+
+
+class EndKind(StrEnum):
+    FINISHED = "finished"
+    RECLAIMED = "reclaimed"
+    """The engine aborted it: its memory went back to serving."""
+    ENGINE_STALL = "engine_stall"
+    """The engine aborted it: the gate admitted no step for too long."""
+    STALLED = "stalled"
+    """No token came for too long."""
+    LOST = "lost"
+    """The worker died, or the connection broke."""
+    BUSY = "busy"
+    FAILED = "failed"
+    """The worker answered with an error of its own."""
+    REFUSED = "refused"
+    """The worker found fault with the request: the client's mistake, no use in trying elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    kind: EndKind
+    detail: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    status: int = 0
+    model: str | None = None
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the stream has told so far besides tokens."""
+
+    model: str | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: Json | None = None
+    num_tokens: int = 0
+
+
+class Attempt:
+    """Runs once. Lives on the router's event loop."""
+
+    def __init__(self, worker: Worker, http: aiohttp.ClientSession, config: RouterConfig) -> None:
+        self._worker = worker
+        self._http = http
+        self._config = config
+        self._seen = _Seen()
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return self._seen.cached_tokens
+
+    async def run(self, body: Json, take: Take) -> Ending:
+        """Stream the request; `take(chunk, model)` is awaited for every chunk, outside of the stall clock."""
+        name = self._worker.id
+        with Watch(self._worker) as watch:
+            try:
+                return await self._run(watch, self._streaming(body), take)
+            except TimeoutError:
+                if watch.is_lost:
+                    return Ending(kind=EndKind.LOST, detail=f"{name} was lost")
+                return Ending(kind=EndKind.STALLED, detail=f"{name} made no token in time")
+            except (aiohttp.ClientError, ConnectionError) as error:
+                return Ending(kind=EndKind.LOST, detail=f"{name}: {type(error).__name__}: {error}")
+            except ValueError as error:
+                return Ending(kind=EndKind.FAILED, detail=f"{name} sent no completion stream: {error}")
+
+    def _streaming(self, body: Json) -> Json:
+        interval = self._worker.stream_interval(self._config)
+        if (asked := body.get("stream_interval")) is not None:
+            interval = min(interval, asked)
+        return {
+            **salted(body, self._worker.weight_version),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "stream_interval": interval,
+        }
+
+    async def _run(self, watch: Watch, body: Json, take: Take) -> Ending:
+        url = f"{self._worker.spec.url}/v1/completions"
+        headers = openai_headers(self._config)
+        async with watch.allow(self._config.first_token_s):
+            response = await self._http.post(url, json=body, headers=headers, timeout=STREAM_TIMEOUT)
+        try:
+            if response.status != 200:
+                async with watch.allow(self._config.first_token_s):
+                    return error_ending(response.status, await response.text())
+            await self._read(watch, response, take)
+        finally:
+            response.release()
+        return self._ending()
+
+    async def _read(self, watch: Watch, response: aiohttp.ClientResponse, take: Take) -> None:
+        events = read_events(response.content)
+        allowance_s = self._config.first_token_s
+        before: float | None = None
+        while True:
+            async with watch.allow(allowance_s):
+                event = await anext(events, None)
+            if event is None:
+                return
+            chunk = self._note(event)
+            if chunk is None:
+                continue
+            if chunk.token_ids:
+                now = time.monotonic()
+                took_s = now - before if before is not None else None
+                self._worker.made_tokens(len(chunk.token_ids), now, took_s)
+                allowance_s, before = self._worker.stall_allowance_s(self._config), now
+                self._seen.num_tokens += len(chunk.token_ids)
+            await take(chunk, self._seen.model)
+
+    def _note(self, event: Json) -> Chunk | None:
+        seen = self._seen
+        if "error" in event:
+            seen.error = event["error"]
+            return None
+        seen.model = event.get("model", seen.model)
+        if (details := (event.get("usage") or {}).get("prompt_tokens_details")) is not None:
+            seen.cached_tokens = details.get("cached_tokens")
+        if not event.get("choices"):
+            return None
+        chunk = Chunk.from_choice(event["choices"][0])
+        if chunk.finish_reason is not None:
+            seen.finish_reason, seen.stop_reason = chunk.finish_reason, chunk.stop_reason
+        return chunk
+
+    def _ending(self) -> Ending:
+        seen = self._seen
+        if seen.error is not None:
+            # After the first token it can't be the client's mistake, whatever the code says.
+            status = int(seen.error.get("code") or 500) if seen.num_tokens == 0 else 500
+            return error_ending(status, json.dumps({"error": seen.error}))
+        if seen.finish_reason is None:
+            # vLLM swallows the finish of a request that was aborted before its first token.
+            return Ending(kind=EndKind.RECLAIMED, detail=f"{self._worker.id} gave no finish")
+        if seen.finish_reason == "abort" and seen.stop_reason == StopReason.RECLAIMED:
+            return Ending(kind=EndKind.RECLAIMED, detail=f"{self._worker.id} reclaimed its memory")
+        if seen.finish_reason == "abort" and seen.stop_reason == StopReason.STALLED:
+            return Ending(kind=EndKind.ENGINE_STALL, detail=f"{self._worker.id} reported a stall")
+        return Ending(
+            kind=EndKind.FINISHED,
+            finish_reason=seen.finish_reason,
+            stop_reason=seen.stop_reason,
+            model=seen.model,
+        )
+
+
+MAX_SALT_CHARACTERS = 128
+
+
+def salted(body: Json, version: WeightVersion | None) -> Json:
+    """The body with the weight version in its cache salt, so that KV of other weights is never reused."""
+    if version is None:
+        return body
+    own = body.get("cache_salt")
+    # vLLM refuses '/' in a salt and more than 128 characters.
+    salt = f"{version.run_id}:{version.number}" if not own else f"{own}|{version.run_id}:{version.number}"
+    if len(salt) > MAX_SALT_CHARACTERS:
+        salt = hashlib.sha256(salt.encode()).hexdigest()
+    return {**body, "cache_salt": salt}
+
+
+def error_ending(status: int, detail: str) -> Ending:
+    """What a worker's HTTP error means for the turn."""
+    if status in _BUSY_STATUSES:
+        kind = EndKind.BUSY
+    elif 400 <= status < 500 and status != _REQUEST_TIMEOUT:
+        kind = EndKind.REFUSED
+    else:
+        kind = EndKind.FAILED
+    return Ending(kind=kind, detail=detail, status=status)
+
+
+async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[Json]:
+    """The JSON events of a server-sent event stream, until [DONE].
+
+    Raises:
+        ConnectionError: the stream broke off before [DONE].
+        ValueError: an event is not JSON.
+    """
+    buffer = bytearray()
+    async for data in content.iter_any():
+        buffer += data
+        while (end := buffer.find(b"\n\n")) >= 0:
+            line = bytes(buffer[:end]).strip()
+            del buffer[: end + 2]
+            payload = line.removeprefix(b"data:").strip()
+            if not line.startswith(b"data:"):
+                continue
+            if payload == _DONE:
+                return
+            yield json.loads(payload)
+    raise ConnectionError("the stream broke off")

@@ -1,0 +1,141 @@
+"""The router's settings.
+
+Owns: RouterConfig, the worker specification, turning bad input into one clear line.
+Promises: read-only once built; every error names the file or flag, the key and the fix.
+Never does: start anything.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rose.config import Settings
+from rose.errors import ConfigError
+from rose.scheduler.rollout.policy import VersionMode, WorkerKind
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WorkerSpec(_Settings):
+    """One rollout engine: its address and what GPU it is on."""
+
+    url: str
+    kind: WorkerKind = WorkerKind.DEDICATED
+    gpus: int = Field(default=1, ge=1)
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"want http://HOST:PORT, got {url!r}")
+        return url.rstrip("/")
+
+    @property
+    def id(self) -> str:
+        """host:port, which names the worker everywhere."""
+        return urlsplit(self.url).netloc
+
+
+class RouterConfig(_Settings):
+    """Everything a user can set. Times are in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8100, ge=0, le=65535, description="0: any free port")
+    workers: tuple[WorkerSpec, ...] = ()
+
+    policy: str = Field(default="paper", pattern="^(paper|pinned)$")
+    version_mode: VersionMode = VersionMode.LATEST
+    max_lag: int = Field(default=1, ge=0, description="for version_mode max-lag")
+    turns_per_gpu: int = Field(default=16, ge=1, description="concurrent turns on one GPU (ROSE §4.3)")
+    max_sessions: int = Field(default=65536, ge=1)
+    max_fingerprints: int = Field(default=8192, ge=1)
+
+    max_queued_per_job: int = Field(default=4096, ge=1, description="more are answered 429")
+    deadline_s: float = Field(default=3600.0, gt=0, description="a turn's time, queueing included; then 504")
+    stall_s: float = Field(default=2.0, gt=0, description="no token for so long: reroute (ROSE §4.3)")
+    first_token_s: float = Field(default=60.0, gt=0, description="the same before the first token")
+    stream_interval: int = Field(default=16, ge=1, description="most tokens per chunk from a worker")
+    max_failures: int = Field(default=5, ge=1, description="worker errors per turn; then 502")
+    avoid_s: float = Field(default=1.0, ge=0, description="a worker that failed gets no new turn for so long")
+
+    heartbeat_s: float = Field(default=0.5, gt=0)
+    lost_after_s: float = Field(default=3.0, gt=0, description="no sign of life for so long: dead")
+    drain_s: float = Field(default=30.0, ge=0, description="time for turns in flight on SIGTERM")
+
+    api_key: str | None = Field(default=None, description="asked of clients on /v1")
+    admin_key: str | None = Field(default=None, description="asked on /admin and /workers")
+    worker_api_key: str | None = Field(default=None, description="sent to workers on /v1 (their --api-key)")
+    rose_key: str | None = Field(default=None, description="sent to workers on /rose/v1")
+
+
+def parse_worker(text: str) -> WorkerSpec:
+    """URL[,dedicated|serving][,gpus=N].
+
+    Raises:
+        ConfigError: names the part that is wrong.
+    """
+    url, *rest = text.split(",")
+    fields: dict[str, Any] = {"url": url}
+    for part in rest:
+        name, _, value = part.partition("=")
+        fields |= {name: value} if value else {"kind": name}
+    try:
+        return WorkerSpec(**fields)
+    except ValidationError as error:
+        raise ConfigError(f"--worker {text}: {_first_problem(error)}") from error
+
+
+def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> RouterConfig:
+    """Check the router's settings and add the environment's keys (a key given explicitly wins).
+
+    Raises:
+        ConfigError: names `source`, the key and what is wrong with it.
+    """
+    found = {
+        "api_key": settings.router_api_key,
+        "admin_key": settings.admin_key,
+        "worker_api_key": settings.worker_api_key,
+        "rose_key": settings.key,
+    }
+    try:
+        config = RouterConfig(**{**{name: key for name, key in found.items() if key is not None}, **fields})
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_first_problem(error)}") from error
+    ids = [worker.id for worker in config.workers]
+    if twice := sorted({i for i in ids if ids.count(i) > 1}):
+        raise ConfigError(f"{source}: workers: {twice[0]} is given twice")
+    return config
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file, unchecked.
+
+    Raises:
+        ConfigError: the file is missing, not YAML, or not a mapping.
+    """
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: want a mapping of settings, e.g. 'port: 8100'")
+    return loaded
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        is_worker = error.title == WorkerSpec.__name__ or len(first["loc"]) > 1
+        known = WorkerSpec.model_fields if is_worker else RouterConfig.model_fields
+        return f"{key}: unknown key; known: {', '.join(known)}"
+    return f"{key}: {first['msg']} (got {first['input']!r})"

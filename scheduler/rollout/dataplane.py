@@ -1,0 +1,270 @@
+"""A turn's way through the router: pick, stream, reroute when cut, merge.
+
+Owns: the loop of attempts of one single request, and what an attempt's failure means for its worker.
+Promises: a turn ends with exactly one answer or one error; nothing it used stays taken, also when the client
+leaves.
+Never does: parse HTTP of clients (service.py), decide placement (policy.py).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import aiohttp
+
+from rose.errors import RoseError, WorkerError
+from rose.scheduler.rollout.attempt import Attempt, Ending, EndKind
+from rose.scheduler.rollout.completions import Call, Single
+from rose.scheduler.rollout.config import RouterConfig
+from rose.scheduler.rollout.counters import Counters
+from rose.scheduler.rollout.dispatch import DeadlineExceeded, Dispatcher
+from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, Policy, Turn, VersionRule
+from rose.scheduler.rollout.registry import Registry, Worker
+from rose.scheduler.rollout.resume import Chunk, must_restart
+from rose.scheduler.rollout.sessions import Fingerprints, SessionKeys, SessionTable
+from rose.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Receives a streamed answer as it is generated."""
+
+    async def chunk(self, single: Single, chunk: Chunk, model: str | None) -> None: ...
+
+    async def end(self, single: Single, model: str | None) -> None: ...
+
+
+_WORKERS_FAULT = (EndKind.STALLED, EndKind.LOST, EndKind.FAILED)
+_YIELDS = (EndKind.RECLAIMED, EndKind.ENGINE_STALL)
+"""The GPU's serving side needs it: no new turns before the next heartbeat says otherwise."""
+_COUNTED_FAILURES = (EndKind.LOST, EndKind.FAILED)
+
+
+class Refused(RoseError):
+    """A worker found fault with the request; its answer goes to the client as it is."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"worker answered {status}: {body[:200]}")
+        self.status = status
+        self.body = body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What the client's headers say about how to route a call."""
+
+    job: str
+    explicit_session: str | None
+    run_id: str | None
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Journey:
+    """One request's tries so far: what to keep away from, how often workers failed it."""
+
+    session: str
+    route: Route
+    avoid_until: dict[str, float] = field(default_factory=dict)
+    num_failures: int = 0
+    num_attempts: int = 0
+
+
+def build_policy(config: RouterConfig) -> Policy:
+    rule = VersionRule(mode=config.version_mode, max_lag=config.max_lag)
+    return PaperPolicy(versions=rule) if config.policy == "paper" else PinnedPolicy(versions=rule)
+
+
+class DataPlane:
+    """Runs turns. Lives on the router's event loop."""
+
+    def __init__(self, config: RouterConfig, http: aiohttp.ClientSession) -> None:
+        self.config = config
+        self.http = http
+        self.counters = Counters()
+        self.registry = Registry(config, http, self._workers_changed)
+        self.dispatcher = Dispatcher(self.registry, build_policy(config), config.max_queued_per_job)
+        self.sessions = SessionTable(config.max_sessions)
+        self._keys = SessionKeys(Fingerprints(config.max_fingerprints))
+
+    def _workers_changed(self) -> None:
+        self.dispatcher.pump()
+
+    async def complete(self, call: Call, route: Route, sink: Sink | None) -> str | None:
+        """Run all single requests of a call; the answers are in their generations. Returns the model's name.
+
+        Raises:
+            the first single's error; the others are cancelled.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._run_single(single, len(call.singles), route, sink))
+                    for single in call.singles
+                ]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return tasks[0].result()
+
+    async def _run_single(
+        self, single: Single, num_singles: int, route: Route, sink: Sink | None
+    ) -> str | None:
+        key = self._keys.key(route.explicit_session, single.prompt, single.index, num_singles)
+        journey = Journey(session=key, route=route)
+        result = "cancelled"
+        try:
+            model = await self._attempt_until_done(single, journey, sink)
+            if sink is not None:
+                await sink.end(single, model)
+            result = "finished"
+            return model
+        except RoseError as error:
+            result = type(error).__name__
+            raise
+        finally:
+            self.counters.turns[result] += 1
+
+    async def _attempt_until_done(self, single: Single, journey: Journey, sink: Sink | None) -> str | None:
+        generation = single.generation
+        model: str | None = None
+        while not generation.is_exhausted:
+            self._begin(single, is_streamed=sink is not None)
+            first = generation.spans[0].weight_version if generation.spans else None
+            worker = await self.acquire(journey, first)
+            try:
+                ending, model = await self._attempt(single, worker, journey, sink)
+            finally:
+                self.dispatcher.release(worker)
+            if ending.kind is EndKind.FINISHED:
+                generation.finish(ending.finish_reason, ending.stop_reason)
+                self._remember(single, journey, worker)
+                return model
+            self.rerouted(ending, worker, journey)
+        generation.finish("length", None)
+        return model
+
+    def _begin(self, single: Single, is_streamed: bool) -> None:
+        """Open the next epoch: resume where the last attempt was cut, or begin anew."""
+        generation, num_tokens = single.generation, single.generation.num_tokens
+        if is_streamed and num_tokens and must_restart(generation.request):
+            raise WorkerError(
+                "cut after tokens were streamed; stop strings and structured output can't be resumed"
+            )
+        restarts = generation.num_restarts
+        generation.begin()
+        if not num_tokens:
+            return
+        if generation.num_restarts > restarts:
+            self.counters.restarted += 1
+            self.counters.tokens_dropped += num_tokens
+        else:
+            self.counters.resumed += 1
+            self.counters.tokens_kept += num_tokens
+
+    async def acquire(self, journey: Journey, first_version: WeightVersion | None = None) -> Worker:
+        """A place on a worker for the journey's next attempt; release it after."""
+        session = self.sessions.get(journey.session)
+        if first_version is None and session is not None:
+            first_version = session.first_version
+        turn = Turn(
+            session=journey.session,
+            affine=session.worker if session is not None else None,
+            run_id=journey.route.run_id,
+            pinned_version=first_version,
+            avoid_until=journey.avoid_until,
+        )
+        route = journey.route
+        is_continuation = journey.num_attempts > 0
+        worker = await self.dispatcher.acquire(
+            turn, route.job, route.deadline, is_continuation=is_continuation
+        )
+        journey.num_attempts += 1
+        worker.num_turns += 1
+        return worker
+
+    async def _attempt(
+        self, single: Single, worker: Worker, journey: Journey, sink: Sink | None
+    ) -> tuple[Ending, str | None]:
+        generation, epoch, model = single.generation, single.generation.epoch, None
+
+        async def take(chunk: Chunk, chunk_model: str | None) -> None:
+            nonlocal model
+            model = chunk_model
+            if not generation.add(epoch, chunk, worker.id, worker.weight_version):
+                self.counters.late_chunks += 1
+            elif sink is not None and (chunk.token_ids or chunk.text):
+                await sink.chunk(single, chunk, model)
+
+        attempt = Attempt(worker, self.http, self.config)
+        body = {**generation.next_body(), "request_id": f"{generation.request['request_id']}-{epoch}"}
+        async with until(journey.route.deadline):
+            ending = await attempt.run(body, take)
+        if attempt.cached_tokens is not None:
+            generation.cached_tokens = (generation.cached_tokens or 0) + attempt.cached_tokens
+        return ending, model
+
+    def rerouted(self, ending: Ending, worker: Worker, journey: Journey) -> None:
+        """Draw the consequences of an attempt that did not finish.
+
+        Raises:
+            Refused: the worker says the request itself is wrong.
+            WorkerError: workers failed this request too often.
+        """
+        if ending.kind is EndKind.REFUSED:
+            raise Refused(ending.status, ending.detail)
+        now = time.monotonic()
+        self.counters.reroutes[ending.kind.value] += 1
+        logger.info("rerouting cause=%s worker=%s session=%s", ending.kind.value, worker.id, journey.session)
+        journey.avoid_until[worker.id] = now + self.config.avoid_s
+        if ending.kind in _WORKERS_FAULT:
+            worker.suspect(now, self.config)
+        if ending.kind in _YIELDS:
+            worker.has_yielded = True
+        if ending.kind in _COUNTED_FAILURES:
+            journey.num_failures += 1
+            if journey.num_failures >= self.config.max_failures:
+                raise WorkerError(f"{journey.num_failures} attempts failed, the last: {ending.detail}")
+
+    def _remember(self, single: Single, journey: Journey, worker: Worker) -> None:
+        generation = single.generation
+        first = generation.spans[0].weight_version if generation.spans else worker.weight_version
+        self.sessions.record(journey.session, worker.id, first)
+        if journey.route.explicit_session is not None:
+            return
+        if isinstance(single.prompt, str):
+            self._keys.fingerprints.record(single.prompt + generation.text, journey.session)
+        else:
+            self._keys.fingerprints.record([*single.prompt, *generation.token_ids], journey.session)
+
+    def new_journey(self, route: Route) -> Journey:
+        """For a request that goes to a worker whole: its session is the client's, or none."""
+        session = route.explicit_session
+        return Journey(
+            session=session if session is not None else f"whole-{time.monotonic_ns()}", route=route
+        )
+
+    def status(self) -> Mapping[str, object]:
+        now = time.monotonic()
+        return {
+            "policy": self.config.policy,
+            "version_mode": self.config.version_mode.value,
+            "workers": [worker.as_json(now) for worker in self.registry.workers()],
+            "queued": self.dispatcher.queued_by_job(),
+            "sessions": len(self.sessions),
+            "counters": self.counters.as_json(),
+        }
+
+
+@asynccontextmanager
+async def until(deadline: float) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded once `deadline` (monotonic time) is over."""
+    try:
+        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceeded("the turn's time is over while a worker was generating") from error

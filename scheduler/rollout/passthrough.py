@@ -1,0 +1,107 @@
+"""Requests that go to one worker whole: chat, /inference/v1/generate, and completions that can't be streamed.
+
+Owns: forwarding a body and its answer as they are, streamed or not.
+Promises: tried again elsewhere as long as the client has received nothing.
+Never does: resume (the tokens of such an answer aren't ours to cut), expose any path it isn't given.
+"""
+
+import json
+import time
+
+import aiohttp
+from aiohttp import web
+
+from rose.scheduler.rollout.attempt import STREAM_TIMEOUT, Ending, EndKind, error_ending, salted
+from rose.scheduler.rollout.dataplane import DataPlane, Journey, Route
+from rose.scheduler.rollout.dispatch import DeadlineExceeded
+from rose.scheduler.rollout.registry import Watch, Worker, openai_headers
+from rose.scheduler.rollout.resume import Json
+from rose.types import StopReason
+
+_ROSE_STOPS = (StopReason.RECLAIMED.value, StopReason.STALLED.value)
+_UNSALTED = ("/v1/chat/completions/render",)
+
+
+class Passthrough:
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+
+    async def forward(self, request: web.Request, body: Json, route: Route) -> web.StreamResponse:
+        """The picked worker's answer to `body` at the request's own path.
+
+        Raises:
+            what Dispatcher.acquire and DataPlane.rerouted raise.
+        """
+        journey = self._plane.new_journey(route)
+        while True:
+            worker = await self._plane.acquire(journey)
+            try:
+                outcome = await self._try(request, body, worker, journey)
+            finally:
+                self._plane.dispatcher.release(worker)
+            if isinstance(outcome, web.StreamResponse):
+                if route.explicit_session is not None:
+                    self._plane.sessions.record(route.explicit_session, worker.id, worker.weight_version)
+                self._plane.counters.turns["finished"] += 1
+                return outcome
+            self._plane.rerouted(outcome, worker, journey)
+
+    async def _try(
+        self, request: web.Request, body: Json, worker: Worker, journey: Journey
+    ) -> web.StreamResponse | Ending:
+        if request.path not in _UNSALTED:
+            body = salted(body, worker.weight_version)
+        url = f"{worker.spec.url}{request.path}"
+        headers = openai_headers(self._plane.config)
+        with Watch(worker) as watch:
+            try:
+                async with (
+                    watch.allow(max(0.0, journey.route.deadline - time.monotonic())),
+                    self._plane.http.post(
+                        url, json=body, headers=headers, timeout=STREAM_TIMEOUT
+                    ) as response,
+                ):
+                    if response.content_type != "text/event-stream":
+                        return _plain(response, await response.read(), worker)
+                    if first := await response.content.readany():
+                        return await _relay(request, response, first)
+                    return Ending(kind=EndKind.LOST, detail=f"{worker.id} sent an empty stream")
+            except TimeoutError as error:
+                if watch.is_lost:
+                    return Ending(kind=EndKind.LOST, detail=f"{worker.id} was lost")
+                raise DeadlineExceeded(f"{worker.id} did not answer in time") from error
+            except (aiohttp.ClientError, ConnectionError) as error:
+                return Ending(kind=EndKind.LOST, detail=f"{worker.id}: {type(error).__name__}: {error}")
+
+
+def _plain(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -> web.Response | Ending:
+    if response.status != 200:
+        ending = error_ending(response.status, body.decode(errors="replace"))
+        if ending.kind is not EndKind.REFUSED:
+            return ending
+    elif any(choice.get("stop_reason") in _ROSE_STOPS for choice in json.loads(body).get("choices", ())):
+        return Ending(kind=EndKind.RECLAIMED, detail=f"{worker.id} aborted the request")
+    return web.Response(body=body, status=response.status, content_type=response.content_type)
+
+
+async def _relay(request: web.Request, upstream: aiohttp.ClientResponse, first: bytes) -> web.StreamResponse:
+    """Hand the stream on as it comes. From here on the client has received something: no second try."""
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await answer.prepare(request)
+    await answer.write(first)
+    try:
+        async for data in upstream.content.iter_any():
+            await answer.write(data)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        await answer.write(error_event(502, f"the worker's stream broke off: {type(error).__name__}"))
+    await answer.write_eof()
+    return answer
+
+
+def error_event(status: int, message: str) -> bytes:
+    """An error in an event stream that has already begun, in vLLM's shape, and the stream's end."""
+    return b"data: " + json.dumps(error_body(status, message)).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def error_body(status: int, message: str) -> Json:
+    return {"error": {"message": message, "type": "RoseRouterError", "param": None, "code": status}}

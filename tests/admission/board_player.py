@@ -1,0 +1,93 @@
+"""A process at one side of a board, for tests: `board_player.py PAGE ACTION [NUMBER]`.
+
+Inside every step it checks that it is alone, through words of the page that the board leaves unused.
+"""
+
+import mmap
+import random
+import sys
+import time
+
+from rose._shm import Words
+from rose.admission.gate import GateReason, ServingView
+from rose.admission.rollout_side import RolloutSide
+from rose.admission.serving_side import ServingSide
+from rose.admission.slack import NEVER
+
+INSIDE, VIOLATIONS, TOTAL, STOP = 200, 208, 216, 224
+
+
+def open_words(path: str) -> Words:
+    with open(path, "r+b") as page:
+        return Words(mmap.mmap(page.fileno(), 4096))
+
+
+def critical_section(words: Words, rng: random.Random) -> None:
+    if words.add(INSIDE, 1) != 1:
+        words.add(VIOLATIONS, 1)
+    total = words.load(TOTAL)
+    if rng.random() < 0.3:
+        time.sleep(rng.random() * 2e-4)
+    words.store(TOTAL, total + 1)
+    words.add(INSIDE, -1)
+
+
+def serve(words: Words, num_steps: int) -> None:
+    rng = random.Random(1)
+    side = ServingSide(words)
+    for step in range(num_steps):
+        side.yield_turn(NEVER, 0.002)
+        side.begin_step(grace_s=60)
+        critical_section(words, rng)
+        # The last publication leaves work behind: only a detach may free the GPU then.
+        has_work = step == num_steps - 1 or rng.random() < 0.7
+        side.end_step(ServingView(has_work=has_work, has_pending_prefill=False, latest_start_s=NEVER))
+        if not has_work:
+            time.sleep(rng.random() * 5e-4)
+    side.detach()
+    words.store(STOP, 1)
+
+
+def roll_out(words: Words) -> None:
+    rng = random.Random(2)
+    side = RolloutSide(words)
+    side.set_want(True)
+    while not words.load(STOP):
+        if not side.wait_turn():
+            continue
+        view = side.view()
+        if rng.random() < 0.2:
+            side.decline(view, GateReason.NO_SLACK)
+        elif side.try_begin(time.monotonic() + 60, view):
+            critical_section(words, rng)
+            side.end_step(1)
+    side.detach()
+
+
+def hang_in_step(side: ServingSide | RolloutSide) -> None:
+    if isinstance(side, ServingSide):
+        side.begin_step()
+    else:
+        side.set_want(True)
+        assert side.try_begin(time.monotonic() + 600, side.view())
+    print("in step", flush=True)
+    time.sleep(600)
+
+
+def main() -> None:
+    words = open_words(sys.argv[1])
+    action = sys.argv[2]
+    if action == "serve":
+        serve(words, int(sys.argv[3]))
+    elif action == "roll-out":
+        roll_out(words)
+    elif action == "hang-serving":
+        hang_in_step(ServingSide(words))
+    elif action == "hang-rollout":
+        hang_in_step(RolloutSide(words))
+    else:
+        raise SystemExit(f"unknown action {action}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""Turns on the shared page: by hand within one process, then between two real ones."""
+
+import mmap
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rose._shm import Words
+from rose.admission import board, liveness
+from rose.admission.board import Phase, Word
+from rose.admission.gate import GateReason, ServingView
+from rose.admission.rollout_side import RolloutSide
+from rose.admission.serving_side import ServingSide, StepStart
+from rose.admission.slack import NEVER
+from rose.errors import BoardError
+
+PLAYER = Path(__file__).with_name("board_player.py")
+VIOLATIONS, TOTAL, STOP = 208, 216, 224
+FAR_S = 600.0
+
+
+def work(latest_start_s: float = NEVER, pending: bool = False) -> ServingView:
+    return ServingView(has_work=True, has_pending_prefill=pending, latest_start_s=latest_start_s)
+
+
+IDLE = ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    path = tmp_path / "page"
+    path.write_bytes(bytes(4096))
+    return path
+
+
+@pytest.fixture
+def words(page: Path) -> Words:
+    with page.open("r+b") as file:
+        return Words(mmap.mmap(file.fileno(), 4096))
+
+
+@pytest.fixture
+def players(page: Path) -> Iterator["Players"]:
+    started = Players(page)
+    yield started
+    started.stop()
+
+
+class Players:
+    """Real processes on the page; all are stopped at the end of the test."""
+
+    def __init__(self, page: Path) -> None:
+        self._page = page
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        player = subprocess.Popen(
+            [sys.executable, str(PLAYER), str(self._page), *args], stdout=subprocess.PIPE, text=True
+        )
+        self._running.append(player)
+        return player
+
+    def start_hanging(self, action: str) -> subprocess.Popen[str]:
+        player = self.start(action)
+        assert player.stdout is not None
+        assert player.stdout.readline() == "in step\n"
+        return player
+
+    def stop(self) -> None:
+        for player in self._running:
+            player.kill()
+            player.wait()
+            if player.stdout is not None:
+                player.stdout.close()
+
+
+def begin(rollout: RolloutSide) -> bool:
+    return rollout.try_begin(time.monotonic() + FAR_S, rollout.view())
+
+
+def test_rollout_steps_at_will_while_nobody_serves(words: Words) -> None:
+    rollout = RolloutSide(words)
+    for _ in range(3):
+        assert begin(rollout)
+        rollout.end_step(5)
+    seen = board.snapshot(words)
+    assert (seen.rollout.num_steps, seen.rollout_tokens) == (3, 15)
+
+
+def test_rollout_steps_at_will_while_serving_is_idle(words: Words) -> None:
+    ServingSide(words)
+    rollout = RolloutSide(words)
+    assert begin(rollout)
+    rollout.end_step()
+    assert begin(rollout)
+
+
+def test_rollout_gives_way_while_serving_holds_the_gpu(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    assert serving.begin_step() is StepStart.CLEAR
+    assert not rollout.view().may_start
+    assert not begin(rollout)
+    assert words.load(Word.R_PHASE) == Phase.IDLE
+    serving.end_step(IDLE)
+    assert begin(rollout)
+
+
+def test_rollout_needs_a_turn_while_serving_has_work(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    serving.publish(work())
+    assert not begin(rollout)
+
+
+def test_a_turn_admits_one_step(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    serving.publish(work())
+    serving.yield_turn(NEVER, 1e-6)
+    assert begin(rollout)
+    rollout.end_step()
+    assert not begin(rollout)
+
+
+def test_begin_step_takes_an_unused_turn_back(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    serving.publish(work())
+    serving.yield_turn(NEVER, 1e-6)
+    assert rollout.view().may_start
+    serving.begin_step()
+    assert not begin(rollout)
+
+
+def test_no_turn_is_offered_to_a_rollout_that_cannot_use_it(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    serving.publish(work())
+    assert serving.yield_turn(NEVER, FAR_S) == 0.0
+    rollout.set_want(True, min_step_s=5.0)
+    assert serving.yield_turn(time.monotonic() + 1.0, FAR_S) == 0.0
+    assert board.snapshot(words).num_yields == 0
+
+
+def test_a_decision_on_an_old_publication_is_refused(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    old = rollout.view()
+    serving.begin_step()
+    serving.end_step(IDLE)
+    assert not rollout.try_begin(time.monotonic() + FAR_S, old)
+    assert begin(rollout)
+
+
+def test_steps_in_flight_share_one_claim(words: Words) -> None:
+    serving = ServingSide(words)
+    serving.begin_step()
+    serving.begin_step()
+    serving.end_step(IDLE, num_steps=2)
+    assert board.snapshot(words).serving.num_steps == 2
+    assert not serving.is_stepping
+
+
+def test_view_carries_what_serving_published(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    serving.publish(work(123.5, pending=True))
+    seen = rollout.view()
+    assert (seen.has_work, seen.has_pending_prefill, seen.latest_start_s) == (True, True, 123.5)
+    serving.publish(IDLE)
+    assert rollout.view().latest_start_s == NEVER
+
+
+def test_a_claim_stays_through_a_publication(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    serving.begin_step()
+    serving.publish(IDLE)
+    assert not begin(rollout)
+
+
+def in_thread(action: object, *args: object) -> threading.Thread:
+    assert callable(action)
+    thread = threading.Thread(target=action, args=args)
+    thread.start()
+    return thread
+
+
+def test_serving_waits_for_the_running_step_and_goes_before_the_next(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    outcomes: list[StepStart] = []
+    assert begin(rollout)
+    waiting = in_thread(lambda: outcomes.append(serving.begin_step()))
+    while words.load(Word.S_PHASE) != Phase.RUNNING:
+        time.sleep(0.001)
+    time.sleep(0.005)
+    assert outcomes == []
+    rollout.end_step()
+    assert not begin(rollout)
+    waiting.join()
+    assert outcomes == [StepStart.WAITED]
+
+
+def test_a_decline_ends_the_handover(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    serving.publish(work())
+    waiting = in_thread(serving.yield_turn, NEVER, FAR_S)
+    while not rollout.wait_turn():
+        pass
+    rollout.decline(rollout.view(), GateReason.NO_SLACK)
+    waiting.join()
+    assert board.snapshot(words).declines[GateReason.NO_SLACK] == 1
+
+
+def test_a_step_taken_on_a_turn_ends_the_handover(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    serving.publish(work())
+    waiting = in_thread(serving.yield_turn, NEVER, FAR_S)
+    while not rollout.wait_turn():
+        pass
+    assert begin(rollout)
+    rollout.end_step()
+    waiting.join()
+    assert board.snapshot(words).num_yields == 1
+
+
+def test_turns_go_on_while_rollout_uses_them(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    serving.publish(work())
+    waiting = in_thread(serving.yield_turns, NEVER, FAR_S)
+    for _ in range(3):
+        while not rollout.wait_turn():
+            pass
+        assert begin(rollout)
+        rollout.end_step()
+    while not rollout.wait_turn():
+        pass
+    rollout.decline(rollout.view(), GateReason.NO_SLACK)
+    waiting.join()
+    assert board.snapshot(words).num_yields == 4
+
+
+def test_an_announced_arrival_ends_the_handover_and_holds_rollout_back(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    serving.publish(work())
+    waiting = in_thread(serving.yield_turn, NEVER, FAR_S)
+    while words.load(Word.S_YIELDS) == 0:
+        time.sleep(0.001)
+    # Repeated: the first may come before the hand-over has counted the arrivals so far.
+    while waiting.is_alive():
+        board.announce_arrival(words)
+        time.sleep(0.001)
+    board.announce_arrival(words)
+    assert rollout.view().has_pending_prefill
+    assert not rollout.view().may_start
+    serving.absorb_arrival()
+    assert not rollout.view().has_pending_prefill
+
+
+def test_an_arrival_that_never_comes_is_let_go(words: Words) -> None:
+    ServingSide(words)
+    rollout = RolloutSide(words)
+    board.announce_arrival(words)
+    words.store(Word.ARRIVED, time.monotonic_ns() - board.to_ns(board.ARRIVAL_HOLD_S) - 1)
+    assert rollout.wait_turn()
+    assert begin(rollout)
+
+
+def test_an_overrunning_step_does_not_hold_serving(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    assert rollout.try_begin(time.monotonic() - 1.0, rollout.view())
+    assert serving.begin_step(grace_s=0) is StepStart.OVERRUN
+    assert board.snapshot(words).num_overruns == 1
+
+
+def test_wait_turn_ends_without_a_turn(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    serving.begin_step()
+    assert not rollout.wait_turn(0.001)
+
+
+def test_detached_serving_leaves_the_gpu_free(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    serving.begin_step()
+    serving.detach()
+    assert rollout.view().alive
+    assert begin(rollout)
+
+
+def test_a_page_of_another_layout_is_refused(words: Words) -> None:
+    words.store(Word.MAGIC, board.MAGIC + 1)
+    with pytest.raises(BoardError, match="same ROSE version"):
+        ServingSide(words)
+
+
+def test_a_short_page_is_refused() -> None:
+    with pytest.raises(BoardError, match="128 words, the page has 8"):
+        RolloutSide(Words(bytearray(64)))
+
+
+def test_identity_tells_a_process_from_a_later_one_with_its_pid() -> None:
+    me = liveness.own_identity()
+    assert liveness.is_alive(me)
+    assert not liveness.is_alive(me + (1 << liveness.PID_BITS))
+    assert not liveness.is_alive(liveness.NOBODY)
+
+
+def test_two_processes_never_step_at_once(words: Words, players: Players) -> None:
+    rollout = players.start("roll-out")
+    serving = players.start("serve", "3000")
+    assert serving.wait(timeout=120) == 0
+    assert rollout.wait(timeout=60) == 0
+    seen = board.snapshot(words)
+    assert words.load(VIOLATIONS) == 0
+    assert seen.num_overruns == 0
+    assert seen.serving.num_steps == 3000
+    assert seen.rollout.num_steps > 100
+    assert words.load(TOTAL) == seen.serving.num_steps + seen.rollout.num_steps
+    assert not seen.serving.alive and not seen.rollout.alive
+
+
+def test_serving_goes_on_after_rollout_is_killed_in_a_step(words: Words, players: Players) -> None:
+    serving = ServingSide(words)
+    player = players.start_hanging("hang-rollout")
+    player.kill()
+    player.wait()
+    assert serving.begin_step() is StepStart.ROLLOUT_DIED
+    serving.end_step(work())
+    assert serving.yield_turn(NEVER, FAR_S) == 0.0
+    assert serving.begin_step() is StepStart.CLEAR
+    serving.end_step(IDLE)
+    assert board.snapshot(words).num_deaths == 1
+    # A new rollout process takes the side over and is waited for again.
+    rollout = RolloutSide(words)
+    assert rollout.try_begin(time.monotonic() - 1.0, rollout.view())
+    assert serving.begin_step(grace_s=0) is StepStart.OVERRUN
+
+
+def test_serving_finishes_after_rollout_is_killed_at_any_moment(words: Words, players: Players) -> None:
+    rollout = players.start("roll-out")
+    serving = players.start("serve", "2000")
+    while words.load(Word.R_STEPS) < 20 and serving.poll() is None:
+        time.sleep(0.001)
+    rollout.kill()
+    rollout.wait()
+    assert serving.wait(timeout=120) == 0
+    assert board.snapshot(words).serving.num_steps == 2000
+
+
+def test_rollout_answers_after_serving_is_killed_at_any_moment(words: Words, players: Players) -> None:
+    rollout = players.start("roll-out")
+    serving = players.start("serve", "1000000")
+    while words.load(Word.R_STEPS) < 20:
+        time.sleep(0.001)
+    serving.kill()
+    serving.wait()
+    words.store(STOP, 1)
+    assert rollout.wait(timeout=60) == 0
+
+
+def test_rollout_stays_off_the_gpu_after_serving_is_killed_in_a_step(words: Words, players: Players) -> None:
+    player = players.start_hanging("hang-serving")
+    rollout = RolloutSide(words)
+    assert rollout.serving_alive()
+    player.kill()
+    player.wait()
+    assert not rollout.serving_alive()
+    lost = rollout.view()
+    assert lost.has_work and not lost.alive
+    assert not begin(rollout)
+    serving = ServingSide(words)  # the restarted engine
+    assert rollout.serving_alive()
+    assert begin(rollout)
+    rollout.end_step()
+    serving.detach()
+
+
+def test_a_side_has_one_live_process(words: Words, players: Players) -> None:
+    player = players.start_hanging("hang-serving")
+    with pytest.raises(BoardError, match=f"held by pid {player.pid}"):
+        ServingSide(words)
+    player.kill()
+    player.wait()
+    ServingSide(words)
+
+
+def test_snapshot_shares_count_the_step_in_progress(words: Words) -> None:
+    rollout = RolloutSide(words)
+    before = board.snapshot(words)
+    assert begin(rollout)
+    time.sleep(0.01)
+    serving_share, rollout_share = board.snapshot(words).busy_shares_since(before)
+    assert serving_share == 0.0
+    assert 0.0 < rollout_share <= 1.0

@@ -1,0 +1,104 @@
+"""Serving's books: what is published after arrivals, chunks, tokens and ends."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.admission.deadlines import ServingDeadlines
+from rose.admission.gate import GateSettings
+from rose.admission.slack import NEVER
+from rose.admission.step_time import StepTimeModel
+from rose.types import SLO, GateMode
+
+MODEL = StepTimeModel(base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-3, margin_s=0.0)
+SLO_500_200 = SLO(ttft_s=0.5, tpot_s=0.2)  # TPOT target 0.1
+
+
+def books(mode: GateMode = GateMode.DUAL) -> ServingDeadlines:
+    return ServingDeadlines(GateSettings(slo=SLO_500_200, mode=mode), chunk_tokens=512)
+
+
+def latest(deadlines: ServingDeadlines, now: float = 0.0) -> float:
+    return deadlines.view(now, MODEL, has_work=True).latest_start_s
+
+
+def test_a_request_is_pending_until_its_first_token() -> None:
+    serving = books()
+    seen = [serving.has_pending_prefill]
+    serving.arrived("a", 1.0, 500)
+    serving.prefilled("a", 100)
+    seen.append(serving.has_pending_prefill)
+    serving.produced(["a"], 1.2)
+    seen.append(serving.has_pending_prefill)
+    assert seen == [False, True, False]
+    assert serving.num_decodes == 1
+    serving.finished(["a", "unknown"])
+    assert latest(serving) == NEVER
+
+
+def test_decode_deadline_is_the_due_minus_the_next_mixed_step() -> None:
+    serving = books()
+    serving.arrived("a", 0.5, 10)
+    serving.produced(["a"], 1.0)
+    assert latest(serving) == pytest.approx(1.1 - 0.011)
+    serving.arrived("b", 1.0, 200)  # its prefill rides in the same step
+    assert latest(serving) == pytest.approx(1.1 - 0.031)
+
+
+def test_each_mode_publishes_its_own_deadline() -> None:
+    expected = {
+        GateMode.DUAL: 1.1 - 0.031,
+        GateMode.TPOT_ONLY: 1.1 - 0.031,
+        GateMode.TTFT_ONLY: 1.5 - 0.031,
+        GateMode.EQUATIONS: 1.2 - 0.011,
+        GateMode.IDLE: NEVER,
+        GateMode.ALTERNATE: NEVER,
+    }
+    for mode, when in expected.items():
+        serving = books(mode)
+        serving.arrived("a", 0.5, 10)
+        serving.produced(["a"], 1.0)
+        serving.arrived("b", 1.0, 200)
+        assert latest(serving, now=1.0) == pytest.approx(when), mode
+
+
+def test_a_request_may_have_its_own_slo() -> None:
+    serving = books(GateMode.TPOT_ONLY)
+    serving.arrived("a", 0.5, 10, own_slo=SLO(ttft_s=0.5, tpot_s=0.03))
+    serving.produced(["a"], 1.0)
+    assert latest(serving) == pytest.approx(1.03 - 0.011)
+
+
+def test_load_shrinks_the_target() -> None:
+    serving = books()
+    serving.set_load(0.75)
+    serving.produced(["a"], 1.0)
+    assert latest(serving) == pytest.approx(1.05 - 0.011)
+
+
+def test_no_work_means_no_deadline() -> None:
+    serving = books()
+    serving.produced(["a"], 1.0)
+    assert serving.view(1.0, MODEL, has_work=False).latest_start_s == NEVER
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["arrive", "chunk", "token", "end"]), st.integers(0, 5)), max_size=60)
+)
+def test_books_agree_after_any_history(events: list[tuple[str, int]]) -> None:
+    serving = books()
+    seen: set[str] = set()
+    for now, (kind, number) in enumerate(events):
+        name = f"r{number}"
+        if kind == "arrive" and name not in seen:
+            seen.add(name)
+            serving.arrived(name, float(now), 100)
+        elif kind == "chunk":
+            serving.prefilled(name, 50)
+        elif kind == "token" and name in seen:
+            serving.produced([name], float(now))
+        elif kind == "end":
+            seen.discard(name)
+            serving.finished([name])
+        serving.check_integrity()
+        assert serving.num_decodes + serving.has_pending_prefill <= len(seen)

@@ -1,0 +1,183 @@
+"""The gate's decisions, as tables over modes and situations."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.admission.gate import (
+    MIN_STEP_TOKENS,
+    GatePolicy,
+    GateReason,
+    GateSettings,
+    RolloutCandidate,
+    ServingView,
+)
+from rose.admission.slack import NEVER
+from rose.admission.step_time import UNPROFILED, StepTimeModel
+from rose.types import SLO, GateMode
+
+NOW = 100.0
+# 10 ms + 0.1 ms per prefill token + 1 ms per decode, exact
+MODEL = StepTimeModel(base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-3, margin_s=0.0)
+SLO_600_150 = SLO(ttft_s=0.6, tpot_s=0.15)
+MIXED = RolloutCandidate(prefill_tokens_waiting=2000, num_decodes=10, context_tokens=0)
+
+
+def policy(mode: GateMode = GateMode.DUAL) -> GatePolicy:
+    return GatePolicy(GateSettings(slo=SLO_600_150, mode=mode))
+
+
+def busy(slack_s: float = NEVER, pending: bool = False) -> ServingView:
+    return ServingView(has_work=True, has_pending_prefill=pending, latest_start_s=NOW + slack_s)
+
+
+IDLE = ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER)
+ADMITTED, PREFILL_FIRST = GateReason.ADMITTED, GateReason.PREFILL_FIRST
+NO_SLACK, HAS_WORK = GateReason.NO_SLACK, GateReason.SERVING_HAS_WORK
+
+
+@pytest.mark.parametrize(
+    ("mode", "idle", "roomy", "tight", "pending"),
+    [
+        (GateMode.DUAL, ADMITTED, ADMITTED, NO_SLACK, PREFILL_FIRST),
+        (GateMode.TTFT_ONLY, ADMITTED, ADMITTED, NO_SLACK, ADMITTED),
+        (GateMode.TPOT_ONLY, ADMITTED, ADMITTED, NO_SLACK, ADMITTED),
+        (GateMode.IDLE, ADMITTED, HAS_WORK, HAS_WORK, HAS_WORK),
+        (GateMode.ALTERNATE, ADMITTED, ADMITTED, ADMITTED, ADMITTED),
+        (GateMode.EQUATIONS, ADMITTED, ADMITTED, ADMITTED, ADMITTED),
+        (GateMode.OFF, ADMITTED, ADMITTED, ADMITTED, ADMITTED),
+    ],
+)
+def test_modes(
+    mode: GateMode, idle: GateReason, roomy: GateReason, tight: GateReason, pending: GateReason
+) -> None:
+    gate = policy(mode)
+    found = [
+        gate.decide(NOW, view, MIXED, MODEL).reason
+        for view in (IDLE, busy(0.05), busy(0.005), busy(0.05, pending=True))
+    ]
+    assert found == [idle, roomy, tight, pending]
+
+
+def test_no_slack_left_refuses_in_the_printed_equations_too() -> None:
+    assert policy(GateMode.EQUATIONS).decide(NOW, busy(-0.001), MIXED, MODEL).reason is NO_SLACK
+
+
+def test_printed_equations_admit_a_whole_chunk_on_any_slack() -> None:
+    assert policy(GateMode.EQUATIONS).decide(NOW, busy(0.001), MIXED, MODEL).max_tokens == 512
+
+
+def test_prefill_fills_what_decodes_leave_of_the_slack() -> None:
+    # 50 ms: 10 base, 10 decodes, 30 ms left for 300 prefill tokens
+    decision = policy().decide(NOW, busy(0.0500001), MIXED, MODEL)
+    assert (decision.max_tokens, decision.max_seqs) == (310, 10)
+    assert decision.step_s == pytest.approx(0.05)
+
+
+def test_decodes_are_limited_when_not_all_fit() -> None:
+    decision = policy().decide(NOW, busy(0.0160001), MIXED, MODEL)
+    assert (decision.max_tokens, decision.max_seqs) == (6, 6)
+
+
+def test_a_chunk_bounds_decodes_and_prefill_together() -> None:
+    fast = StepTimeModel(base_s=1e-4, per_prefill_token_s=1e-6, per_decode_s=1e-6)
+    assert policy().decide(NOW, busy(), MIXED, fast).max_tokens == 512
+
+
+def test_an_idle_gpu_takes_no_step_longer_than_a_quarter_of_the_ttft_slo() -> None:
+    many = RolloutCandidate(prefill_tokens_waiting=10_000, num_decodes=0, context_tokens=0)
+    slow = StepTimeModel(base_s=0.01, per_prefill_token_s=1e-3, per_decode_s=1e-3, margin_s=0.0)
+    decision = policy().decide(NOW, IDLE, many, slow)
+    assert decision.max_tokens == pytest.approx(140, abs=1)
+    assert decision.step_s <= 0.15 + 1e-9
+
+
+def test_without_a_profile_one_small_step_runs_and_only_when_serving_is_idle() -> None:
+    gate = policy()
+    on_idle = gate.decide(NOW, IDLE, MIXED, UNPROFILED)
+    assert (on_idle.max_tokens, on_idle.max_seqs) == (10, 10)
+    prefill = RolloutCandidate(prefill_tokens_waiting=2000, num_decodes=0, context_tokens=0)
+    assert gate.decide(NOW, IDLE, prefill, UNPROFILED).max_tokens == MIN_STEP_TOKENS
+    assert gate.decide(NOW, busy(0.5), MIXED, UNPROFILED).reason is NO_SLACK
+
+
+@pytest.mark.parametrize(
+    ("view", "reason"),
+    [
+        (ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER, alive=False),
+         GateReason.SERVING_LOST),
+        (ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER, may_start=False),
+         GateReason.SERVING_TURN),
+        (ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER, alive=False), ADMITTED),
+    ],
+)  # fmt: skip
+def test_board_states(view: ServingView, reason: GateReason) -> None:
+    assert policy().decide(NOW, view, MIXED, MODEL).reason is reason
+
+
+def test_nothing_to_run_is_said() -> None:
+    empty = RolloutCandidate(prefill_tokens_waiting=0, num_decodes=0, context_tokens=0)
+    decision = policy().decide(NOW, IDLE, empty, MODEL)
+    assert decision.reason is GateReason.NOTHING_TO_RUN
+    assert not decision.is_admitted and decision.retry_at_s > NOW
+
+
+@pytest.mark.parametrize(
+    ("mode", "view", "expected"),
+    [
+        (GateMode.DUAL, busy(0.1), True),
+        (GateMode.DUAL, busy(-0.1), False),
+        (GateMode.DUAL, busy(0.1, pending=True), False),
+        (GateMode.TTFT_ONLY, busy(0.1, pending=True), True),
+        (GateMode.IDLE, busy(0.1), False),
+        (GateMode.ALTERNATE, busy(-0.1), True),
+        (GateMode.OFF, busy(0.1), False),
+    ],
+)
+def test_serving_offers_turns_by_mode(mode: GateMode, view: ServingView, expected: bool) -> None:
+    assert policy(mode).may_yield(NOW, view) is expected
+
+
+@given(
+    mode=st.sampled_from([GateMode.DUAL, GateMode.TTFT_ONLY, GateMode.TPOT_ONLY]),
+    slack_s=st.floats(-1, 1),
+    prefill=st.integers(0, 5000),
+    decodes=st.integers(0, 200),
+    context=st.integers(0, 200_000),
+    ratio=st.floats(1, 3),
+)
+def test_an_admitted_step_ends_before_serving_must_start(
+    mode: GateMode, slack_s: float, prefill: int, decodes: int, context: int, ratio: float
+) -> None:
+    model = StepTimeModel(
+        base_s=0.01,
+        per_prefill_token_s=7e-4,
+        per_decode_s=6e-4,
+        per_context_token_s=1e-7,
+        ratio_q99=ratio,
+        margin_s=0.002,
+    )
+    candidate = RolloutCandidate(
+        prefill_tokens_waiting=prefill, num_decodes=decodes, context_tokens=context if decodes else 0
+    )
+    decision = policy(mode).decide(NOW, busy(slack_s), candidate, model)
+    assert decision.max_seqs <= decodes
+    assert decision.max_tokens <= max(512, decodes)
+    if decision.is_admitted:
+        assert NOW + decision.step_s <= NOW + slack_s + 1e-6
+        assert decision.max_tokens <= prefill + decodes
+    else:
+        assert decision.reason is not ADMITTED
+
+
+def test_defaults_of_settings() -> None:
+    settings = GateSettings(slo=SLO_600_150)
+    assert settings.effective_tpot_target_s == pytest.approx(0.075)
+    assert settings.effective_itl_cap_s == pytest.approx(0.15)
+    assert settings.effective_max_step_s == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize("bad", [{"chunk_tokens": 0}, {"handover_s": 0.0}, {"tpot_target_s": -1.0}])
+def test_senseless_settings_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        GateSettings(slo=SLO_600_150, **bad)  # type: ignore[arg-type]

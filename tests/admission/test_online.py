@@ -1,0 +1,79 @@
+"""The running model: caution with a stale or a missing profile."""
+
+import random
+
+import pytest
+
+from rose.admission.online import UNPLANNED_RATIO, OnlineStepTime
+from rose.admission.step_time import MIN_OBSERVATIONS, UNPROFILED, StepTimeModel
+
+CPU = StepTimeModel(
+    base_s=0.0115, per_prefill_token_s=0.00069, per_decode_s=0.00056, ratio_q99=1.16, margin_s=0.001
+)
+
+
+def run(online: OnlineStepTime, num: int, slowdown: float, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    for _ in range(num):
+        prefill, decodes = rng.choice([0, 128, 512]), rng.randrange(1, 16)
+        seconds = CPU.predict(prefill, decodes) * slowdown * rng.uniform(0.98, 1.02)
+        online.observe(prefill, decodes, 0, seconds)
+
+
+def test_a_true_profile_keeps_its_costs_and_tightens_its_bound() -> None:
+    online = OnlineStepTime(CPU)
+    run(online, 200, slowdown=1.0)
+    assert online.model.per_prefill_token_s == CPU.per_prefill_token_s
+    assert 1.0 <= online.model.ratio_q99 < 1.05
+
+
+def test_a_few_good_steps_do_not_tighten_the_bound() -> None:
+    online = OnlineStepTime(CPU)
+    run(online, MIN_OBSERVATIONS - 1, slowdown=0.5)
+    assert online.model.ratio_q99 == CPU.ratio_q99
+
+
+def test_a_stale_profile_is_widened_by_the_first_slow_step() -> None:
+    online = OnlineStepTime(CPU)
+    online.observe(128, 4, 0, 2 * CPU.predict(128, 4))
+    assert online.model.ratio_q99 == pytest.approx(2.0)
+
+
+def test_a_stale_profile_covers_what_it_sees() -> None:
+    online = OnlineStepTime(CPU)
+    run(online, 300, slowdown=3.0)
+    assert online.model.predict_safe(512, 8) >= 3.0 * CPU.predict(512, 8)
+
+
+def test_the_bound_recovers_once_slow_steps_leave_the_window() -> None:
+    online = OnlineStepTime(CPU, window_steps=64)
+    run(online, 64, slowdown=3.0)
+    run(online, 80, slowdown=1.0)
+    assert online.model.ratio_q99 < 1.1
+
+
+def test_without_a_profile_the_first_steps_are_taken_as_hopeless() -> None:
+    online = OnlineStepTime(None)
+    run(online, MIN_OBSERVATIONS - 1, slowdown=1.0)
+    assert not online.is_profiled
+    assert online.model == UNPROFILED
+
+
+def test_without_a_profile_own_steps_give_a_cautious_one() -> None:
+    online = OnlineStepTime(None)
+    run(online, 100, slowdown=1.0)
+    assert online.is_profiled
+    assert online.model.ratio_q99 >= UNPLANNED_RATIO
+    assert CPU.predict(512, 8) <= online.model.predict_safe(512, 8) <= 3 * CPU.predict(512, 8)
+
+
+def test_steps_of_one_shape_teach_nothing_about_others() -> None:
+    online = OnlineStepTime(None)
+    for _ in range(200):
+        online.observe(0, 4, 0, 0.01)
+    assert online.model == UNPROFILED
+
+
+def test_an_empty_step_is_no_observation() -> None:
+    with pytest.raises(ValueError, match="not a step"):
+        OnlineStepTime(CPU).observe(0, 0, 0, 0.01)

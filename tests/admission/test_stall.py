@@ -1,0 +1,56 @@
+"""Stall clocks: what counts as standing still and what does not."""
+
+import pytest
+
+from rose.admission.stall import StallTracker
+
+
+def test_a_slotted_request_without_progress_stalls() -> None:
+    tracker = StallTracker(2.0)
+    tracker.observe({"a", "b"}, 10.0)
+    tracker.progress(["b"], 11.0)
+    assert tracker.stalled(11.9) == ()
+    assert tracker.stalled(12.0) == ("a",)
+    assert tracker.stalled(13.0) == ("a", "b")
+
+
+def test_waiting_for_a_slot_does_not_count() -> None:
+    tracker = StallTracker(2.0)
+    tracker.observe({"running"}, 0.0)
+    tracker.observe({"running", "queued"}, 5.0)  # it got a slot only now
+    tracker.progress(["running"], 5.0)
+    assert tracker.stalled(6.9) == ()
+    assert set(tracker.stalled(7.0)) == {"running", "queued"}
+
+
+def test_a_preempted_request_starts_anew_with_its_next_slot() -> None:
+    tracker = StallTracker(2.0)
+    tracker.observe({"a"}, 0.0)
+    tracker.observe(set(), 1.9)
+    tracker.observe({"a"}, 5.0)
+    assert tracker.stalled(6.9) == ()
+    assert tracker.stalled(7.0) == ("a",)
+
+
+def test_deactivated_time_does_not_count() -> None:
+    tracker = StallTracker(2.0)
+    tracker.observe({"a"}, 0.0)
+    tracker.deactivate(1.0)
+    tracker.deactivate(50.0)  # still the same pause
+    assert tracker.stalled(100.0) == ()
+    tracker.activate(100.0)
+    assert tracker.stalled(100.9) == ()
+    assert tracker.stalled(101.0) == ("a",)
+
+
+def test_a_forgotten_request_never_stalls() -> None:
+    tracker = StallTracker(2.0)
+    tracker.observe({"a"}, 0.0)
+    tracker.forget("a")
+    tracker.forget("never seen")
+    assert tracker.stalled(10.0) == ()
+
+
+def test_a_timeout_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="timeout_s"):
+        StallTracker(0)

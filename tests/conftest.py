@@ -1,0 +1,55 @@
+"""What every test shares: marks that skip where their machine is missing, and a private runtime."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+# vLLM children inherit these: no hub, no usage report, and no more threads than a small machine has cores.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def _missing(mark: str) -> str | None:
+    """Why tests with ``mark`` can't run here, or None."""
+    if mark == "gpu" and not Path("/proc/driver/nvidia/version").exists():
+        return "no CUDA driver on this machine"
+    if mark == "vllm" and find_spec("vllm") is None:
+        return "vllm is not installed"
+    if mark == "mooncake":
+        return _mooncake_problem()
+    return None
+
+
+def _mooncake_problem() -> str | None:
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as error:
+        return f"Mooncake can't be loaded: {error}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips, with the reason, what this machine can't run."""
+    reasons: dict[str, str | None] = {}
+    for item in items:
+        for mark in ("gpu", "vllm", "mooncake"):
+            if item.get_closest_marker(mark) is None:
+                continue
+            if mark not in reasons:
+                reasons[mark] = _missing(mark)
+            if reasons[mark] is not None:
+                item.add_marker(pytest.mark.skip(reason=str(reasons[mark])))
+
+
+@pytest.fixture
+def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private runtime directory, also for the processes that the test starts."""
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(path))
+    return path

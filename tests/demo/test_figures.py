@@ -1,0 +1,225 @@
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.demo.environment import Environment, collect_env
+from rose.demo.figures import attainment, compute_figures, equal_outputs, percentile, reward_ends
+from rose.demo.records import (
+    DemoResult,
+    PhaseName,
+    PhaseResult,
+    RequestRecord,
+    RewardPoint,
+    SyncPoint,
+)
+from rose.demo.verdicts import judge
+from rose.types import SLO
+
+ENV = Environment(commit="abc", cpu="test", gpu=None, versions={}, seed=0, quick=True)
+SLO_600_150 = SLO(ttft_s=0.6, tpot_s=0.15)
+
+
+def record(
+    *,
+    ttft_s: float = 0.1,
+    tpot_s: float = 0.02,
+    tokens: int = 5,
+    request_id: str = "r0",
+    output: Sequence[int] | None = None,
+    error: str | None = None,
+    finish_reason: str | None = "length",
+) -> RequestRecord:
+    return RequestRecord(
+        request_id=request_id,
+        scheduled_s=10.0,
+        sent_s=10.01,
+        num_prompt_tokens=8,
+        max_tokens=tokens,
+        token_times_s=tuple(10.0 + ttft_s + index * tpot_s for index in range(tokens)),
+        output_token_ids=tuple(output) if output is not None else tuple(range(tokens)),
+        status=200,
+        error=error,
+        finish_reason=finish_reason,
+    )
+
+
+def phase(name: PhaseName, *, requests: Sequence[RequestRecord] = (), tokens: int = 0, busy_s: float = 0.0):
+    return PhaseResult(
+        name=name,
+        start_s=0.0,
+        duration_s=10.0,
+        requests=tuple(requests),
+        rollout_tokens=tokens,
+        serving_busy_s=busy_s,
+    )
+
+
+def full_result() -> DemoResult:
+    return DemoResult(
+        slo=SLO_600_150,
+        seed=0,
+        is_quick=True,
+        phases=(
+            phase(PhaseName.SERVING_ALONE, requests=[record(ttft_s=0.1, tpot_s=0.02)], busy_s=3.0),
+            phase(PhaseName.ROLLOUT_ALONE, tokens=10_000),
+            phase(PhaseName.NAIVE, requests=[record(ttft_s=0.7, tpot_s=0.1)], tokens=7_000),
+            phase(PhaseName.ROSE, requests=[record(ttft_s=0.2, tpot_s=0.04)], tokens=8_000, busy_s=4.0),
+            phase(PhaseName.ROSE, requests=[record(ttft_s=0.2, tpot_s=0.04)], tokens=9_000, busy_s=4.0),
+        ),
+        rewards=tuple(RewardPoint(step=i, reward_mean=i / 20, success=i / 20) for i in range(20)),
+        syncs=(
+            SyncPoint(
+                version="run/0", dense_bytes=900, coo_bytes=900, wire_bytes=800, num_changed=450, is_base=True
+            ),
+            SyncPoint(version="run/1", dense_bytes=900, coo_bytes=60, wire_bytes=13, num_changed=10),
+            SyncPoint(version="run/2", dense_bytes=900, coo_bytes=180, wire_bytes=37, num_changed=30),
+        ),
+        greedy_compared=4,
+        greedy_equal=4,
+        checksums_compared=2,
+        checksum_mismatches=0,
+    )
+
+
+def test_ttft_counts_from_the_scheduled_arrival() -> None:
+    assert record(ttft_s=0.25).ttft_s == pytest.approx(0.25)
+
+
+def test_tpot_is_the_mean_after_the_first_token_and_itl_the_longest_gap() -> None:
+    times = (1.0, 1.1, 1.5, 1.6)
+    timed = RequestRecord(
+        request_id="r",
+        scheduled_s=0.5,
+        sent_s=0.5,
+        num_prompt_tokens=1,
+        max_tokens=4,
+        token_times_s=times,
+        output_token_ids=(1, 2, 3, 4),
+        status=200,
+        finish_reason="length",
+    )
+    assert timed.tpot_s == pytest.approx(0.2)
+    assert timed.max_itl_s == pytest.approx(0.4)
+
+
+def test_one_token_has_no_tpot() -> None:
+    assert record(tokens=1).tpot_s is None
+    assert record(tokens=1).max_itl_s is None
+
+
+def test_record_survives_its_json_line() -> None:
+    original = record(error="gone", finish_reason=None)
+    assert RequestRecord.from_json_line(original.to_json_line()) == original
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
+def test_percentile_agrees_with_numpy(values: list[float], percent: float) -> None:
+    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
+
+
+def test_percentile_of_nothing_is_none_and_of_a_bad_rank_raises() -> None:
+    assert percentile([], 99) is None
+    with pytest.raises(ValueError, match=r"0\.\.100"):
+        percentile([1.0], 101)
+
+
+def test_unanswered_and_aborted_requests_miss_the_slo() -> None:
+    requests = [
+        record(ttft_s=0.1),
+        record(ttft_s=0.9),
+        record(tokens=0, error="refused", finish_reason=None),
+        record(ttft_s=0.1, finish_reason="abort"),
+    ]
+    assert attainment(requests, lambda r: r.ttft_s, 0.6) == 0.25
+
+
+def test_a_complete_one_token_request_meets_the_tpot_slo() -> None:
+    assert attainment([record(tokens=1)], lambda r: r.tpot_s, 0.001) == 1.0
+
+
+def test_attainment_without_requests_is_not_measured() -> None:
+    assert attainment([], lambda r: r.ttft_s, 0.6) is None
+
+
+def test_equal_outputs_compares_only_what_both_completed() -> None:
+    reference = [record(request_id="a"), record(request_id="b"), record(request_id="c", error="lost")]
+    tested = [record(request_id="a"), record(request_id="b", output=[9, 9, 9, 9, 9]), record(request_id="c")]
+    assert equal_outputs(reference, tested) == (2, 1)
+
+
+def test_figures_of_a_worked_run() -> None:
+    figures = compute_figures(full_result(), ENV)
+    expected = {
+        "greedy_equal": 1.0,
+        "checksum_mismatches": 0,
+        "slo_attainment[ttft]": 1.0,
+        "slo_attainment[tpot]": 1.0,
+        "ttft_p99_ratio": 2.0,
+        "tpot_p99_ratio": 2.0,
+        "naive_ttft_p99_ratio": 7.0,
+        "naive_tpot_p99_ratio": 5.0,
+        "harvested_fraction": 0.85,
+        "serving_busy_share": 0.3,
+        "rollout_tokens_per_s": 850.0,
+        "reward_first": 0.1,
+        "reward_last": 0.85,
+        "wire_bytes_per_changed_element": 50 / 40,
+    }
+    assert {figure.name: figure.value for figure in figures.figures} == pytest.approx(expected)
+    assert figures["harvested_fraction"].spread == pytest.approx((0.8, 0.9))
+    assert figures["slo_attainment[ttft]"].peers["naive"] == 0.0
+
+
+def test_json_has_the_benchmark_format() -> None:
+    body = json.loads(json.dumps(compute_figures(full_result(), ENV).to_json()))
+    assert set(body) == {"env", "figures"}
+    assert set(body["env"]) == {"commit", "cpu", "gpu", "versions", "seed", "quick"}
+    for figure in body["figures"]:
+        assert set(figure) == {"name", "value", "unit", "target", "kind", "peers", "spread"}
+        assert figure["kind"] == "measured"
+
+
+def test_what_was_not_measured_is_null_and_not_judged() -> None:
+    empty = DemoResult(slo=SLO_600_150, seed=0, is_quick=True, phases=())
+    figures = compute_figures(empty, ENV)
+    assert {figure.value for figure in figures.figures} == {None}
+    assert {verdict.is_met for verdict in judge(empty, figures)} == {None}
+
+
+def test_all_criteria_of_the_worked_run_are_met() -> None:
+    result = full_result()
+    assert [v.is_met for v in judge(result, compute_figures(result, ENV))] == [True] * 6
+
+
+def test_low_harvest_under_a_heavy_load_is_not_judged_but_under_a_light_one_falls_short() -> None:
+    for busy_s, expected in ((3.0, False), (6.0, None)):
+        result = DemoResult(
+            slo=SLO_600_150,
+            seed=0,
+            is_quick=True,
+            phases=(
+                phase(PhaseName.SERVING_ALONE, requests=[record()], busy_s=busy_s),
+                phase(PhaseName.ROLLOUT_ALONE, tokens=10_000),
+                phase(PhaseName.ROSE, tokens=4_000),
+            ),
+        )
+        harvest = judge(result, compute_figures(result, ENV))[4]
+        assert harvest.is_met is expected
+
+
+def test_reward_windows_never_overlap() -> None:
+    points = tuple(RewardPoint(step=i, reward_mean=float(i), success=0.0) for i in range(3))
+    result = DemoResult(slo=SLO_600_150, seed=0, is_quick=True, phases=(), rewards=points)
+    assert reward_ends(result) == (0.0, 2.0)
+
+
+def test_environment_names_this_machine() -> None:
+    env = collect_env(seed=7, quick=False)
+    assert env.seed == 7
+    assert env.quick is False
+    assert "cores" in env.cpu
+    assert "python" in env.versions

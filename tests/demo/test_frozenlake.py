@@ -1,0 +1,99 @@
+"""The FrozenLake conversation: rules, texts, reward."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.demo import frozenlake
+from rose.demo.frozenlake import LEVELS, MAX_TURNS, MOVES, FrozenLakeGame, Level, parse_move
+
+BEST_WALKS = {
+    "start-0-0": "down down right right down right",
+    "start-0-2": "down down down right",
+    "start-0-3": "left down down down right",
+    "start-2-0": "right right down right",
+}
+
+
+@pytest.mark.parametrize(
+    ("reply", "move"),
+    [
+        ("left", "left"),
+        ("up goal left", "up"),
+        ("  down  down ", "down"),
+        ("walk left", None),
+        ("leftover", None),
+        ("", None),
+        ("   ", None),
+    ],
+)
+def test_a_reply_is_read_by_its_first_word(reply: str, move: str | None) -> None:
+    assert parse_move(reply) == move
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+def test_best_walk_reaches_the_goal_for_reward_one(level: Level) -> None:
+    game = FrozenLakeGame(level)
+    for move in BEST_WALKS[level.name].split():
+        assert not game.is_done
+        game.play(move)
+    assert game.is_done and game.is_success
+    assert game.reward == 1.0
+
+
+def test_a_hole_ends_the_game_with_the_progress_made_before() -> None:
+    game = FrozenLakeGame(LEVELS[0])
+    assert game.play("down") != ""
+    assert game.play("right") == ""
+    assert game.is_done and not game.is_success
+    assert game.reward == pytest.approx(frozenlake.PROGRESS_WEIGHT / 6)
+
+
+def test_replies_without_a_move_use_up_the_turns_and_earn_nothing() -> None:
+    game = FrozenLakeGame(LEVELS[0])
+    opening = game.opening()
+    for turn in range(MAX_TURNS):
+        feedback = game.play("goal")
+        assert (feedback == "") == (turn == MAX_TURNS - 1)
+    assert game.is_done and game.reward == 0.0
+    assert opening == FrozenLakeGame(LEVELS[0]).opening()
+
+
+def test_a_finished_game_takes_no_more_turns() -> None:
+    game = FrozenLakeGame(LEVELS[0], max_turns=1)
+    game.play("up")
+    with pytest.raises(ValueError, match="over after 1 turns"):
+        game.play("up")
+
+
+def test_a_level_needs_one_start() -> None:
+    with pytest.raises(ValueError, match="exactly one start"):
+        Level(name="bad", rows=("SS", "FG"))
+
+
+replies = st.lists(
+    st.sampled_from([*MOVES, "goal", "", "left down", "ice up"]), min_size=1, max_size=MAX_TURNS
+)
+
+
+def _play(level: Level, said: list[str]) -> tuple[list[str], float, bool]:
+    game = FrozenLakeGame(level)
+    texts = [game.opening()]
+    for reply in itertools.takewhile(lambda _: not game.is_done, said):
+        texts.append(game.play(reply))
+    return texts, game.reward, game.is_success
+
+
+@given(level=st.sampled_from(LEVELS), said=replies)
+def test_the_same_replies_give_the_same_game(level: Level, said: list[str]) -> None:
+    assert _play(level, said) == _play(level, said)
+
+
+@given(level=st.sampled_from(LEVELS), said=replies)
+def test_reward_lies_in_zero_to_one_and_is_one_only_at_the_goal(level: Level, said: list[str]) -> None:
+    texts, reward, is_success = _play(level, said)
+    assert 0.0 <= reward <= 1.0
+    assert (reward == 1.0) == is_success
+    assert all(word in frozenlake.WORDS for text in texts for word in text.split())

@@ -1,0 +1,77 @@
+"""The demo itself: in miniature from end to end, and stopped half-way."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rose.demo.plan import DemoOptions, Durations
+from rose.demo.records import UNDER_ROSE, PhaseName
+from rose.demo.run import run_demo
+
+MINIATURE = Durations(rollout_alone_s=4, window_s=6, num_rounds=1, training_s=30)
+
+
+def descendants() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_loop_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = descendants()
+    options = DemoOptions(out_dir=tmp_path, quick=True, relay="embedded")
+    result = run_demo(options, durations=MINIATURE)
+    assert result.greedy_compared > 0
+    assert result.greedy_equal == result.greedy_compared
+    assert result.checksums_compared > 0
+    assert result.checksum_mismatches == 0
+    assert result.rewards and result.syncs
+    (harvest,) = result.windows(PhaseName.ROSE)
+    assert harvest.rollout_tokens > 0
+    requests = [request for window in result.windows(*UNDER_ROSE) for request in window.requests]
+    assert requests and all(request.is_complete for request in requests)
+    assert max(sample.rollout for sample in result.slab_samples) > 1
+    assert descendants() <= before
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "rose.demo.run", "--quick", "--relay", "embedded", "--out", str(tmp_path)]
+    demo = subprocess.Popen(argv, start_new_session=True)
+    try:
+        started = wait_for_engines(demo.pid)
+        os.kill(demo.pid, signal.SIGINT)
+        assert demo.wait(timeout=120) == 130
+    finally:
+        demo.kill()
+        demo.wait()
+    gone, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive, alive
+    assert gone
+
+
+def wait_for_engines(pid: int, timeout_s: float = 120.0) -> list[psutil.Process]:
+    """The demo's processes once its pool and engines are on their way."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        commands = {each: command_of(each) for each in psutil.Process(pid).children(recursive=True)}
+        if sum("api_server" in command for command in commands.values()) >= 3:
+            return [process for process, command in commands.items() if command]
+        time.sleep(0.5)
+    raise AssertionError(f"no engines after {timeout_s} s")
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line; empty once it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie too
+        return ""

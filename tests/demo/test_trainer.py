@@ -1,0 +1,275 @@
+"""The trainer: the tokens it trains on are the tokens it sent, and a step is rollout, update, publish."""
+
+import asyncio
+import io
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from stock_engine import running_engine
+
+from rose.config import child_environment
+from rose.demo import models
+from rose.demo.frozenlake import LEVELS
+from rose.demo.grpo import FrozenLakeRollouts, TrainingConfig, load_master, run_training
+from rose.demo.trainer import main
+from rose.demo.trajectories import SESSION_HEADER, HttpEndpoint
+from rose.errors import WorkerError
+from rose.transfer.follower import Follower
+from rose.transfer.mirror import WeightMirror
+from rose.transfer.relay import open_relay
+
+Json = dict[str, Any]
+
+
+class ScriptedServer:
+    """An OpenAI-style completion server that says seeded random tokens; runs in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.requests: defaultdict[str, list[tuple[Json, list[int]]]] = defaultdict(list)
+        self.rl_steps: list[int] = []
+        self.num_to_refuse = 0
+        self.num_to_abort = 0
+        self.hangs = threading.Event()
+        self.saw_request = threading.Event()
+        self.status = 200
+        self._random = random.Random(7)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+
+    async def _start(self) -> str:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/admin/rl_step", self._rl_step)
+        self._app_runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._app_runner.setup()
+        site = web.TCPSite(self._app_runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._app_runner.addresses[0][1]}"
+
+    def close(self) -> None:
+        self.hangs.clear()
+        asyncio.run_coroutine_threadsafe(self._app_runner.cleanup(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _rl_step(self, request: web.Request) -> web.Response:
+        self.rl_steps.append((await request.json())["step"])
+        return web.json_response({"step": self.rl_steps[-1], "workers": {}})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body: Json = await request.json()
+        self.saw_request.set()
+        while self.hangs.is_set():
+            await asyncio.sleep(0.02)
+        if self.num_to_refuse > 0:
+            self.num_to_refuse -= 1
+            return web.Response(status=503)
+        if self.status != 200:
+            return web.Response(status=self.status, text="no such model")
+        aborts = self.num_to_abort > 0 and body["max_tokens"] > 1
+        self.num_to_abort -= int(aborts)
+        num_tokens = 1 if aborts else self._random.randint(1, body["max_tokens"])
+        token_ids = [self._random.randrange(3, 63) for _ in range(num_tokens)]
+        self.requests[request.headers[SESSION_HEADER]].append((body, token_ids))
+        choice = {
+            "token_ids": token_ids,
+            "logprobs": {"token_logprobs": [-float(token_id) for token_id in token_ids]},
+            "finish_reason": "abort" if aborts else "length",
+            "stop_reason": "rose_reclaimed" if aborts else None,
+        }
+        return web.json_response({"choices": [choice]})
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    scripted = ScriptedServer()
+    yield scripted
+    scripted.close()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make_rollout_model(tmp_path_factory.mktemp("rollout"))
+
+
+def rollouts_at(url: str, config: TrainingConfig, timeout_s: float = 20.0) -> FrozenLakeRollouts:
+    _, tokenizer = load_master(config.model_dir)
+    return FrozenLakeRollouts(config, tokenizer, HttpEndpoint(url, "tiny", turn_timeout_s=timeout_s))
+
+
+def roll_out(server: ScriptedServer, config: TrainingConfig) -> Json:
+    rollouts = rollouts_at(server.url, config)
+    prompts = [level.name for level in LEVELS for _ in range(config.group_size)]
+    try:
+        return rollouts(prompts, SimpleNamespace(state=SimpleNamespace(global_step=0)))
+    finally:
+        rollouts.close()
+
+
+def said_by(requests: list[tuple[Json, list[int]]]) -> list[int]:
+    return [token_id for _, token_ids in requests for token_id in token_ids]
+
+
+@pytest.mark.parametrize("num_aborts", [0, 5])
+def test_trained_tokens_are_the_tokens_sent_and_only_generated_ones_are_masked_in(
+    server: ScriptedServer, model_dir: Path, num_aborts: int
+) -> None:
+    server.num_to_abort = num_aborts
+    output = roll_out(server, TrainingConfig(model_dir=model_dir, group_size=4))
+    assert len(server.requests) == 16
+    rows = zip(
+        *(output[key] for key in ("prompt_ids", "completion_ids", "env_mask", "logprobs")), strict=True
+    )
+    for index, (prompt, completion, mask, logprobs) in enumerate(rows):
+        requests = server.requests[f"rl-0-1-{index}"]
+        assert requests[0][0]["prompt"] == prompt
+        whole = prompt + completion
+        for body, token_ids in requests:
+            sent = body["prompt"]
+            assert whole[: len(sent)] == sent
+            assert whole[len(sent) : len(sent) + len(token_ids)] == token_ids
+        assert len(completion) == len(mask) == len(logprobs)
+        generated = [token_id for token_id, bit in zip(completion, mask, strict=True) if bit == 1]
+        assert generated == said_by(requests)
+        assert [-logprob for logprob, bit in zip(logprobs, mask, strict=True) if bit == 1] == generated
+        assert all(logprob == 0.0 for logprob, bit in zip(logprobs, mask, strict=True) if bit == 0)
+    assert all(0.0 <= reward <= 1.0 for reward in output["game_reward"])
+
+
+def test_a_busy_endpoint_is_asked_again(server: ScriptedServer, model_dir: Path) -> None:
+    server.num_to_refuse = 3
+    output = roll_out(server, TrainingConfig(model_dir=model_dir, group_size=1))
+    assert len(output["prompt_ids"]) == 4
+    assert server.num_to_refuse == 0
+
+
+def test_a_refused_request_and_a_turn_without_end_are_worker_errors(
+    server: ScriptedServer, model_dir: Path
+) -> None:
+    config = TrainingConfig(model_dir=model_dir, group_size=1)
+    prompts = [LEVELS[0].name]
+    state = SimpleNamespace(state=SimpleNamespace(global_step=0))
+    server.status = 404
+    refused = rollouts_at(server.url, config)
+    with pytest.raises(WorkerError, match="HTTP 404: no such model"):
+        refused(prompts, state)
+    refused.close()
+    server.status = 503
+    endless = rollouts_at(server.url, config, timeout_s=0.3)
+    with pytest.raises(WorkerError, match=r"not done in .* HTTP 503"):
+        endless(prompts, state)
+    endless.close()
+
+
+def test_each_step_updates_float32_weights_then_publishes_then_logs(
+    server: ScriptedServer, model_dir: Path
+) -> None:
+    config = TrainingConfig(model_dir=model_dir, num_steps=3, group_size=2, seed=1)
+    model, tokenizer = load_master(model_dir)
+    rollouts = FrozenLakeRollouts(config, tokenizer, HttpEndpoint(server.url, "tiny"))
+    published: list[torch.Tensor] = []
+    num_sessions: list[int] = []
+
+    def publish() -> Json:
+        published.append(model.lm_head.weight.detach().clone())
+        num_sessions.append(len(server.requests))
+        return {"version": f"run/{len(published)}"}
+
+    events = io.StringIO()
+    before = model.lm_head.weight.detach().clone()
+    run_training(config, model, tokenizer, rollouts, events, publish)
+    rollouts.close()
+    lines = [json.loads(line) for line in events.getvalue().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["publish"]["version"] for line in lines] == ["run/1", "run/2", "run/3"]
+    assert num_sessions == [8, 16, 24]
+    assert before.dtype == torch.float32
+    assert not any(torch.equal(*pair) for pair in zip([before, *published], published, strict=False))
+    assert sum(line["tokens"] for line in lines) == sum(map(len, map(said_by, server.requests.values())))
+    assert all(line["trajectories"] == 8 for line in lines)
+
+
+def trainer_command(server_url: str, model_dir: Path, events: Path, *extra: str) -> list[str]:
+    command = ["--model", str(model_dir), "--endpoint", server_url, "--served-model", "tiny"]
+    return [*command, "--events", str(events), "--group-size", "2", *extra]
+
+
+def test_sigterm_ends_the_process_in_the_middle_of_a_rollout(
+    server: ScriptedServer, model_dir: Path, tmp_path: Path
+) -> None:
+    server.hangs.set()
+    command = trainer_command(server.url, model_dir, tmp_path / "events.jsonl")
+    environment = child_environment({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    process = subprocess.Popen([sys.executable, "-m", "rose.demo.trainer", *command], env=environment)
+    try:
+        assert server.saw_request.wait(120)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert server.rl_steps == [1]
+    assert (tmp_path / "events.jsonl").read_text() == ""
+
+
+def test_a_missing_checkpoint_is_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(trainer_command("http://127.0.0.1:1", tmp_path, tmp_path / "events.jsonl")) == 2
+    assert "no checkpoint there" in capsys.readouterr().err
+
+
+@pytest.fixture
+def relay_url() -> Iterator[str]:
+    command = [sys.executable, "-m", "rose.transfer.relay_server", "--kind", "embedded"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        process.wait(20)
+        process.stdout.close()
+
+
+def test_the_relay_ends_up_with_the_last_steps_weights(
+    server: ScriptedServer, relay_url: str, model_dir: Path, tmp_path: Path
+) -> None:
+    events = tmp_path / "events.jsonl"
+    extra = ("--relay", relay_url, "--run-id", "test-run", "--steps", "2")
+    assert main(trainer_command(server.url, model_dir, events, *extra)) == 0
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    assert server.rl_steps == [1, 2]
+    assert [line["publish"]["version"] for line in lines] == ["test-run/1", "test-run/2"]
+    assert all(line["publish"]["num_changed"] > 0 for line in lines)
+    relay = open_relay(relay_url)
+    follower = Follower(relay, "test-run", WeightMirror())
+    follower.advance()
+    assert str(follower.mirror.version) == "test-run/2"
+    assert str(follower.mirror.state_hash) == lines[-1]["publish"]["state_hash"]
+    relay.close()
+
+
+@pytest.mark.vllm
+def test_two_steps_with_rollouts_from_a_real_engine(model_dir: Path, tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    with running_engine(model_dir, "tiny") as url:
+        assert main(trainer_command(url, model_dir, events, "--no-rl-step", "--steps", "2")) == 0
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["tokens"] >= line["turns"] > 0 for line in lines)

@@ -1,0 +1,147 @@
+"""A real vLLM engine on the CPU, started as `rose serve` starts it, and the calls that tests make to it."""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tiny_models import MAX_MODEL_LEN
+
+from rose.messages import Profile, WeightUpdate, WorkerStatus
+from rose.node.config import EngineConfig
+from rose.node.launch import engine_process
+from rose.types import GateMode, Role
+
+READY_S = 300.0
+"""Half a minute on an idle machine; several engines may start at once on a busy one."""
+CALL_S = 120.0
+MAX_SEQS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One greedy completion."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    stop_reason: str | None
+    num_cached_tokens: int
+
+
+class RealEngine:
+    """One engine with its process, log and HTTP client."""
+
+    def __init__(self, model: Path, role: Role, folder: Path, *vllm_args: str, **rose: Any) -> None:
+        """Starts it; ``folder`` gets its log, runtime and cache. ``rose``: its settings beside the role."""
+        self.role = role
+        config = EngineConfig(
+            model=str(model),
+            port=_free_port(),
+            role=role,
+            vllm_args=(
+                *("--served-model-name", "tiny", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)),
+                *("--max-num-seqs", str(MAX_SEQS), "--enable-prompt-tokens-details"),
+                "--disable-uvicorn-access-log",
+                *vllm_args,
+            ),
+            **rose,
+        )
+        environment = {
+            "ROSE_RUNTIME_DIR": str(runtime_dir(folder)),
+            "ROSE_CACHE_DIR": str(folder / "cache"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        }
+        self._url = config.url
+        self._http = httpx.Client(base_url=config.url, timeout=CALL_S, trust_env=False)
+        self._threads = ThreadPoolExecutor(64)
+        self.process = engine_process(config, folder / f"{config.name}.log", environment).start()
+
+    def wait_ready(self) -> "RealEngine":
+        self.process.wait_ready(f"{self._url}/health", READY_S)
+        return self
+
+    def stop(self) -> None:
+        self.process.stop()
+        self._threads.shutdown()
+        self._http.close()
+
+    # Requests ---------------------------------------------------------------------------------------
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """One greedy completion. Raises httpx.HTTPStatusError unless the answer is 200."""
+        body = {
+            "model": "tiny",
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 1,
+        }
+        response = self._http.post("/v1/completions", json=body)
+        response.raise_for_status()
+        answer = response.json()
+        choice = answer["choices"][0]
+        details = answer["usage"].get("prompt_tokens_details")
+        return Answer(
+            tokens=choice["token_ids"],
+            logprobs=choice["logprobs"]["token_logprobs"] if choice["logprobs"] is not None else [],
+            finish_reason=choice["finish_reason"],
+            stop_reason=choice["stop_reason"],
+            num_cached_tokens=details["cached_tokens"] if details is not None else 0,
+        )
+
+    def start_requests(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Future[Answer]]:
+        """All at once, each in a thread."""
+        return [self._threads.submit(self.complete, prompt, max_tokens) for prompt in prompts]
+
+    # ROSE's routes ------------------------------------------------------------------------------------
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus.model_validate(self._http.get("/rose/v1/status").raise_for_status().json())
+
+    def set_gate(self, mode: GateMode) -> None:
+        self.post("gate", {"mode": mode}).raise_for_status()
+        until(lambda: self.status().gate.mode is mode, f"gate {mode}")
+
+    def begin_rl_step(self, step: int) -> None:
+        self.post("rl_step", {"step": step}).raise_for_status()
+
+    def profile(self) -> Profile:
+        return Profile.model_validate(self.post("profile", {}).raise_for_status().json())
+
+    def update_weights(self, update: WeightUpdate) -> httpx.Response:
+        return self.post("weights", update.model_dump())
+
+    def post(self, route: str, body: dict[str, Any]) -> httpx.Response:
+        return self._http.post(f"/rose/v1/{route}", json=body)
+
+
+def until(condition: Callable[[], object], what: str, at_most_s: float = 60.0) -> None:
+    """Waits for a condition instead of for a time."""
+    deadline = time.monotonic() + at_most_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {at_most_s:.0f} s: {what}"
+        time.sleep(0.02)
+
+
+def runtime_dir(folder: Path) -> Path:
+    """Where the sockets of the pools of ``folder``'s engines are."""
+    path = folder / "run"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

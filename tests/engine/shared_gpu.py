@@ -1,0 +1,140 @@
+"""One slab pool with a serving and a rollout engine, shared by all tests that need the pair."""
+
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from real_engine import RealEngine, runtime_dir, until
+from tiny_models import SLAB_BYTES
+
+from rose.memory.daemon import start_daemon
+from rose.memory.ledger import Ledger, Pressure
+from rose.memory.pool import PoolClient
+from rose.messages import Profile
+from rose.types import GateMode, Role
+
+POOL = "tiny"
+NUM_SLABS = 24
+HEADROOM_SLABS = 6
+LEASE_S = 3.0
+WINDOW_S = 1.0
+STALL_S = 4.0
+SETTINGS = {
+    "pool": POOL,
+    # Loose, so that rollouts get turns even where two busy cores run everything at a tenth of its speed.
+    "slo_ttft_ms": 8000.0,
+    "slo_tpot_ms": 2000.0,
+    "lease_s": LEASE_S,
+    "serving_window_s": WINDOW_S,
+    "stall_s": STALL_S,
+}
+
+
+class SharedGpu:
+    """The pool's daemon, its ledger, and the two engines. An engine that a test killed is started again."""
+
+    def __init__(self, folder: Path, models: dict[Role, Path]) -> None:
+        self.folder = folder
+        self._models = models
+        self._daemon = start_daemon(
+            POOL,
+            num_slabs=NUM_SLABS,
+            slab_bytes=SLAB_BYTES,
+            headroom_slabs=HEADROOM_SLABS,
+            runtime_dir=runtime_dir(folder),
+        )
+        self.observer = PoolClient.observe(POOL, runtime_dir=runtime_dir(folder))
+        self.ledger: Ledger = self.observer.ledger
+        self._engines: dict[Role, RealEngine] = {}
+        self._rl_step = 0
+        self.profiles: dict[Role, Profile] = {}
+        """Taken when an engine first starts: without one the gate admits little more than nothing. One that
+        starts again finds its own in the cache."""
+
+    def engine(self, role: Role) -> RealEngine:
+        return self._engines[role]
+
+    def ensure_running(self) -> None:
+        """Starts what isn't running, side by side."""
+        for role in Role:
+            engine = self._engines.get(role)
+            if engine is not None and not engine.process.is_alive():
+                engine.stop()
+                del self._engines[role]
+            if role not in self._engines:
+                self._engines[role] = RealEngine(
+                    self._models[role], role, self.folder, "--dtype", "float32", **SETTINGS
+                )
+        # Rollout first: profiling serving takes the whole pool, and so cuts the rollout budget to nothing.
+        for role in (Role.ROLLOUT, Role.SERVING):
+            engine = self._engines[role].wait_ready()
+            if role not in self.profiles:
+                self.profiles[role] = engine.profile()
+
+    def settle(self) -> None:
+        """Idle engines, default gate, no pressure: where every test starts."""
+        for engine in self._engines.values():
+            engine.set_gate(GateMode.DUAL)
+            until(lambda e=engine: e.status().num_running + e.status().num_waiting == 0, "idle engine")
+        until(lambda: self.held(Role.SERVING) == 1, "serving returned its slabs")
+        self.begin_rl_step()
+
+    def begin_rl_step(self) -> None:
+        """As the router does at each step of the trainer; returns once the new budget counts."""
+        self._rl_step += 1
+        self.engine(Role.ROLLOUT).begin_rl_step(self._rl_step)
+        until(lambda: self.ledger.rl_step == self._rl_step, "the rollout engine began the RL step")
+
+    def held(self, role: Role) -> int:
+        """Slabs that a role's engines own."""
+        ledger = self.ledger
+        return sum(ledger.num_owned(slot) for slot, one in ledger.engines().items() if one.role is role)
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.stop()
+        self.observer.close()
+        self._daemon.stop()
+
+
+class LedgerLog:
+    """A context manager: samples who owns what, every few milliseconds, in a thread."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ledger-log", daemon=True)
+        self.owners: dict[int, set[Role]] = defaultdict(set)
+        """By slab: the roles that owned it."""
+        self.pressures: set[Pressure] = set()
+        self.budgets: list[int] = []
+        self.peak: dict[Role, int] = dict.fromkeys(Role, 0)
+
+    @property
+    def moved(self) -> list[int]:
+        """Slabs that both engines owned at some time."""
+        return [slab for slab, roles in self.owners.items() if len(roles) == 2]
+
+    def _run(self) -> None:
+        ledger = self._ledger
+        while not self._closing.is_set():
+            for slot, engine in ledger.engines().items():
+                owned = ledger.owned(slot)
+                self.peak[engine.role] = max(self.peak[engine.role], len(owned))
+                for slab in owned:
+                    self.owners[slab].add(engine.role)
+            policy = ledger.policy
+            self.pressures.add(policy.pressure)
+            if not self.budgets or self.budgets[-1] != policy.rollout_budget_slabs:
+                self.budgets.append(policy.rollout_budget_slabs)
+            time.sleep(0.003)
+
+    def __enter__(self) -> "LedgerLog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._closing.set()
+        self._thread.join()

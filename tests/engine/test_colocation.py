@@ -1,0 +1,187 @@
+"""Two real engines of different models in one slab pool: memory and compute go to serving first."""
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+from probes import ROLLOUT_TOKENS, SERVING_TOKENS, WAVES, prompt, wave_prompts
+from real_engine import Answer, RealEngine, until
+from references import StockAnswers
+from shared_gpu import HEADROOM_SLABS, NUM_SLABS, LedgerLog, SharedGpu
+from tiny_models import BLOCK_TOKENS
+
+from rose.admission.board import Word as BoardWord
+from rose.admission.step_time import UNPROFILED, StepTimeModel
+from rose.memory.ledger import Pressure
+from rose.types import GateMode, Role, StopReason
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ABORTS = {StopReason.RECLAIMED, StopReason.STALLED}
+
+
+def fill_with_rollouts(gpu: SharedGpu, rollout: RealEngine, name: str) -> "list[Future[Answer]]":
+    """Long generations that hold all of the budget; returns once they do."""
+    requests = rollout.start_requests([prompt(f"{name}-{i}", 400) for i in range(10)], max_tokens=500)
+    budget = gpu.ledger.rollout_budget_slabs
+    until(lambda: rollout.status().kv_slabs_in_use >= budget, f"{budget} slabs in use by rollouts")
+    return requests
+
+
+def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_them(
+    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
+) -> None:
+    epochs_before = sum(gpu.ledger.entry(slab).epoch for slab in range(NUM_SLABS))
+    answers: dict[Role, list[tuple[list[int], Answer]]] = {role: [] for role in Role}
+    with LedgerLog(gpu.ledger) as log:
+        for wave in range(WAVES):
+            prompts = {role: wave_prompts(role, wave) for role in Role}
+            rollouts = rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS)
+            until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
+            servings = serving.start_requests(prompts[Role.SERVING], SERVING_TOKENS)
+            for role, requests in ((Role.SERVING, servings), (Role.ROLLOUT, rollouts)):
+                results = [request.result() for request in requests]
+                answers[role] += zip(prompts[role], results, strict=True)
+            gpu.settle()
+        # As the router would: what was aborted is asked again, one after the other.
+        for given in [given for given, answer in answers[Role.ROLLOUT] if answer.finish_reason == "abort"]:
+            answers[Role.ROLLOUT].append((given, rollout.complete(given, ROLLOUT_TOKENS)))
+
+    assert len(log.moved) >= NUM_SLABS // 2, log.owners
+    epochs = sum(gpu.ledger.entry(slab).epoch for slab in range(NUM_SLABS))
+    assert epochs >= epochs_before + len(log.moved)
+    gpu.ledger.check_integrity()
+    expected = stock.of("serving")
+    for given, answer in answers[Role.SERVING]:
+        assert answer.finish_reason == "length"
+        assert answer.tokens == expected[tuple(given)]["tokens"]
+    expected = stock.of("rollout")
+    for given, answer in answers[Role.ROLLOUT]:
+        assert answer.finish_reason == "length" or answer.stop_reason in ABORTS
+        assert answer.tokens == expected[tuple(given)]["tokens"][: len(answer.tokens)]
+    whole = [given for given, answer in answers[Role.ROLLOUT] if answer.finish_reason == "length"]
+    assert sorted(whole) == sorted(map(list, expected))
+    reasons = [answer.stop_reason for _, answer in answers[Role.ROLLOUT]]
+    assert StopReason.RECLAIMED in reasons
+
+
+def test_a_serving_burst_cuts_aborts_and_freezes_until_the_next_rl_step(
+    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
+) -> None:
+    before = rollout.status()
+    rollouts = fill_with_rollouts(gpu, rollout, "burst")
+    with LedgerLog(gpu.ledger) as log:
+        burst = serving.start_requests([prompt(f"burst-{i}", 300) for i in range(12)], max_tokens=60)
+        served = [request.result() for request in burst]
+        ended = [request.result() for request in rollouts]
+    assert all(len(answer.tokens) == 60 for answer in served)
+    assert log.peak[Role.SERVING] > HEADROOM_SLABS
+    reclaimed = [answer for answer in ended if answer.stop_reason == StopReason.RECLAIMED]
+    assert reclaimed and all(answer.finish_reason == "abort" for answer in reclaimed)
+    status = rollout.status()
+    assert status.reclaimed_requests - before.reclaimed_requests == len(reclaimed)
+    assert status.cuts > before.cuts
+    assert Pressure.FROZEN in log.pressures
+    assert status.pressure == "frozen"
+    frozen_budget = status.kv_slabs_budget
+    assert frozen_budget <= log.budgets[0] // 2
+    assert "emergency cut budget=" in serving.process.log_tail(1000)
+
+    # Serving's slabs are back in the pool, and still rollout may not grow.
+    until(lambda: gpu.held(Role.SERVING) == 1, "serving returned its slabs")
+    with LedgerLog(gpu.ledger) as log:
+        for request in rollout.start_requests([prompt(f"frozen-{i}", 50) for i in range(8)], max_tokens=20):
+            assert request.result().finish_reason == "length"
+    assert log.budgets == [frozen_budget]
+    assert log.peak[Role.ROLLOUT] <= frozen_budget
+
+    gpu.begin_rl_step()
+    until(lambda: rollout.status().pressure == "normal", "no pressure in the new RL step")
+    assert gpu.ledger.rollout_budget_slabs > frozen_budget
+    with LedgerLog(gpu.ledger) as log:
+        for request in rollout.start_requests([prompt(f"after-{i}", 300) for i in range(6)], max_tokens=20):
+            assert request.result().finish_reason == "length"
+    assert log.peak[Role.ROLLOUT] > frozen_budget
+
+
+def test_idle_prefix_cache_is_returned_to_the_pool_when_its_lease_ends(
+    gpu: SharedGpu, rollout: RealEngine
+) -> None:
+    turn = prompt("lease", 5 * BLOCK_TOKENS + 10)
+    rollout.complete(turn, 4)
+    assert rollout.complete(turn, 4).num_cached_tokens == 5 * BLOCK_TOKENS
+    before = rollout.status()
+    assert before.kv_slabs_owned > 1
+    # Nothing is asked of the engine meanwhile: it must wake by itself.
+    until(lambda: gpu.held(Role.ROLLOUT) == 1, "only the padding block's slab is left", at_most_s=30)
+    until(lambda: gpu.ledger.num_draining == 0, "slabs unmapped")
+    after = rollout.status()
+    assert after.leases_expired - before.leases_expired >= before.kv_slabs_owned - 1
+    assert after.steps == before.steps
+    # The padding block's slab stays, and so may the block beside it.
+    assert rollout.complete(turn, 4).num_cached_tokens <= BLOCK_TOKENS
+
+
+def test_idle_engines_rest(gpu: SharedGpu) -> None:
+    """A step that tells the ledger of no change would wake its own watcher, and so the next step."""
+    gpu.settle()
+    until(lambda: gpu.held(Role.ROLLOUT) == 1, "all leases ended")
+    seen = gpu.ledger.change_seq
+    assert gpu.ledger.wait_change(seen, timeout_s=1.0) == seen
+
+
+def test_a_rollout_that_serving_keeps_from_the_gpu_ends_with_its_tokens_so_far(
+    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
+) -> None:
+    stalled_before = rollout.status().stalled_requests
+    with KeepBusy(serving):
+        (request,) = rollout.start_requests([prompt("stall", 50)], max_tokens=900)
+        tokens_before = rollout.status().generated_tokens
+        until(lambda: rollout.status().generated_tokens > tokens_before + 3, "a few rollout tokens")
+        for engine in (serving, rollout):
+            engine.set_gate(GateMode.IDLE)
+        answer = request.result()
+    assert (answer.finish_reason, answer.stop_reason) == ("abort", StopReason.STALLED)
+    assert 3 < len(answer.tokens) < 900
+    assert rollout.status().stalled_requests == stalled_before + 1
+
+
+def test_a_profile_is_plausible_and_the_gate_goes_by_it(gpu: SharedGpu, rollout: RealEngine) -> None:
+    profile = gpu.profiles[Role.ROLLOUT]
+    model = StepTimeModel.from_json(profile.model)
+    assert 0 < model.predict(0, 1, 100) < 2
+    assert model.predict(512, 0) >= model.predict(16, 0)
+    assert (gpu.folder / "cache" / "profiles" / profile.file).is_file()
+    before = rollout.status().gate
+    assert before.mode is GateMode.DUAL
+    rollout.complete(prompt("profile", 60), 8)
+    # What the gate tells serving about its shortest step rests on the fit, widened where steps were slower.
+    shortest_s = gpu.observer.board_words.load(BoardWord.R_MIN_STEP) / 1e9
+    assert model.predict(0, 1) <= shortest_s < UNPROFILED.predict_safe(0, 1)
+    assert rollout.status().gate.admitted_steps > before.admitted_steps
+
+
+class KeepBusy:
+    """A context manager: an engine that always has several requests to decode."""
+
+    def __init__(self, engine: RealEngine, count: int = 3) -> None:
+        self._engine = engine
+        self._is_open = True
+        self._count = count
+
+    def _keep(self, index: int) -> None:
+        turn = 0
+        while self._is_open:
+            self._engine.complete(prompt(f"busy-{index}-{turn}", 40), 200 + 40 * index)
+            turn += 1
+
+    def __enter__(self) -> None:
+        self._threads = [threading.Thread(target=self._keep, args=(i,)) for i in range(self._count)]
+        for thread in self._threads:
+            thread.start()
+        until(lambda: self._engine.status().num_running >= self._count, "engine busy")
+
+    def __exit__(self, *_: object) -> None:
+        self._is_open = False
+        for thread in self._threads:
+            thread.join()

@@ -1,0 +1,73 @@
+"""The seams to vLLM that can be tested without an engine: plugin, patches, the KV allocation."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+import torch
+
+from rose.engine import patches
+from rose.engine.kv_range import _AnswerZeros
+from rose.engine.plugin import is_supported, register
+from rose.errors import ConfigError, PoolError
+
+
+@pytest.mark.parametrize(
+    ("version", "is_ok"),
+    [("0.29.9", False), ("0.30.0", True), ("0.32.0", True), ("0.33.1rc1", True), ("0.34.0", False)],
+)
+def test_versions_whose_hook_points_were_read_are_supported(version: str, is_ok: bool) -> None:
+    assert is_supported(version) is is_ok
+
+
+def test_a_patch_is_applied_once_and_runs_ahead_of_the_method() -> None:
+    class Engine:
+        def step(self) -> str:
+            return "stepped"
+
+    seen: list[Engine] = []
+    for _ in range(2):
+        patches._wrap(Engine, "step", before=seen.append)
+    engine = Engine()
+    assert engine.step() == "stepped"
+    assert seen == [engine]
+
+
+def test_a_patch_without_its_target_says_that_this_vllm_is_not_supported() -> None:
+    class Engine:
+        pass
+
+    with pytest.raises(ConfigError, match=r"vLLM has no Engine.step: this version is not supported by rose"):
+        patches._wrap(Engine, "step", before=lambda _: None)
+
+
+def test_registering_twice_is_harmless() -> None:
+    """vLLM loads general plugins once per call, several times in a process."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    register()
+    patched = EngineArgs.create_engine_config
+    register()
+    assert EngineArgs.create_engine_config is patched
+
+
+def test_vllms_kv_allocation_is_answered_with_our_memory_and_nothing_else_is() -> None:
+    storage = torch.full((4096,), 7, dtype=torch.int8)
+    with _AnswerZeros(storage):
+        assert torch.zeros(4096, dtype=torch.int32).sum() == 0
+        assert torch.zeros(8, dtype=torch.int8).sum() == 0
+        got = torch.zeros(4096, dtype=torch.int8)
+        assert got.data_ptr() == storage.data_ptr()
+        # Only the first: a later buffer of the same size is vLLM's own.
+        assert torch.zeros(4096, dtype=torch.int8).sum() == 0
+
+
+def test_a_vllm_that_allocates_elsewhere_is_refused() -> None:
+    message = "did not allocate its KV cache where rose expects it"
+    with pytest.raises(PoolError, match=message), _AnswerZeros(torch.zeros(4096, dtype=torch.int8)):
+        torch.zeros(512, dtype=torch.int8)
+
+
+def test_an_error_inside_the_allocation_is_not_replaced() -> None:
+    with pytest.raises(MemoryError), _AnswerZeros(torch.zeros(4096, dtype=torch.int8)):
+        raise MemoryError

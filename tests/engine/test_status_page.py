@@ -1,0 +1,48 @@
+"""The page of counters between an engine's scheduler and its HTTP endpoint."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rose.engine.status import Field, StatusPage, page_path
+
+
+def test_what_the_scheduler_writes_the_endpoint_reads(tmp_path: Path) -> None:
+    path = page_path(tmp_path, "rollout-1")
+    scheduler = StatusPage(path, create=True)
+    endpoint = StatusPage(path, create=False)
+    scheduler.put(Field.NUM_RUNNING, 3)
+    scheduler.count(Field.STEPS)
+    scheduler.count(Field.STEPS, 4)
+    assert (endpoint.get(Field.NUM_RUNNING), endpoint.get(Field.STEPS)) == (3, 5)
+    endpoint.put(Field.RL_STEP, 7)
+    assert scheduler.get(Field.RL_STEP) == 7
+    assert endpoint.get(Field.PID) == os.getpid()
+
+
+def test_no_gate_mode_is_wanted_until_somebody_asks(tmp_path: Path) -> None:
+    page = StatusPage(page_path(tmp_path, "serving-1"), create=True)
+    assert page.get(Field.WANTED_GATE_MODE) == -1
+
+
+def test_the_page_is_private_and_goes_with_its_scheduler(tmp_path: Path) -> None:
+    path = page_path(tmp_path, "rollout-1")
+    scheduler = StatusPage(path, create=True)
+    endpoint = StatusPage(path, create=False)
+    assert path.stat().st_mode & 0o777 == 0o600
+    endpoint.close()
+    assert path.exists()
+    scheduler.close()
+    assert not path.exists()
+
+
+def test_an_endpoint_without_its_scheduler_fails_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        StatusPage(page_path(tmp_path, "gone"), create=False)
+
+
+def test_a_new_scheduler_starts_its_counters_at_zero(tmp_path: Path) -> None:
+    path = page_path(tmp_path, "rollout-1")
+    StatusPage(path, create=True).put(Field.STEPS, 9)
+    assert StatusPage(path, create=True).get(Field.STEPS) == 0

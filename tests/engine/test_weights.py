@@ -1,0 +1,141 @@
+"""New weights in a live engine: as exact as a fresh start, and never mixed with the old ones."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from probes import PROBE_TOKENS, probes, prompt
+from real_engine import Answer, RealEngine, until
+from references import ModelDirs, StockAnswers
+from shared_gpu import LEASE_S, SharedGpu
+from tiny_models import BLOCK_TOKENS, staged_update
+
+from rose.messages import WeightUpdated
+from rose.types import Role
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+Probed = list[tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def dedicated(engines_dir: Path, models: ModelDirs) -> Iterator[RealEngine]:
+    """A rollout engine without a pool, its head tied to the embedding."""
+    engine = RealEngine(models.tied[0], Role.ROLLOUT, engines_dir)
+    try:
+        yield engine.wait_ready()
+    finally:
+        engine.stop()
+
+
+def probe(engine: RealEngine) -> Probed:
+    """Greedy tokens and logprobs; the second prompt round must find its own prefixes and nothing else."""
+    answers = []
+    for turn in probes():
+        answer = engine.complete(turn, PROBE_TOKENS)
+        assert answer.num_cached_tokens == 0
+        assert engine.complete(turn, 1).num_cached_tokens == len(turn) // BLOCK_TOKENS * BLOCK_TOKENS
+        answers.append((answer.tokens, answer.logprobs))
+    return answers
+
+
+def update(engine: RealEngine, folder: Path, number: int) -> None:
+    wanted = staged_update(folder, f"test/{number}")
+    response = engine.update_weights(wanted)
+    assert response.status_code == 200, response.text
+    done = WeightUpdated.model_validate(response.json())
+    assert (done.version, done.state_hash) == (wanted.version, wanted.state_hash)
+    assert engine.status().weight_version == wanted.version
+
+
+def go_through_versions(engine: RealEngine, folders: list[Path]) -> None:
+    """Every version answers differently, and one that comes again answers with the same bits."""
+    probed = []
+    for number, folder in enumerate(folders):
+        update(engine, folder, number)
+        probed.append(probe(engine))
+    assert all(first != second for first, second in pairwise(probed))
+    for number in (2, len(folders) - 1):
+        update(engine, folders[number], number)
+        assert probe(engine) == probed[number]
+
+
+def as_probed(answers: dict[tuple[int, ...], dict[str, list[float]]]) -> list[object]:
+    return [(one["tokens"], one["logprobs"]) for one in answers.values()]
+
+
+def test_a_tied_model_answers_with_each_version_as_a_fresh_stock_engine(
+    dedicated: RealEngine, models: ModelDirs, stock: StockAnswers
+) -> None:
+    go_through_versions(dedicated, models.tied)
+    update(dedicated, models.tied[-1], 9)
+    assert probe(dedicated) == as_probed(stock.of("tied"))
+
+
+def test_an_untied_model_in_the_pool_answers_with_each_version_as_a_fresh_stock_engine(
+    gpu: SharedGpu, rollout: RealEngine, models: ModelDirs, stock: StockAnswers
+) -> None:
+    go_through_versions(rollout, models.untied)
+    update(rollout, models.untied[-1], 9)
+    assert probe(rollout) == as_probed(stock.of("untied"))
+    update(rollout, models.untied[0], 0)
+
+
+def test_slabs_of_forgotten_cache_return_to_the_pool(
+    gpu: SharedGpu, rollout: RealEngine, models: ModelDirs
+) -> None:
+    rollout.complete(prompt("forgotten", 600), 4)
+    assert gpu.held(Role.ROLLOUT) > 1
+    update(rollout, models.untied[0], 0)
+    assert rollout.status().kv_cached_blocks == 0
+    until(lambda: gpu.held(Role.ROLLOUT) == 1, "slabs returned", at_most_s=10 * LEASE_S)
+
+
+def test_requests_in_flight_end_whole_across_an_update(
+    gpu: SharedGpu, rollout: RealEngine, models: ModelDirs
+) -> None:
+    tokens_before = rollout.status().generated_tokens
+    requests: list[Future[Answer]] = rollout.start_requests(
+        [prompt(f"in-flight-{i}", 100) for i in range(4)], max_tokens=200
+    )
+    until(lambda: rollout.status().generated_tokens > tokens_before + 20, "tokens of the old weights")
+    update(rollout, models.untied[1], 1)
+    for request in requests:
+        answer = request.result()
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", 200)
+    update(rollout, models.untied[0], 0)
+
+
+def test_weights_with_another_hash_are_refused_and_the_old_ones_go_on(
+    dedicated: RealEngine, models: ModelDirs
+) -> None:
+    update(dedicated, models.tied[1], 1)
+    before = probe(dedicated)
+    wrong = staged_update(models.tied[2], "test/2").model_copy(
+        update={"state_hash": staged_update(models.tied[3], "test/3").state_hash}
+    )
+    response = dedicated.update_weights(wrong)
+    assert response.status_code == 500
+    assert "weights kept at the old version" in response.text and "state hash" in response.text
+    assert dedicated.status().weight_version == "test/1"
+    again = [dedicated.complete(turn, PROBE_TOKENS) for turn in probes()]
+    assert [(answer.tokens, answer.logprobs) for answer in again] == before
+    # The failed update left nothing open: a good one still goes through.
+    update(dedicated, models.tied[2], 2)
+    assert probe(dedicated) != before
+
+
+def test_updates_that_cannot_be_are_answered_so(serving: RealEngine, models: ModelDirs) -> None:
+    good = staged_update(models.untied[1], "test/1")
+    refused = serving.update_weights(good)
+    assert refused.status_code == 409
+    assert "weights of a serving engine are not updated through rose" in refused.text
+
+
+def test_a_missing_checkpoint_is_the_callers_mistake(rollout: RealEngine, models: ModelDirs) -> None:
+    missing = staged_update(models.untied[1], "test/1").model_copy(update={"path": "/nowhere/x.safetensors"})
+    response = rollout.update_weights(missing)
+    assert response.status_code == 422
+    assert "no staged checkpoint at" in response.text

@@ -1,0 +1,79 @@
+"""An engine is killed outright: the other goes on, and the pool gets its slabs back."""
+
+import os
+import signal
+
+import psutil
+import pytest
+from probes import prompt
+from real_engine import RealEngine, until
+from shared_gpu import NUM_SLABS, SharedGpu
+
+from rose.admission.board import snapshot
+from rose.types import Role
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def kill_engine_core(engine: RealEngine) -> None:
+    """SIGKILL to the process with the model and the KV cache; the API server finds out by itself."""
+    (core,) = [
+        child
+        for child in psutil.Process(engine.process.pid).children(recursive=True)
+        if "EngineCore" in " ".join(child.cmdline())
+    ]
+    core.kill()
+
+
+def kill_everything(engine: RealEngine) -> None:
+    """SIGKILL to the API server and all it started, at once."""
+    os.killpg(engine.process.pid, signal.SIGKILL)
+
+
+def test_a_killed_serving_engine_is_reported_and_a_new_one_takes_its_place(
+    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
+) -> None:
+    requests = serving.start_requests([prompt(f"lost-{i}", 300) for i in range(6)], max_tokens=600)
+    until(lambda: gpu.held(Role.SERVING) > 6, "serving holds slabs of running requests")
+    dead_pid = snapshot(gpu.observer.board_words).serving.pid
+    kill_engine_core(serving)
+
+    until(lambda: all(one.role is not Role.SERVING for one in gpu.ledger.engines().values()), "slot freed")
+    assert gpu.held(Role.SERVING) == 0
+    assert gpu.ledger.num_free == NUM_SLABS - gpu.held(Role.ROLLOUT)
+    assert gpu.ledger.serving_used_slabs == 0
+    board = snapshot(gpu.observer.board_words).serving
+    assert (board.pid, board.alive) == (dead_pid, False)
+    assert all(request.exception() is not None for request in requests)
+    # Rollout has seen it, and keeps off a GPU on which nobody knows what runs.
+    (request,) = rollout.start_requests([prompt("orphan", 40)], max_tokens=8)
+    until(lambda: "serving process is gone" in rollout.process.log_tail(200), "rollout reports the loss")
+    assert request.result().stop_reason == "rose_stall"
+
+    gpu.ensure_running()
+    gpu.settle()
+    assert snapshot(gpu.observer.board_words).serving.alive
+    assert len(gpu.engine(Role.SERVING).complete(prompt("again", 300), 8).tokens) == 8
+    assert len(rollout.complete(prompt("again", 300), 8).tokens) == 8
+
+
+def test_a_killed_rollout_engine_gives_its_slabs_back_and_serving_loses_nothing(
+    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
+) -> None:
+    lost = rollout.start_requests([prompt(f"lost-{i}", 400) for i in range(10)], max_tokens=500)
+    until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
+    requests = serving.start_requests([prompt(f"kept-{i}", 100) for i in range(6)], max_tokens=120)
+    until(lambda: serving.status().num_running == 6, "serving requests in flight")
+    kill_everything(rollout)
+
+    until(lambda: all(one.role is not Role.ROLLOUT for one in gpu.ledger.engines().values()), "slot freed")
+    assert gpu.held(Role.ROLLOUT) == 0
+    assert gpu.ledger.num_free == NUM_SLABS - gpu.held(Role.SERVING)
+    for request in requests:
+        answer = request.result()
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", 120)
+    assert any(request.exception() is not None for request in lost)  # some were reclaimed before
+    # What the dead engine held is of use to serving at once.
+    burst = serving.start_requests([prompt(f"more-{i}", 300) for i in range(7)], max_tokens=20)
+    assert all(len(request.result().tokens) == 20 for request in burst)
+    gpu.ledger.check_integrity()

@@ -1,0 +1,46 @@
+"""A real pool daemon per test, and engines in processes of their own to attach to it."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pool_setup import HEADROOM_SLABS, NUM_SLABS, POOL, SLAB_BYTES, EngineProcess
+
+from rose.memory.daemon import DaemonHandle, start_daemon
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    """Short, as a socket's path may have 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="rose-test-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def pool(runtime_dir: Path) -> Iterator[DaemonHandle]:
+    """A running daemon of pool ``POOL``."""
+    with start_daemon(
+        POOL,
+        num_slabs=NUM_SLABS,
+        slab_bytes=SLAB_BYTES,
+        headroom_slabs=HEADROOM_SLABS,
+        runtime_dir=runtime_dir,
+    ) as handle:
+        yield handle
+
+
+@pytest.fixture
+def start_engine(runtime_dir: Path) -> Iterator[Callable[..., EngineProcess]]:
+    """Starts engine processes: ``start_engine("rollout", "r0", "worker", rank=1, world_size=2)``."""
+    started: list[EngineProcess] = []
+
+    def start(role: str, engine_id: str, kind: str, rank: int = 0, world_size: int = 1) -> EngineProcess:
+        started.append(EngineProcess(runtime_dir, [role, engine_id, kind, str(rank), str(world_size)]))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()

@@ -1,0 +1,356 @@
+"""The daemon and its clients in real processes: who may attach, and what a death leaves behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pool_setup import HEADROOM_SLABS, NUM_SLABS, POOL, SLAB_BYTES, EngineProcess
+
+from rose._vmm import Range
+from rose.errors import ConfigError, PoolError
+from rose.memory.daemon import DaemonHandle, start_daemon
+from rose.memory.ledger import Ledger, Word
+from rose.memory.pool import PoolClient, PoolSize, describe_pool
+from rose.memory.wire import Kind
+from rose.types import Role
+
+StartEngine = Callable[..., EngineProcess]
+
+PATIENCE_S = 60.0
+"""For what takes milliseconds, on a machine that is busy with something else."""
+
+
+def observe(runtime_dir: Path) -> PoolClient:
+    return PoolClient.observe(POOL, runtime_dir=runtime_dir)
+
+
+def attach(
+    runtime_dir: Path,
+    role: Role = Role.ROLLOUT,
+    engine_id: str = "here",
+    *,
+    kind: Kind = Kind.SCHEDULER,
+    world_size: int = 1,
+    timeout_s: float = PATIENCE_S,
+) -> PoolClient:
+    return PoolClient.attach(
+        POOL,
+        role=role,
+        engine_id=engine_id,
+        kind=kind,
+        world_size=world_size,
+        runtime_dir=runtime_dir,
+        timeout_s=timeout_s,
+    )
+
+
+def wait_until(ledger: Ledger, is_so: Callable[[], bool]) -> None:
+    """Waits for a change of the ledger that makes it so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "the daemon did not react"
+        ledger.wait_change(ledger.change_seq, 0.01)
+
+
+def test_slabs_move_between_engines_zeroed(pool: DaemonHandle, start_engine: StartEngine) -> None:
+    serving = start_engine("serving", "s0", "scheduler")
+    rollout = start_engine("rollout", "r0", "scheduler")
+    slabs = rollout.ask("acquire", NUM_SLABS)
+    assert slabs == list(range(NUM_SLABS))
+    assert rollout.ask("map", slabs) == 0
+    assert rollout.ask("fill", 0xFF)
+    assert serving.ask("acquire", 1) == []
+    assert rollout.ask("drain", [3, 4], 1)
+    assert rollout.ask("unmap", [3, 4]) == [3, 4]
+    assert serving.ask("acquire", NUM_SLABS) == [3, 4]
+    assert serving.ask("map", [3, 4]) == 0
+    assert rollout.ask("read", 5) == [0xFF]
+
+
+def test_two_busy_engines_never_share_a_slab(
+    pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
+) -> None:
+    engines = [start_engine("serving", "s0", "scheduler"), start_engine("rollout", "r0", "scheduler")]
+    for engine in engines:
+        assert engine.process.stdin is not None
+        engine.process.stdin.write('["churn", 200]\n')
+        engine.process.stdin.flush()
+    assert all(engine.answer() > 200 for engine in engines)
+    with observe(runtime_dir) as watcher:
+        watcher.ledger.check_integrity()
+        assert watcher.ledger.num_free == NUM_SLABS
+
+
+def test_killed_engine_gives_its_slabs_back_and_the_other_keeps_its_own(
+    pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
+) -> None:
+    serving = start_engine("serving", "s0", "scheduler")
+    rollout = start_engine("rollout", "r0", "scheduler")
+    mine, theirs = serving.ask("acquire", 4), rollout.ask("acquire", 10)
+    serving.ask("map", mine)
+    serving.ask("fill", 7)
+    rollout.ask("map", theirs)
+    rollout.ask("drain", theirs[:2], 1)
+    with observe(runtime_dir) as watcher:
+        ledger = watcher.ledger
+        assert ledger.engines()[rollout.slot].pid == rollout.process.pid
+        rollout.kill()
+        wait_until(ledger, lambda: rollout.slot not in ledger.engines())
+        assert ledger.num_free == NUM_SLABS - 4
+        assert ledger.owned(serving.slot) == mine
+        assert ledger.count(Word.EXIT_FREED_SLABS, 0) == 10
+        ledger.check_integrity()
+    assert serving.ask("read", mine[0]) == [7]
+    heir = start_engine("rollout", "r1", "scheduler")
+    assert heir.ask("acquire", NUM_SLABS) == sorted(set(range(NUM_SLABS)) - set(mine))
+
+
+def test_killed_in_mid_churn_leaves_a_whole_ledger(
+    pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
+) -> None:
+    with observe(runtime_dir) as watcher:
+        for round_ in range(4):
+            engine = start_engine("rollout", f"r{round_}", "scheduler")
+            assert engine.process.stdin is not None
+            engine.process.stdin.write('["churn", 1000000]\n')
+            engine.process.stdin.flush()
+            wait_until(watcher.ledger, lambda: watcher.ledger.num_free < NUM_SLABS)
+            engine.kill()
+            wait_until(watcher.ledger, lambda: not watcher.ledger.engines())
+            watcher.ledger.check_integrity()
+            assert watcher.ledger.num_free == NUM_SLABS
+
+
+def test_slabs_stay_until_the_last_process_of_an_engine_is_gone(
+    pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
+) -> None:
+    ranks = [start_engine("rollout", "r0", "worker", rank, 2) for rank in (0, 1)]
+    scheduler = start_engine("rollout", "r0", "scheduler", 0, 2)
+    slabs = scheduler.ask("acquire", 3)
+    for rank in ranks:
+        rank.ask("map", slabs)
+    with observe(runtime_dir) as watcher:
+        ledger = watcher.ledger
+        scheduler.kill()
+        ranks[0].kill()
+        with pytest.raises(PoolError, match=r"rollout engine 'r0' .* is leaving"):
+            attach(runtime_dir, engine_id="r0", timeout_s=0.2)
+        assert ledger.owned(scheduler.slot) == slabs
+        ranks[1].kill()
+        wait_until(ledger, lambda: ledger.num_free == NUM_SLABS)
+
+
+def test_a_slab_is_free_once_every_rank_released_it(pool: DaemonHandle, start_engine: StartEngine) -> None:
+    ranks = [start_engine("rollout", "r0", "worker", rank, 2) for rank in (0, 1)]
+    scheduler = start_engine("rollout", "r0", "scheduler", 0, 2)
+    slabs = scheduler.ask("acquire", 2)
+    for rank in ranks:
+        rank.ask("map", slabs)
+    scheduler.ask("drain", slabs, 2)
+    assert ranks[1].ask("unmap", slabs) == []
+    assert scheduler.ask("acquire", NUM_SLABS) == list(range(2, NUM_SLABS))
+    assert ranks[0].ask("unmap", slabs) == slabs
+
+
+def test_a_broken_connection_alone_frees_nothing(pool: DaemonHandle, runtime_dir: Path) -> None:
+    client = attach(runtime_dir)
+    taken = client.ledger.acquire(client.slot, 2)
+    client._connection.close()
+    with pytest.raises(PoolError, match="is leaving"):
+        attach(runtime_dir, timeout_s=0.2)
+    assert client.ledger.owned(client.slot) == taken
+
+
+def test_close_frees_the_engine_while_its_process_lives(pool: DaemonHandle, runtime_dir: Path) -> None:
+    for _ in range(3):
+        with attach(runtime_dir) as client:
+            assert client.ledger.acquire(client.slot, NUM_SLABS) == list(range(NUM_SLABS))
+    client.close()
+
+
+def test_usage_of_a_serving_engine_is_forgotten_with_it(pool: DaemonHandle, runtime_dir: Path) -> None:
+    with observe(runtime_dir) as watcher:
+        with attach(runtime_dir, Role.SERVING) as serving:
+            serving.ledger.serving_used_slabs = 9
+            serving.ledger.serving_recent_peak_slabs = 12
+        wait_until(watcher.ledger, lambda: not watcher.ledger.engines())
+        assert (watcher.ledger.serving_used_slabs, watcher.ledger.serving_recent_peak_slabs) == (0, 0)
+
+
+def test_second_engine_of_a_role_is_refused(
+    pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
+) -> None:
+    for role in Role:
+        first = start_engine(role.value, "first", "scheduler")
+        with pytest.raises(PoolError) as refusal:
+            attach(runtime_dir, role, "second")
+        assert str(refusal.value) == (
+            f"pool p already has a {role} engine 'first' (pids {first.process.pid}); stop it first, or give "
+            f"'second' another pool"
+        )
+        with pytest.raises(PoolError, match="already has its scheduler"):
+            attach(runtime_dir, role, "first")
+        with pytest.raises(PoolError, match="has world size 1, got 2"):
+            attach(runtime_dir, role, "first", kind=Kind.WORKER, world_size=2)
+
+
+def test_second_daemon_is_refused_and_the_first_goes_on(pool: DaemonHandle, runtime_dir: Path) -> None:
+    with pytest.raises(PoolError, match="pool already owned: p has a running daemon"):
+        start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir)
+    assert describe_pool(POOL, runtime_dir=runtime_dir) == PoolSize(
+        num_slabs=NUM_SLABS, slab_bytes=SLAB_BYTES, headroom_slabs=HEADROOM_SLABS
+    )
+
+
+def test_clients_go_on_without_the_daemon_and_a_new_one_takes_the_name(
+    pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
+) -> None:
+    serving = start_engine("serving", "s0", "scheduler")
+    rollout = start_engine("rollout", "r0", "scheduler")
+    slabs = rollout.ask("acquire", NUM_SLABS)
+    rollout.ask("map", slabs)
+    os.kill(pool.pid, signal.SIGKILL)
+    pool.stop()
+    assert (runtime_dir / "pool-p.sock").exists()
+    rollout.ask("drain", slabs[:3], 1)
+    assert rollout.ask("unmap", slabs[:3]) == slabs[:3]
+    assert serving.ask("map", serving.ask("acquire", 3)) == 0
+    with pytest.raises(PoolError, match="pool p has no daemon"):
+        attach(runtime_dir, timeout_s=0.1)
+    with start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir):
+        assert describe_pool(POOL, runtime_dir=runtime_dir).num_slabs == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_daemon_leaves_no_file(runtime_dir: Path, number: signal.Signals) -> None:
+    daemon = start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir)
+    assert {path.name for path in runtime_dir.iterdir()} == {"pool-p.sock", "pool-p.lock"}
+    os.kill(daemon.pid, number)
+    assert daemon._process.wait(PATIENCE_S) == 0
+    assert list(runtime_dir.iterdir()) == []
+    assert daemon.stop() == 0
+
+
+def test_daemon_ends_with_its_starter(runtime_dir: Path) -> None:
+    code = (
+        "import sys, os\nfrom pathlib import Path\nfrom rose.memory.daemon import start_daemon\n"
+        "print(start_daemon('p', num_slabs=4, headroom_slabs=1, runtime_dir=Path(sys.argv[1])).pid)\n"
+        "sys.stdout.flush(); os.kill(os.getpid(), 9)"
+    )
+    starter = subprocess.run(
+        [sys.executable, "-c", code, str(runtime_dir)], stdout=subprocess.PIPE, text=True, check=False
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while list(runtime_dir.iterdir()):
+        assert time.monotonic() < deadline, f"daemon {starter.stdout} is still there"
+        time.sleep(0.01)
+
+
+def test_daemon_of_an_ended_starter_does_not_open(runtime_dir: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    command = [sys.executable, "-m", "rose.memory.daemon", POOL, "--num-slabs", "4", "--headroom-slabs", "1"]
+    done = subprocess.run(
+        [*command, "--runtime-dir", str(runtime_dir), "--exit-with", str(ended.pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, list(runtime_dir.iterdir())) == (2, [])
+    assert f"can't watch process {ended.pid}" in done.stderr
+
+
+def test_attaching_waits_for_a_daemon_that_is_starting(runtime_dir: Path) -> None:
+    code = "import sys\nfrom pathlib import Path\nfrom rose.memory.pool import describe_pool\n" \
+        "print(describe_pool('p', runtime_dir=Path(sys.argv[1]), timeout_s=60).num_slabs)"  # fmt: skip
+    early = subprocess.Popen(
+        [sys.executable, "-c", code, str(runtime_dir)], stdout=subprocess.PIPE, text=True
+    )
+    with start_daemon(POOL, num_slabs=5, headroom_slabs=1, runtime_dir=runtime_dir):
+        assert early.communicate()[0] == "5\n"
+
+
+def test_pool_without_daemon_is_one_clear_line(runtime_dir: Path) -> None:
+    with pytest.raises(PoolError) as refusal:
+        describe_pool("gpu7", runtime_dir=runtime_dir, timeout_s=0.0)
+    assert str(refusal.value).startswith(f"pool gpu7 has no daemon ({runtime_dir}/pool-gpu7.sock)")
+    with pytest.raises(ConfigError, match="pool name 'a/b'"):
+        describe_pool("a/b", runtime_dir=runtime_dir)
+    with pytest.raises(ConfigError, match="a socket's path may have 107"):
+        describe_pool("x" * 60, runtime_dir=runtime_dir / ("y" * 60))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"num_slabs": 4, "headroom_slabs": 4}, "--headroom-slabs 4: must be 0..3"),
+        ({"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000}, "power of two .* got 5000"),
+        ({"num_slabs": 0, "headroom_slabs": 0}, "--num-slabs"),
+    ],
+)
+def test_bad_sizes_are_refused_and_leave_nothing(
+    runtime_dir: Path, sizes: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(PoolError, match=reason):
+        start_daemon(POOL, runtime_dir=runtime_dir, **sizes)
+    assert list(runtime_dir.iterdir()) == []
+
+
+def test_command_line_exits_with_status_2_and_one_line(pool: DaemonHandle, runtime_dir: Path) -> None:
+    command = [sys.executable, "-m", "rose.memory.daemon", POOL, "--num-slabs", "4", "--headroom-slabs", "1"]
+    done = subprocess.run(
+        [*command, "--runtime-dir", str(runtime_dir)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "pool already owned" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"GET / HTTP/1.1\n", "bad Hello line"),
+        (b'{"engine_id": "x", "kind": "king", "pid": 1}\n', "kind"),
+        (b'{"engine_id": "x", "kind": "worker", "pid": 1, "protocol": 9}\n', "protocol 9"),
+        (b'{"engine_id": "x", "kind": "worker", "pid": 1, "rank": 2, "world_size": 2}\n', "rank 2 of 2"),
+    ],
+)
+def test_strangers_are_answered_and_hung_up(
+    pool: DaemonHandle, runtime_dir: Path, line: bytes, reason: str
+) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(PATIENCE_S)
+        stranger.connect(str(runtime_dir / "pool-p.sock"))
+        stranger.sendall(line)
+        answer = b""
+        while more := stranger.recv(4096):
+            answer += more
+    assert reason in json.loads(answer)["refused"]
+    assert pool.is_running()
+
+
+def test_endless_line_is_cut_off(pool: DaemonHandle, runtime_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(PATIENCE_S)
+        stranger.connect(str(runtime_dir / "pool-p.sock"))
+        with pytest.raises(OSError):
+            while True:
+                stranger.sendall(b"x" * 4096)
+    assert describe_pool(POOL, runtime_dir=runtime_dir).num_slabs == NUM_SLABS
+
+
+def test_client_brings_slabs_ledger_and_board(pool: DaemonHandle, runtime_dir: Path) -> None:
+    with attach(runtime_dir) as one, attach(runtime_dir, Role.SERVING, "s0") as two:
+        assert (one.num_slabs, one.slab_bytes, one.headroom_slabs) == (NUM_SLABS, SLAB_BYTES, HEADROOM_SLABS)
+        assert {one.slot, two.slot} == {1, 2} and one.daemon_pid == pool.pid
+        one.board_words.store(5, 42)
+        assert (len(two.board_words), two.board_words.load(5)) == (512, 42)
+        assert {engine.role for engine in two.ledger.engines().values()} == set(Role)
+        assert one.slab_file.num_slabs == NUM_SLABS
+        assert Range(two.slab_file, 3).num_bytes == 3 * SLAB_BYTES

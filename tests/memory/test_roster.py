@@ -1,0 +1,74 @@
+"""Who may attach to a pool, and when a slot is vacated."""
+
+import os
+
+import pytest
+
+from rose.errors import PoolError
+from rose.memory.ledger import EngineSlot
+from rose.memory.roster import AttachRefused, Roster
+from rose.memory.wire import Hello, Kind, Refusal, Welcome, read_answer
+from rose.types import Role
+
+
+def hello(
+    role: Role = Role.ROLLOUT,
+    engine_id: str = "r0",
+    kind: Kind = Kind.WORKER,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Hello:
+    return Hello(role=role, engine_id=engine_id, kind=kind, rank=rank, world_size=world_size, pid=os.getpid())
+
+
+def test_all_parts_of_an_engine_share_a_slot() -> None:
+    roster = Roster("p")
+    slot = roster.admit(1, hello(rank=0, world_size=2), pid=11)
+    assert roster.engine(slot) == EngineSlot(role=Role.ROLLOUT, pid=0, world_size=2)
+    assert roster.admit(2, hello(rank=1, world_size=2), pid=12) == slot
+    assert roster.admit(3, hello(kind=Kind.SCHEDULER, world_size=2), pid=13) == slot
+    assert roster.engine(slot).pid == 13
+    assert roster.admit(4, hello(Role.SERVING, "s0"), pid=14) != slot
+    roster.check_integrity()
+
+
+def test_slot_is_vacated_with_the_last_process() -> None:
+    roster = Roster("p")
+    slot = roster.admit(1, hello(), pid=11)
+    roster.admit(2, hello(kind=Kind.SCHEDULER), pid=12)
+    roster.lose(2)
+    assert roster.bury(1) is None
+    with pytest.raises(AttachRefused, match="is leaving") as refusal:
+        roster.admit(3, hello(engine_id="r1"), pid=13)
+    assert refusal.value.is_transient
+    assert roster.bury(2) == slot
+    assert roster.admit(3, hello(engine_id="r1"), pid=13) == slot
+    roster.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (hello(engine_id="r1"), r"already has a rollout engine 'r0' \(pids 11\)"),
+        (hello(), "already has its worker of rank 0"),
+        (hello(world_size=2, rank=1), "world size 1, got 2"),
+        (hello(rank=1), "rank 1 of 1 workers"),
+    ],
+)
+def test_conflicts_are_refused_for_good(second: Hello, reason: str) -> None:
+    roster = Roster("p")
+    roster.admit(1, hello(), pid=11)
+    with pytest.raises(AttachRefused, match=reason) as refusal:
+        roster.admit(2, second, pid=12)
+    assert not refusal.value.is_transient
+    roster.check_integrity()
+
+
+def test_answers_survive_the_wire() -> None:
+    welcome = Welcome(slot=1, num_slabs=4, slab_bytes=4096, headroom_slabs=1, ledger_words=132, daemon_pid=9)
+    refusal = Refusal(refused="no", is_transient=True)
+    assert read_answer(welcome.to_line()) == welcome
+    assert read_answer(refusal.to_line()) == refusal
+    for line in (b"", b"7\n", b"{}\n", b'{"slot": "x"}\n'):
+        with pytest.raises(PoolError):
+            read_answer(line)

@@ -1,0 +1,62 @@
+"""The checks before an engine starts."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose.config import Settings
+from rose.errors import ConfigError
+from rose.node import checks
+from rose.node.processes import ServerProcess
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 can't be used .*choose another"):
+            checks.check_port_free("127.0.0.1", port)
+    checks.check_port_free("127.0.0.1", port)
+
+
+def test_a_model_directory_needs_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        checks.check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    checks.check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("model", ["./nope", "/nope", "~/nope/nope", "a b", "a/b/c", ""])
+def test_what_can_only_be_a_path_must_exist(model: str) -> None:
+    with pytest.raises(ConfigError, match="no such directory"):
+        checks.check_model(model)
+
+
+def test_an_uncached_hub_model_is_refused_offline() -> None:
+    script = "from rose.node.checks import check_model; check_model('nobody/no-such-model')"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "HF_HUB_OFFLINE is set" in result.stderr
+
+
+def test_a_pool_is_found_only_while_its_daemon_lives(runtime_dir: Path, tmp_path: Path) -> None:
+    settings = Settings.from_environment()
+    with pytest.raises(ConfigError, match="pool g: no daemon answers"):
+        checks.check_pool(settings, "g")
+    argv = [sys.executable, "-m", "rose.memory.daemon", "g", "--num-slabs", "4", "--headroom-slabs", "1"]
+    with ServerProcess(argv, "pool-g", tmp_path / "log") as daemon:
+        daemon.wait_until(lambda: checks.find_pool(settings, "g") is not None, "answer", timeout_s=30)
+        size = checks.find_pool(settings, "g")
+        assert size is not None and (size.num_slabs, size.headroom_slabs) == (4, 1)
+        checks.check_pool(settings, "g")
+    assert checks.find_pool(settings, "g") is None

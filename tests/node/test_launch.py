@@ -1,0 +1,61 @@
+"""From an engine's configuration to command lines."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.config import Settings
+from rose.errors import ConfigError
+from rose.node import launch
+from rose.node.config import EngineConfig
+from rose.types import Role
+
+
+def engine(**changes: Any) -> EngineConfig:
+    return EngineConfig(**{"model": "m", "role": Role.ROLLOUT, "port": 8001, "pool": "g", **changes})
+
+
+def additional_config(argv: list[str]) -> dict[str, Any]:
+    assert argv.count("--additional-config") == 1
+    config = json.loads(argv[argv.index("--additional-config") + 1])
+    assert isinstance(config, dict)
+    return config
+
+
+def test_engine_gets_the_plugin_settings_and_its_own_flags() -> None:
+    server = launch.engine_process(engine(vllm_args=("--max-model-len", "64"), lease_s=5), log_path=None)
+    assert additional_config(server.argv) == {"rose": {"role": "rollout", "pool": "g", "lease_s": 5.0}}
+    assert server.argv[-2:] == ["--max-model-len", "64"]
+
+
+@pytest.mark.parametrize(
+    "flags", [("--additional-config", '{"a": 1, "rose": {"stall_s": 3}}'), ('--additional-config={"a": 1}',)]
+)
+def test_the_users_additional_config_is_merged(flags: tuple[str, ...]) -> None:
+    config = additional_config(launch.engine_process(engine(vllm_args=flags), log_path=None).argv)
+    assert config["a"] == 1 and config["rose"]["role"] == "rollout"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"rose": 1}'])
+def test_a_bad_additional_config_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--additional-config"):
+        launch.engine_process(engine(vllm_args=("--additional-config", text)), log_path=None)
+
+
+def test_only_rollouts_with_a_relay_get_a_subscriber(tmp_path: Path) -> None:
+    settings = Settings.from_environment({"ROSE_RUNTIME_DIR": str(tmp_path)})
+    assert launch.subscriber_process(engine(), settings, None) is None
+    relay = {"relay": "embedded://127.0.0.1:1", "staging": str(tmp_path / "staging")}
+    assert launch.subscriber_process(engine(role=Role.SERVING, **relay), settings, None) is None
+    subscriber = launch.subscriber_process(engine(run="r", **relay), settings, None)
+    assert subscriber is not None and subscriber.argv[-2:] == ["--run", "r"]
+    assert (tmp_path / "staging").is_dir()
+
+
+def test_cpus_outside_this_process_are_refused() -> None:
+    launch.check_cpus(engine(cpus=(min(os.sched_getaffinity(0)),)))
+    with pytest.raises(ConfigError, match=r"rollout-8001: cpus: \[4097\]"):
+        launch.check_cpus(engine(cpus=(4097,)))

@@ -1,0 +1,61 @@
+"""Routers for tests: the real service on a free port, with times short enough for a test."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.policy import WorkerKind
+from rose.scheduler.rollout.service import RunningRouter
+from tests.scheduler.rollout.scripted_worker import ScriptedWorker
+from tests.scheduler.rollout.waiting import until
+
+
+class Client:
+    """The router and a client of it."""
+
+    def __init__(self, router: RunningRouter, http: aiohttp.ClientSession) -> None:
+        self.router = router
+        self.http = http
+
+    async def post(self, path: str, body: object, **headers: str) -> tuple[int, Any]:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.http.post(f"{self.router.url}{path}", json=body, headers=names) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.http.get(f"{self.router.url}{path}") as response:
+            return response.status, await response.json()
+
+    async def complete(self, body: dict[str, Any], **headers: str) -> Any:
+        status, answer = await self.post("/v1/completions", {"return_token_ids": True, **body}, **headers)
+        assert status == 200, answer
+        return answer
+
+    def counters(self) -> Any:
+        return self.router.plane.counters.as_json()
+
+
+StartRouter = Callable[..., AbstractAsyncContextManager[Client]]
+
+
+@pytest.fixture
+def start_router() -> StartRouter:
+    """start_router(worker or (worker, kind), ..., **settings): a router that sees them all alive."""
+
+    @asynccontextmanager
+    async def start(
+        *workers: ScriptedWorker | tuple[ScriptedWorker, str], **settings: Any
+    ) -> AsyncIterator[Client]:
+        pairs = [w if isinstance(w, tuple) else (w, "dedicated") for w in workers]
+        specs = tuple(WorkerSpec(url=worker.url, kind=WorkerKind(kind)) for worker, kind in pairs)
+        short = {"port": 0, "heartbeat_s": 0.05, "stall_s": 0.4, "first_token_s": 0.4, "avoid_s": 0.05}
+        config = RouterConfig(workers=specs, **{**short, **settings})
+        async with RunningRouter(config) as router, aiohttp.ClientSession() as http:
+            await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+            yield Client(router, http)
+
+    return start

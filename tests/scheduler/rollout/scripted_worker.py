@@ -1,0 +1,195 @@
+"""A stand-in for a vLLM server, for faults that a real engine can't produce on demand.
+
+It speaks vLLM's /v1/completions event stream. Its "model" is a function of all tokens so far: a continuation
+from prompt + generated tokens gives exactly the rest of the unsplit run, and any lost or doubled token shows.
+"""
+
+import asyncio
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+VOCABULARY = 997
+
+
+def next_token(tokens: list[int]) -> int:
+    return (31 * sum(tokens) + 7 * len(tokens) + 1) % VOCABULARY
+
+
+def expected_tokens(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong with one request, after so many tokens."""
+
+    kind: str
+    """abort_reclaimed | abort_stall | abort_plain | swallowed | hang | late | disconnect | error | status"""
+    after_tokens: int = 0
+    status: int = 500
+
+
+@dataclass
+class ScriptedWorker:
+    """`async with ScriptedWorker() as worker:` serves at `worker.url`. Each request uses up one fault."""
+
+    faults: deque[Fault] = field(default_factory=deque)
+    version: str | None = None
+    pressure: str = "normal"
+    has_rose_routes: bool = True
+    token_delay_s: float = 0.0
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    num_cancelled: int = 0
+    url: str = ""
+
+    async def __aenter__(self) -> "ScriptedWorker":
+        app = web.Application(client_max_size=2**26)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/pause", self._health)
+        if self.has_rose_routes:
+            app.router.add_get("/rose/v1/status", self._status)
+            app.router.add_post("/rose/v1/rl_step", self._rl_step)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    @property
+    def id(self) -> str:
+        return self.url.removeprefix("http://")
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "scripted"}]})
+
+    async def _status(self, _request: web.Request) -> web.Response:
+        gate = {"mode": "slack", "admitted_steps": 1, "declined_steps": 0, "share": 1.0}
+        return web.json_response({"weight_version": self.version, "pressure": self.pressure, "gate": gate})
+
+    async def _rl_step(self, request: web.Request) -> web.Response:
+        self.steps.append((await request.json())["step"])
+        return web.json_response({})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        fault = self.faults.popleft() if self.faults else None
+        if fault is not None and fault.kind == "status":
+            return web.json_response({"error": {"message": "scripted"}}, status=fault.status)
+        stop_reason = "rose_reclaimed" if fault is not None else None
+        message = {"role": "assistant", "content": "hello"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "stop_reason": stop_reason}
+        if not body.get("stream"):
+            return web.json_response({"choices": [choice], "prompt_token_ids": [1]})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"choices": []}\n\ndata: [DONE]\n\n')
+        return response
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        fault = self.faults.popleft() if self.faults else None
+        if fault is not None and fault.kind == "status":
+            return web.json_response({"error": {"message": "scripted"}}, status=fault.status)
+        if not body.get("stream"):
+            return web.json_response({"choices": [], "whole": True})
+        try:
+            return await self._stream(request, body, fault)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], fault: Fault | None
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        prompt = body["prompt"] if isinstance(body["prompt"], list) else list(body["prompt"].encode())
+        tokens, total = list(prompt), body.get("max_tokens", 16)
+        for position in range(total):
+            is_due = fault is not None and position == fault.after_tokens
+            if is_due and not await self._fail(request, response, fault):
+                return response
+            if self.token_delay_s:
+                await asyncio.sleep(self.token_delay_s)
+            tokens.append(next_token(tokens))
+            finish = "length" if position == total - 1 else None
+            await _send(response, self._chunk(body, prompt, tokens[-1], position, finish))
+        details = {"cached_tokens": 1}
+        await _send(
+            response, {"choices": [], "usage": {"prompt_tokens_details": details}, "model": "scripted"}
+        )
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _chunk(
+        self, body: dict[str, Any], prompt: list[int], token: int, position: int, finish: str | None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": f"<{token}>",
+            "token_ids": [token],
+            "finish_reason": finish,
+        }
+        choice["stop_reason"] = None
+        if position == 0:
+            choice["prompt_token_ids"] = prompt
+        if body.get("logprobs") is not None:
+            name = f"token_id:{token}"
+            choice["logprobs"] = {
+                "tokens": [name],
+                "token_logprobs": [-token / 1000],
+                "top_logprobs": [{name: -token / 1000}],
+                "text_offset": [0],
+            }
+        return {"id": "cmpl-x", "object": "text_completion", "model": "scripted", "choices": [choice]}
+
+    async def _fail(self, request: web.Request, response: web.StreamResponse, fault: Fault | None) -> bool:
+        """True: carry on with the stream after all (a hang that ended)."""
+        assert fault is not None
+        if fault.kind == "hang":
+            await asyncio.sleep(3600)
+        if fault.kind == "late":
+            await asyncio.sleep(1.5)
+            return True
+        if fault.kind == "disconnect":
+            assert request.transport is not None
+            request.transport.abort()
+            return False
+        if fault.kind == "error":
+            error = {"message": "engine died", "type": "InternalServerError", "code": 500}
+            await _send(response, {"error": error})
+        elif fault.kind != "swallowed":
+            stops = {"abort_reclaimed": "rose_reclaimed", "abort_stall": "rose_stall", "abort_plain": None}
+            choice = {"index": 0, "text": "", "token_ids": [], "finish_reason": "abort"}
+            choice["stop_reason"] = stops[fault.kind]
+            await _send(response, {"model": "scripted", "choices": [choice]})
+        await response.write(b"data: [DONE]\n\n")
+        return False
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")

@@ -1,0 +1,189 @@
+"""The router against a scripted worker: every fault ends in the undisturbed answer or a clear error."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.scheduler.rollout.conftest import StartRouter
+from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
+from tests.scheduler.rollout.waiting import until
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = [11, 12, 13]
+BODY = {"prompt": PROMPT, "max_tokens": 9, "logprobs": 0, "return_tokens_as_token_ids": True}
+
+
+def assert_whole(choice: dict[str, Any], num_tokens: int = 9, prompt: list[int] = PROMPT) -> None:
+    """The choice is that of an undisturbed run, whatever happened."""
+    tokens = expected_tokens(prompt, num_tokens)
+    assert choice["token_ids"] == tokens
+    assert choice["prompt_token_ids"] == prompt
+    assert choice["text"] == "".join(f"<{t}>" for t in tokens)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{t}" for t in tokens]
+    assert choice["logprobs"]["token_logprobs"] == [-t / 1000 for t in tokens]
+    lengths = [len(token) for token in choice["logprobs"]["tokens"]]
+    assert choice["logprobs"]["text_offset"] == [sum(lengths[:i]) for i in range(num_tokens)]
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("after", [0, 4])
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("abort_reclaimed", "reclaimed"),
+        ("abort_stall", "engine_stall"),
+        ("swallowed", "reclaimed"),
+        ("hang", "stalled"),
+        ("late", "stalled"),
+        ("disconnect", "lost"),
+        ("error", "failed"),
+        ("status", "failed"),
+    ],
+)
+async def test_a_cut_turn_is_finished_on_the_other_worker(
+    start_router: StartRouter, kind: str, cause: str, after: int
+) -> None:
+    async with ScriptedWorker() as bad, ScriptedWorker() as good:
+        bad.faults.append(Fault(kind=kind, after_tokens=after))
+        good.faults.clear()
+        async with start_router(bad, (good, "serving"), avoid_s=5) as client:
+            answer = await client.complete(BODY)
+            choice = answer["choices"][0]
+            assert_whole(choice)
+            kept = after if kind != "status" else 0
+            assert good.requests[0]["prompt"] == PROMPT + expected_tokens(PROMPT, kept)
+            assert good.requests[0]["max_tokens"] == 9 - kept
+            assert client.counters()["reroutes"] == {cause: 1}
+            assert choice["rose"]["resumes"] == (1 if kept else 0)
+            workers = [(span["worker"], span["tokens"]) for span in choice["rose"]["spans"]]
+            assert workers == ([(bad.id, kept)] if kept else []) + [(good.id, 9 - kept)]
+            assert answer["usage"]["completion_tokens"] == 9
+            if kind in ("hang", "late"):
+                await until(lambda: bad.num_cancelled == 1)
+
+
+async def test_several_cuts_in_a_row_are_all_resumed(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker:
+        worker.faults.extend(Fault(kind="abort_reclaimed", after_tokens=n) for n in (2, 1, 0, 3))
+        async with start_router(worker) as client:
+            choice = (await client.complete(BODY))["choices"][0]
+            assert_whole(choice)
+            assert choice["rose"]["resumes"] == 4
+
+
+async def test_stop_strings_restart_instead_of_resuming(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker:
+        worker.faults.append(Fault(kind="abort_reclaimed", after_tokens=3))
+        async with start_router(worker) as client:
+            choice = (await client.complete({**BODY, "stop": ["never"]}))["choices"][0]
+            assert_whole(choice)
+            assert worker.requests[1]["prompt"] == PROMPT
+            assert (choice["rose"]["restarts"], client.counters()["tokens_dropped"]) == (1, 3)
+
+
+async def test_an_abort_that_is_not_ours_goes_to_the_client(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker:
+        worker.faults.append(Fault(kind="abort_plain", after_tokens=3))
+        async with start_router(worker) as client:
+            choice = (await client.complete(BODY))["choices"][0]
+            assert (choice["finish_reason"], len(choice["token_ids"])) == ("abort", 3)
+
+
+async def test_a_busy_worker_is_avoided_and_its_429_not_passed_on(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker:
+        worker.faults.extend(Fault(kind="status", status=429) for _ in range(8))
+        async with start_router(worker) as client:
+            assert_whole((await client.complete(BODY))["choices"][0])
+            assert client.counters()["reroutes"] == {"busy": 8}
+
+
+async def test_the_clients_own_mistake_comes_back_at_once(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, ScriptedWorker() as other:
+        worker.faults.append(Fault(kind="status", status=400))
+        async with start_router(worker, (other, "serving")) as client:
+            status, answer = await client.post("/v1/completions", BODY)
+            assert (status, answer["error"]["message"]) == (400, "scripted")
+            assert not other.requests
+
+
+async def test_a_turn_that_fails_everywhere_ends_in_502(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker:
+        worker.faults.extend(Fault(kind="disconnect") for _ in range(3))
+        async with start_router(worker, max_failures=3) as client:
+            status, answer = await client.post("/v1/completions", BODY)
+            assert status == 502
+            assert "3 attempts failed" in answer["error"]["message"]
+
+
+async def test_a_killed_worker_is_lost_and_its_turns_finish_elsewhere(start_router: StartRouter) -> None:
+    async with (
+        ScriptedWorker(token_delay_s=0.05) as bad,
+        ScriptedWorker() as good,
+        start_router(bad, (good, "serving")) as client,
+    ):
+        turns = [asyncio.create_task(client.complete(BODY)) for _ in range(4)]
+        await until(lambda: len(bad.requests) == 4)
+        await bad.stop()
+        for turn in turns:
+            assert_whole((await turn)["choices"][0])
+        await until(lambda: not client.router.plane.registry.workers()[0].is_alive)
+        assert_whole((await client.complete(BODY))["choices"][0])
+
+
+async def test_a_lost_heartbeat_cuts_a_silent_attempt(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as bad, ScriptedWorker() as good:
+        bad.faults.append(Fault(kind="hang", after_tokens=2))
+        async with start_router(bad, (good, "serving"), stall_s=60, first_token_s=60) as client:
+            turn = asyncio.create_task(client.complete(BODY))
+            await until(lambda: client.router.plane.registry.workers()[0].num_tokens == 2)
+            client.router.plane.registry.workers()[0].lost("scripted")
+            assert_whole((await turn)["choices"][0])
+            assert client.counters()["reroutes"] == {"lost": 1}
+
+
+async def test_streams_are_seamless_across_a_cut(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker:
+        worker.faults.append(Fault(kind="abort_reclaimed", after_tokens=4))
+        async with start_router(worker) as client:
+            body = {
+                **BODY,
+                "stream": True,
+                "n": 2,
+                "return_token_ids": True,
+                "stream_options": {"include_usage": True},
+            }
+            events = await read_stream(client.http, client.router.url, body)
+    for index in (0, 1):
+        choices = [e["choices"][0] for e in events if e["choices"] and e["choices"][0]["index"] == index]
+        assert [token for c in choices for token in c["token_ids"]] == expected_tokens(PROMPT, 9)
+        assert [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c] == [PROMPT]
+        assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+        offsets = [o for c in choices if c["logprobs"] for o in c["logprobs"]["text_offset"]]
+        assert offsets == sorted(set(offsets)) and len(offsets) == 9
+    assert len({event["id"] for event in events}) == 1
+    assert events[-1]["usage"]["completion_tokens"] == 18
+
+
+async def test_a_streamed_turn_that_would_have_to_restart_ends_in_an_error_event(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as worker:
+        worker.faults.append(Fault(kind="abort_reclaimed", after_tokens=4))
+        async with start_router(worker) as client:
+            events = await read_stream(
+                client.http, client.router.url, {**BODY, "stream": True, "stop": ["x"]}
+            )
+    assert events[-1]["error"]["code"] == 502
+
+
+async def read_stream(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with http.post(f"{url}/v1/completions", json=body) as response:
+        assert response.status == 200
+        raw = await response.read()
+    lines = [line.removeprefix("data: ") for line in raw.decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]

@@ -1,0 +1,149 @@
+"""The command line as a user meets it: every test runs `rose` in its own process."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose.cli import COMMANDS
+from rose.memory.daemon import start_daemon
+
+
+def rose(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rose.cli", *arguments], capture_output=True, text=True, cwd=cwd, check=False
+    )
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *expected: str) -> None:
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == 2, result.stderr
+    assert len(lines) == 1 and lines[0].startswith("rose: error: "), result.stderr
+    for text in expected:
+        assert text in lines[0]
+
+
+def test_help_lists_every_command() -> None:
+    result = rose("--help")
+    assert result.returncode == 0
+    assert all(command.name in result.stdout for command in COMMANDS)
+
+
+def test_no_command_shows_the_help() -> None:
+    result = rose()
+    assert result.returncode == 2 and "commands:" in result.stderr
+
+
+@pytest.mark.parametrize("name", [command.name for command in COMMANDS])
+def test_every_command_has_help_with_an_example(name: str) -> None:
+    result = rose(name, "--help")
+    assert result.returncode == 0, result.stderr
+    assert "example:" in result.stdout
+
+
+@pytest.mark.parametrize("name", [command.name for command in COMMANDS])
+def test_every_command_refuses_an_unknown_flag_in_one_line(name: str) -> None:
+    required = {"serve": ["MODEL", "--role", "rollout", "--pool", "no-such-pool"]}
+    result = rose(name, *required.get(name, []), "--no-such-flag-of-rose")
+    assert_refused(result)
+
+
+def test_a_misspelt_command_gets_a_suggestion() -> None:
+    assert_refused(rose("srve"), "no command 'srve'", "did you mean serve?")
+
+
+def test_import_rose_loads_neither_torch_nor_vllm() -> None:
+    script = "import sys, rose, rose.cli; sys.exit(bool({'torch', 'vllm', 'rose.demo'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_top_level_folders_refuse_to_be_imported_by_themselves() -> None:
+    root = Path(__file__).parents[1]
+    for name in ("scheduler", "transfer"):
+        result = subprocess.run(
+            [sys.executable, "-c", f"import {name}"], cwd=root, capture_output=True, text=True, check=False
+        )
+        assert f"import rose.{name}" in result.stderr
+
+
+class TestRouter:
+    def test_a_bad_worker_is_refused(self) -> None:
+        assert_refused(rose("router", "--worker", "nonsense"), "--worker nonsense", "http://HOST:PORT")
+
+    def test_an_unknown_key_names_the_file(self, tmp_path: Path) -> None:
+        (tmp_path / "router.yaml").write_text("prot: 8100\n")
+        assert_refused(
+            rose("router", "--config", "router.yaml", cwd=tmp_path), "router.yaml: prot: unknown key"
+        )
+
+
+def test_a_pool_that_has_an_owner_is_refused(runtime_dir: Path) -> None:
+    with start_daemon("g", num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir):
+        assert_refused(
+            rose("pool", "g", "--num-slabs", "4", "--headroom-slabs", "1"), "pool already owned: g"
+        )
+
+
+def test_a_relay_port_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert_refused(rose("relay", "--port", port), f"--port {port}", "choose another port")
+
+
+def test_a_demo_without_its_trace_is_refused(tmp_path: Path) -> None:
+    assert_refused(rose("demo", "--trace", "none.csv", cwd=tmp_path), "--trace none.csv: no such file")
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestProfile:
+    def test_a_missing_model_is_refused_before_anything_starts(self) -> None:
+        assert_refused(rose("profile", "./none"), "model ./none: no such directory")
+
+    def test_model_comes_first(self) -> None:
+        assert_refused(rose("profile", "--max-model-len", "512", "m"), "MODEL comes first")
+
+
+class TestServe:
+    def test_unknown_pool_is_refused(self, runtime_dir: Path) -> None:
+        result = rose("serve", "m", "--role", "rollout", "--pool", "nope")
+        assert_refused(result, "pool nope", str(runtime_dir), "rose pool nope")
+
+    def test_wrong_type_names_the_flag(self) -> None:
+        result = rose("serve", "m", "--role", "serving", "--pool", "p", "--slo-ttft-ms", "fast")
+        assert_refused(result, "--slo-ttft-ms", "'fast'")
+
+    def test_model_comes_first(self) -> None:
+        result = rose("serve", "--max-model-len", "2048", "m", "--role", "serving", "--pool", "p")
+        assert_refused(result, "MODEL comes first")
+
+    def test_unknown_role_is_refused(self) -> None:
+        assert_refused(rose("serve", "m", "--role", "boss", "--pool", "p"), "--role", "'boss'")
+
+
+class TestNode:
+    def test_missing_file_is_refused(self, tmp_path: Path) -> None:
+        assert_refused(rose("node", "none.yaml", cwd=tmp_path), "none.yaml: can't be read")
+
+    def test_unknown_key_names_file_key_and_fix(self, tmp_path: Path) -> None:
+        (tmp_path / "NODE.yaml").write_text(
+            "pool: {name: g, num_slabs: 8, headroom_slabs: 1}\n"
+            "engines: [{model: m, role: serving, prot: 1}]\n"
+        )
+        result = rose("node", "NODE.yaml", cwd=tmp_path)
+        assert_refused(result, "NODE.yaml: engines[0].prot: unknown key; did you mean port?")
+
+    def test_missing_model_is_refused_before_anything_starts(self, tmp_path: Path, runtime_dir: Path) -> None:
+        (tmp_path / "NODE.yaml").write_text(
+            "pool: {name: g, num_slabs: 8, headroom_slabs: 1}\n"
+            "engines: [{model: ./none, role: serving, port: 18765}]\n"
+        )
+        result = rose("node", "NODE.yaml", cwd=tmp_path)
+        assert_refused(result, "NODE.yaml: model ./none: no such directory")
+        assert list(runtime_dir.glob("pool-*")) == []
+
+
+def test_top_reports_a_worker_that_does_not_answer() -> None:
+    result = rose("top", "--worker", "http://127.0.0.1:9", "--once")
+    assert result.returncode == 1 and "127.0.0.1:9" in result.stdout

@@ -1,0 +1,47 @@
+"""The process behind `rose relay`, for tests."""
+
+import json
+import signal
+import subprocess
+import sys
+
+from rose.transfer.relay import open_relay
+
+CAPACITY_BYTES = 64 << 20
+
+
+class RelayProcess:
+    """Started on a free port; ready when constructed."""
+
+    def __init__(self, kind: str) -> None:
+        command = [sys.executable, "-m", "rose.transfer.relay_server", "--kind", kind]
+        command += ["--capacity-bytes", str(CAPACITY_BYTES)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = str(json.loads(self.process.stdout.readline())["url"])
+
+    @property
+    def port(self) -> str:
+        return self.url.split("?")[0].rsplit(":", 1)[1]
+
+    def emptied_url(self) -> str:
+        relay = open_relay(self.url)
+        relay.remove(relay.keys(""))
+        relay.close()
+        return self.url
+
+    def kill(self) -> None:
+        self.process.kill()
+        self._reap()
+
+    def stop(self) -> None:
+        """Sends SIGTERM and expects a clean end."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            assert self._reap() == 0
+
+    def _reap(self) -> int:
+        assert self.process.stdout is not None
+        status = self.process.wait(timeout=20)
+        self.process.stdout.close()
+        return status

@@ -1,0 +1,202 @@
+"""Every codec is exact for every bit pattern, and refuses what it can't have written."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose import _delta
+from rose.errors import FrameError
+from rose.transfer.codec import Codec, decode, encode
+from rose.transfer.state_hash import StateHash
+
+WIDTHS = [np.uint8, np.uint16, np.uint32]
+DENSITIES = [0.0, 1e-4, 0.002, 0.01, 0.2, 0.9, 1.0]
+BF16_CORNERS = [
+    0x0000,
+    0x8000,
+    0x7F80,
+    0xFF80,
+    0x7FC0,
+    0xFFFF,
+    0x7F81,
+    0x0001,
+    0x8001,
+    0x3F80,
+    0x7F7F,
+    0xFF7F,
+]
+
+
+def check_exact(codec, old, new, first_index=0):
+    encoded = encode(codec, old, new, first_index)
+    base = old.copy()
+    patch = decode(codec, encoded.payload, base, first_index)
+    np.testing.assert_array_equal(base, old)
+    patch.apply_to(base)
+    np.testing.assert_array_equal(base, new)
+    assert patch.num_changed == encoded.num_changed == int(np.count_nonzero(old != new))
+    assert patch.change == encoded.change
+    assert StateHash.of(old, first_index) + patch.change == StateHash.of(new, first_index)
+    return encoded
+
+
+def adam_like(rng, num_elements, density):
+    """bf16 bits before and after a step that moves most changed weights by one ULP."""
+    old = (rng.standard_normal(num_elements, dtype=np.float32) * 0.02).view(np.uint32)
+    old = (old >> 16).astype(np.uint16)
+    ulps = rng.choice(np.array([1, -1, 2, -2, 5, -9]), num_elements, p=[0.435, 0.435, 0.05, 0.05, 0.02, 0.01])
+    changed = rng.random(num_elements) < density
+    return old, np.where(changed, old + ulps.astype(np.uint16), old)
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_every_pair_with_a_corner_value_survives(codec):
+    every = np.arange(65536, dtype=np.uint16)
+    for corner in BF16_CORNERS:
+        check_exact(codec, np.full_like(every, corner), every)
+        check_exact(codec, every, np.full_like(every, corner))
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("density", DENSITIES)
+def test_random_bits_survive_at_every_density(codec, width, density):
+    rng = np.random.default_rng(7)
+    top = np.iinfo(width).max
+    old = rng.integers(0, top, 150_001, dtype=width, endpoint=True)
+    new = np.where(rng.random(old.size) < density, rng.integers(0, top, old.size, dtype=width), old)
+    check_exact(codec, old, new, first_index=12_345)
+
+
+@pytest.mark.parametrize("codec", [Codec.G8S, Codec.G8S_ZSTD])
+@pytest.mark.parametrize("density", DENSITIES)
+def test_one_ulp_changes_survive_at_every_density(codec, density):
+    old, new = adam_like(np.random.default_rng(3), 200_000, density)
+    check_exact(codec, old, new)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    codec=st.sampled_from(list(Codec)),
+    width=st.sampled_from(WIDTHS),
+    size=st.integers(0, 300),
+    first_index=st.integers(0, 2**40),
+)
+def test_any_pair_of_vectors_survives(data, codec, width, size, first_index):
+    bits = st.lists(st.integers(0, np.iinfo(width).max), min_size=size, max_size=size)
+    old = np.array(data.draw(bits), width)
+    check_exact(codec, old, np.array(data.draw(bits), width), first_index)
+
+
+@settings(max_examples=60, deadline=None)
+@given(places=st.sets(st.integers(0, 200_000), max_size=40))
+def test_gaps_of_any_length_survive(places):
+    old = np.zeros(200_001, np.uint16)
+    new = old.copy()
+    new[list(places)] = 1
+    check_exact(Codec.G8S, old, new)
+
+
+def test_g8s_with_zstd_takes_under_1_5_bytes_per_changed_element_at_one_percent():
+    old, new = adam_like(np.random.default_rng(11), 4 << 20, 0.01)
+    sizes = {codec: check_exact(codec, old, new) for codec in (Codec.COO, Codec.G8S, Codec.G8S_ZSTD)}
+    per_element = {codec: len(each.payload) / each.num_changed for codec, each in sizes.items()}
+    assert per_element[Codec.COO] == 6
+    assert per_element[Codec.G8S] < 1.6
+    assert per_element[Codec.G8S_ZSTD] < 1.5
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_a_truncated_or_extended_payload_is_refused_and_writes_nothing(codec):
+    rng = np.random.default_rng(5)
+    old, new = adam_like(rng, 3000, 0.05)
+    payload = encode(codec, old, new, 0).payload
+    step = 1 if len(payload) < 2000 else 97
+    base = old.copy()
+    # Whole COO entries can be cut off unseen; the frame's length and count hold those.
+    lengths = [n for n in range(0, len(payload), step) if codec is not Codec.COO or n % 6]
+    for length in lengths:
+        with pytest.raises(FrameError):
+            decode(codec, payload[:length], base, 0)
+    with pytest.raises(FrameError):
+        decode(codec, payload + b"\0", base, 0)
+    np.testing.assert_array_equal(base, old)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), codec=st.sampled_from([Codec.COO, Codec.G8S, Codec.G8S_ZSTD]))
+def test_a_flipped_payload_byte_never_writes_outside_or_half(data, codec):
+    old, new = adam_like(np.random.default_rng(9), 2000, 0.1)
+    payload = bytearray(encode(codec, old, new, 0).payload)
+    at = data.draw(st.integers(0, len(payload) - 1))
+    payload[at] ^= data.draw(st.integers(1, 255))
+    guarded = np.full(old.size + 200, 0xABCD, np.uint16)
+    base = guarded[100:-100]
+    base[:] = old
+    try:
+        decode(codec, bytes(payload), base, 0).apply_to(base)
+    except FrameError:
+        np.testing.assert_array_equal(base, old)
+    assert (guarded[:100] == 0xABCD).all() and (guarded[-100:] == 0xABCD).all()
+
+
+def test_apply_reads_all_streams_before_its_first_write():
+    old, new = adam_like(np.random.default_rng(1), 200_000, 0.05)
+    streams, _, _ = _delta.encode(old, new, 0)
+    base = old.copy()
+    for number, stream in enumerate(streams):
+        broken = [*streams[:number], stream[:-1], *streams[number + 1 :]]
+        if stream:
+            with pytest.raises(_delta.MalformedStream):
+                _delta.apply(base, broken, 0)
+    np.testing.assert_array_equal(base, old)
+
+
+def test_arrays_that_are_not_raw_bits_are_the_callers_mistake():
+    bits = np.zeros(8, np.uint16)
+    with pytest.raises(ValueError, match="unsigned"):
+        _delta.encode(bits.view(np.float16), bits, 0)
+    with pytest.raises(ValueError, match="8 elements"):
+        _delta.encode(bits, bits[:4].copy(), 0)
+    with pytest.raises(ValueError, match="contiguous"):
+        _delta.encode(bits[::2], bits[::2], 0)
+    with pytest.raises(ValueError, match="bytes wide"):
+        _delta.state_hash(np.zeros(4, np.uint64), 0)
+
+
+def mix64(x):
+    mask = 2**64 - 1
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
+    return x ^ x >> 31
+
+
+def reference_hash(bits, first_index):
+    mask = 2**64 - 1
+    lanes = [0, 0]
+    for index, value in enumerate(bits, first_index):
+        place = ((index + 1) * 0x9E3779B97F4A7C15) & mask
+        place ^= place >> 29
+        first = mix64((place + int(value) * 0xD6E8FEB86659FD93) & mask)
+        second = ((first ^ 0xA0761D6478BD642F) * 0xE7037ED1A0B428DB) & mask
+        second ^= second >> 32
+        lanes = [(lanes[0] + first) & mask, (lanes[1] + second) & mask]
+    return tuple(lanes)
+
+
+@settings(deadline=None)
+@given(bits=st.lists(st.integers(0, 2**32 - 1), max_size=50), first_index=st.integers(0, 2**40))
+def test_state_hash_follows_its_written_definition(bits, first_index):
+    assert _delta.state_hash(np.array(bits, np.uint32), first_index) == reference_hash(bits, first_index)
+
+
+def test_state_hash_adds_up_over_any_cut_and_sees_a_swap():
+    bits = np.random.default_rng(2).integers(0, 65536, 10_000, dtype=np.uint16)
+    whole = StateHash.of(bits, 5)
+    assert StateHash.of(bits[:3333].copy(), 5) + StateHash.of(bits[3333:].copy(), 5 + 3333) == whole
+    swapped = bits.copy()
+    swapped[[10, 20]] = bits[[20, 10]]
+    assert bits[10] != bits[20] and StateHash.of(swapped, 5) != whole
+    assert StateHash.from_hex(str(whole)) == StateHash.from_bytes(whole.to_bytes()) == whole

@@ -1,0 +1,108 @@
+"""Both relays keep one contract."""
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from rose.errors import RelayError
+from rose.transfer.mooncake_relay import INSTALL_LIBRARIES, explain_import_failure, mooncake_available
+from rose.transfer.relay import open_relay, remove_run
+
+
+def test_an_object_comes_back_as_it_went_in(relay):
+    data = os.urandom(3 << 20)
+    relay.put("rose/run/1-0/0", data)
+    assert relay.get("rose/run/1-0/0") == data
+    assert relay.get("rose/run/1-0/1") is None
+
+
+def test_put_never_replaces(relay):
+    relay.put("rose/run/a", b"first")
+    with pytest.raises(RelayError, match="immutable"):
+        relay.put("rose/run/a", b"second")
+    assert relay.get("rose/run/a") == b"first"
+
+
+def test_upsert_replaces_with_any_length(relay):
+    for data in (b"one", b"three", b"2"):
+        relay.upsert("rose/run/HEAD", data)
+        assert relay.get("rose/run/HEAD") == data
+
+
+def test_keys_are_listed_by_prefix_and_removed_right_after_a_read(relay):
+    for name in ("rose/a/1", "rose/a/2", "rose/b/1"):
+        relay.put(name, b"x")
+        assert relay.get(name) == b"x"
+    assert relay.keys("rose/a/") == ["rose/a/1", "rose/a/2"]
+    relay.remove(["rose/a/1", "rose/a/1-never-there"])
+    assert relay.keys("rose/a/") == ["rose/a/2"]
+    assert remove_run(relay, "b") == 1
+    assert relay.keys("rose/") == ["rose/a/2"]
+
+
+def test_a_full_relay_refuses_and_keeps_what_it_has(relay):
+    chunk = os.urandom(20 << 20)
+    relay.put("rose/run/0", chunk)
+    with pytest.raises(RelayError, match=r"free of|full"):
+        for number in range(1, 5):
+            relay.put(f"rose/run/{number}", chunk)
+    assert relay.get("rose/run/0") == chunk
+    relay.remove(["rose/run/1"])
+    relay.put("rose/run/9", chunk)
+
+
+def test_nobody_at_the_address_is_a_relay_error():
+    for url in ("embedded://127.0.0.1:1", "mooncake://127.0.0.1:1"):
+        with pytest.raises(RelayError):
+            open_relay(url)
+
+
+@pytest.mark.parametrize("url", ["redis://a:1", "embedded://a", "embedded://a:x", "mooncake://a:1/x"])
+def test_a_bad_url_is_the_callers_mistake(url):
+    with pytest.raises(ValueError, match="relay URL"):
+        open_relay(url)
+
+
+def test_an_embedded_relay_with_a_key_answers_only_to_it(start_relay, monkeypatch):
+    monkeypatch.setenv("ROSE_KEY", "secret")
+    url = start_relay("embedded").url
+    with pytest.raises(RelayError, match="ROSE_KEY"):
+        open_relay(url)
+    with pytest.raises(RelayError, match="ROSE_KEY"):
+        open_relay(url, "wrong")
+    relay = open_relay(url, "secret")
+    relay.put("a", b"1")
+    assert relay.get("a") == b"1"
+    relay.close()
+
+
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)])
+def test_a_port_in_use_is_one_clear_line_and_status_2(kind, shared_relays):
+    port = shared_relays(kind).port
+    command = [sys.executable, "-m", "rose.transfer.relay_server", "--kind", kind, "--port", port]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert port in done.stderr.splitlines()[-1] and "choose another port" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.mooncake
+def test_a_killed_mooncake_relay_takes_its_master_along(start_relay):
+    relay = start_relay("mooncake")
+    (master,) = psutil.Process(relay.process.pid).children()
+    assert "mooncake_master" in master.name()
+    relay.kill()
+    assert psutil.wait_procs([master], timeout=10)[0] == [master]
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it():
+    stderr = "ImportError: libibverbs.so.1: cannot open shared object file: No such file or directory"
+    assert explain_import_failure(stderr, 1) == f"system library libibverbs.so.1 missing: {INSTALL_LIBRARIES}"
+    assert explain_import_failure("", -6) == "import mooncake.store failed: ended with status -6"
+
+
+@pytest.mark.mooncake
+def test_mooncake_is_found_where_it_is_installed():
+    assert mooncake_available() == (True, "Mooncake Store loads")

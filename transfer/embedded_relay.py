@@ -1,0 +1,175 @@
+"""The embedded relay: objects in one process's memory, over HTTP.
+
+Owns: the server (aiohttp, one event loop, one dict) and its blocking client.
+Promises: an object becomes visible only when its last byte arrived; a full relay refuses with the
+numbers. With ROSE_KEY set, every call needs it as a bearer token.
+Never writes to disk, never evicts: what the trainer put stays until the trainer removes it.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Iterable
+from urllib.parse import quote
+
+import httpx
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from rose.errors import RelayError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CAPACITY_BYTES = 8 << 30
+_TIMEOUT_S = httpx.Timeout(60.0, connect=5.0)
+
+
+class ObjectStore:
+    """The objects of one embedded relay; used by its event loop only."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.objects: dict[str, bytes] = {}
+        self.used_bytes = 0
+
+    def write(self, key: str, data: bytes, *, replace: bool) -> None:
+        """Raises: web.HTTPConflict when the key exists, web.HTTPInsufficientStorage when full."""
+        old = self.objects.get(key)
+        if old is not None and not replace:
+            raise web.HTTPConflict(text=f"{key} exists and is immutable")
+        grow = len(data) - (len(old) if old is not None else 0)
+        self.require_room(key, grow)
+        self.objects[key] = data
+        self.used_bytes += grow
+
+    def require_room(self, key: str, num_bytes: int) -> None:
+        """Raises: web.HTTPInsufficientStorage with the numbers."""
+        free = self.capacity_bytes - self.used_bytes
+        if num_bytes > free:
+            raise web.HTTPInsufficientStorage(
+                text=f"{key}: need {num_bytes} bytes, {free} free of {self.capacity_bytes}"
+            )
+
+    def remove(self, key: str) -> None:
+        """Removes the object if it is there."""
+        self.used_bytes -= len(self.objects.pop(key, b""))
+
+    def check_integrity(self) -> None:
+        """Raises: AssertionError when the byte count is off."""
+        total = sum(len(data) for data in self.objects.values())
+        assert total == self.used_bytes <= self.capacity_bytes, (total, self.used_bytes)
+
+
+def make_app(store: ObjectStore, key: str | None) -> web.Application:
+    """The relay's HTTP application."""
+
+    async def write(request: web.Request) -> web.Response:
+        name = request.match_info["key"]
+        store.require_room(name, request.content_length or 0)
+        store.write(name, await request.read(), replace=request.query.get("replace") == "1")
+        return web.Response(status=204)
+
+    async def read(request: web.Request) -> web.Response:
+        data = store.objects.get(request.match_info["key"])
+        return web.Response(status=404) if data is None else web.Response(body=data)
+
+    async def remove(request: web.Request) -> web.Response:
+        for name in await request.json():
+            store.remove(name)
+        return web.Response(status=204)
+
+    async def names(request: web.Request) -> web.Response:
+        prefix = request.query.get("prefix", "")
+        return web.json_response(sorted(name for name in store.objects if name.startswith(prefix)))
+
+    app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key)])
+    app.router.add_put("/v1/objects/{key:.+}", write)
+    app.router.add_get("/v1/objects/{key:.+}", read)
+    app.router.add_post("/v1/remove", remove)
+    app.router.add_get("/v1/keys", names)
+    return app
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _require_key(key: str | None) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise web.HTTPUnauthorized(text="the relay needs ROSE_KEY")
+        return await handler(request)
+
+    return check
+
+
+class EmbeddedRelay:
+    """Client of an embedded relay; see rose.transfer.relay.Relay."""
+
+    def __init__(self, host: str, port: int, key: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        # A relay is reached directly: a proxy from the environment would only see 64 MB bodies.
+        self._http = httpx.Client(
+            base_url=f"http://{host}:{port}", headers=headers, timeout=_TIMEOUT_S, trust_env=False
+        )
+        try:
+            self.keys("rose/HEAD_RUN")
+        except RelayError:
+            self._http.close()
+            raise
+
+    def put(self, key: str, data: bytes) -> None:
+        self._call("PUT", self._path(key), content=data)
+
+    def upsert(self, key: str, data: bytes) -> None:
+        self._call("PUT", self._path(key) + "?replace=1", content=data)
+
+    def get(self, key: str) -> bytes | None:
+        response = self._call("GET", self._path(key))
+        return None if response.status_code == 404 else response.content
+
+    def remove(self, keys: Iterable[str]) -> None:
+        names = list(keys)
+        if names:
+            self._call("POST", "/v1/remove", content=json.dumps(names).encode())
+
+    def keys(self, prefix: str) -> list[str]:
+        names = self._call("GET", f"/v1/keys?prefix={quote(prefix)}").json()
+        return [str(name) for name in names]
+
+    def close(self) -> None:
+        self._http.close()
+
+    @staticmethod
+    def _path(key: str) -> str:
+        return f"/v1/objects/{quote(key)}"
+
+    def _call(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, content=content)
+        except httpx.HTTPError as error:
+            where = self._http.base_url
+            raise RelayError(f"embedded relay {where}: {method} {path}: {error!r}") from error
+        if response.is_success or (method == "GET" and response.status_code == 404):
+            return response
+        raise RelayError(f"embedded relay refused {method} {path}: {response.status_code} {response.text}")
+
+
+async def serve(host: str, port: int, capacity_bytes: int, key: str | None) -> None:
+    """Serves until SIGTERM or SIGINT; prints {"url": ...} once it listens. Raises: OSError, port taken."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    runner = web.AppRunner(make_app(ObjectStore(capacity_bytes), key), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        bound = runner.addresses[0][1]
+        print(json.dumps({"url": f"embedded://{host}:{bound}"}), flush=True)
+        await stopped.wait()
+    finally:
+        await runner.cleanup()

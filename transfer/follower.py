@@ -1,0 +1,119 @@
+"""The follower: brings a mirror to the newest published version.
+
+Owns: the choice of the way there (deltas from the own version, or the latest snapshot and its deltas).
+Promises: the mirror is always at a whole version; when advance() raises, it stays at the last good one.
+Never talks to a worker, never sleeps.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from rose.errors import FrameError, RelayError
+from rose.transfer import manifest as keys
+from rose.transfer.checkpoint import fill_from_checkpoint
+from rose.transfer.manifest import Head, HeadRun, LayoutBody, Manifest, Model, unpack_body
+from rose.transfer.mirror import WeightMirror
+from rose.transfer.planes import WeightPlanes
+from rose.transfer.relay import Relay
+
+logger = logging.getLogger(__name__)
+
+AUTO_RUN = "auto"
+
+
+class _Missing(RelayError):
+    """An object that HEAD promised is not there: it was retired while we walked."""
+
+
+class Follower:
+    """Follows one run, or with "auto" whatever run the newest trainer opened.
+
+    base_checkpoint: the checkpoint the trainer started from; when its bits are the snapshot's, the
+    snapshot need not cross the link.
+    """
+
+    def __init__(
+        self, relay: Relay, run_id: str, mirror: WeightMirror, base_checkpoint: Path | None = None
+    ) -> None:
+        self._relay = relay
+        self._run_id = run_id if run_id == AUTO_RUN else keys.check_name(run_id, "run id")
+        self._base_checkpoint = base_checkpoint
+        self.mirror = mirror
+        self.fetched_bytes = 0
+
+    def advance(self) -> bool:
+        """One look at HEAD; True when the mirror moved. Raises: RelayError, FrameError."""
+        run_id = self._current_run()
+        data = self._relay.get(keys.head_key(run_id)) if run_id is not None else None
+        if run_id is None or data is None:
+            return False
+        head = unpack_body(data, Head, keys.head_key(run_id))
+        if self._is_at(run_id, head):
+            return False
+        try:
+            self._walk(run_id, head)
+        except (FrameError, _Missing) as error:
+            logger.warning("delta chain unusable, starts over: run=%s error=%s", run_id, error)
+            self._load_snapshot(run_id, head.snapshot)
+            self._walk(run_id, head)
+        logger.info("mirror moved: version=%s state_hash=%s", self.mirror.version, self.mirror.state_hash)
+        return True
+
+    def _current_run(self) -> str | None:
+        if self._run_id != AUTO_RUN:
+            return self._run_id
+        data = self._relay.get(keys.HEAD_RUN_KEY)
+        return unpack_body(data, HeadRun, keys.HEAD_RUN_KEY).run_id if data is not None else None
+
+    def _is_at(self, run_id: str, head: Head) -> bool:
+        version = self.mirror.version
+        return (
+            version is not None
+            and (version.run_id, version.number) == (run_id, head.version)
+            and str(self.mirror.state_hash) == head.state_hash
+        )
+
+    def _walk(self, run_id: str, head: Head) -> None:
+        start = self._start_of_walk(run_id, head)
+        for number in range(start + 1, head.version + 1):
+            manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
+            self.mirror.apply_delta(manifest, self._frames(manifest))
+        if not self._is_at(run_id, head):
+            raise FrameError(f"at {self.mirror.version} {self.mirror.state_hash}, HEAD says {head}")
+
+    def _start_of_walk(self, run_id: str, head: Head) -> int:
+        """The version from which deltas lead to HEAD: the own one, or the snapshot, which it loads."""
+        own = self.mirror.version
+        if own is not None and own.run_id == run_id and head.oldest_base <= own.number <= head.version:
+            return own.number
+        self._load_snapshot(run_id, head.snapshot)
+        return head.snapshot
+
+    def _load_snapshot(self, run_id: str, number: int) -> None:
+        layout = self._body(keys.layout_key(run_id), LayoutBody).to_layout()
+        manifest = self._body(keys.manifest_key(run_id, number, None), Manifest)
+        if self._base_checkpoint is not None:
+            planes = WeightPlanes(layout)
+            try:
+                fill_from_checkpoint(planes, self._base_checkpoint)
+                self.mirror.adopt(manifest, planes)
+                return
+            except (FrameError, OSError) as error:
+                logger.info("base checkpoint is not snapshot %s/%s: %s", run_id, number, error)
+        self.mirror.load_snapshot(manifest, layout, self._frames(manifest))
+
+    def _frames(self, manifest: Manifest) -> Iterator[bytes]:
+        for entry in manifest.buckets:
+            data = self._object(entry.key)
+            self.fetched_bytes += len(data)
+            yield data
+
+    def _body(self, key: str, model: type[Model]) -> Model:
+        return unpack_body(self._object(key), model, key)
+
+    def _object(self, key: str) -> bytes:
+        data = self._relay.get(key)
+        if data is None:
+            raise _Missing(f"{key} is not in the relay")
+        return data

@@ -1,0 +1,154 @@
+"""What a relay holds: the keys, and the JSON bodies that make objects findable.
+
+    rose/HEAD_RUN                        the run that followers of "auto" follow    (replaced)
+    rose/{run}/HEAD                      newest version, and the chain to it        (replaced)
+    rose/{run}/LAYOUT                    tensors and bucket size                    (written once)
+    rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
+    rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
+    rose/{run}/ack/{worker}              the version a worker runs                  (replaced)
+
+Owns: key names and these bodies. Promises: a manifest in the relay means that every frame it names is
+there, and HEAD names only versions with a manifest; bad JSON raises RelayError. No I/O here.
+"""
+
+import re
+from typing import Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rose.errors import RelayError
+from rose.transfer.layout import Layout, TensorSpec
+
+HEAD_RUN_KEY = "rose/HEAD_RUN"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class HeadRun(_Body):
+    """The newest run that a trainer opened on this relay."""
+
+    run_id: str
+
+
+class Head(_Body):
+    """How to reach the newest version: from the snapshot, or from any version since `oldest_base`."""
+
+    version: int = Field(ge=0)
+    snapshot: int = Field(ge=0)
+    oldest_base: int = Field(ge=0)
+    """Deltas from this version on are kept."""
+    state_hash: str
+
+
+class TensorBody(_Body):
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class LayoutBody(_Body):
+    """A Layout as JSON."""
+
+    digest: str
+    bucket_bytes: int = Field(gt=0)
+    tensors: list[TensorBody]
+
+    @classmethod
+    def of(cls, layout: Layout) -> Self:
+        tensors = [TensorBody(name=t.name, dtype=t.dtype, shape=list(t.shape)) for t in layout.tensors]
+        return cls(digest=layout.digest, bucket_bytes=layout.bucket_bytes, tensors=tensors)
+
+    def to_layout(self) -> Layout:
+        """Raises: RelayError when the digest does not belong to the table."""
+        specs = [TensorSpec(name=t.name, dtype=t.dtype, shape=tuple(t.shape)) for t in self.tensors]
+        layout = Layout(specs, self.bucket_bytes)
+        if layout.digest != self.digest:
+            raise RelayError(f"layout has digest {layout.digest}, its body says {self.digest}")
+        return layout
+
+
+class BucketEntry(_Body):
+    index: int = Field(ge=0)
+    key: str
+    num_bytes: int
+
+
+class Manifest(_Body):
+    """One version as a delta, or as a snapshot when base is None. Unchanged buckets have no entry."""
+
+    run_id: str
+    version: int = Field(ge=0)
+    base: int | None
+    layout: str
+    state_hash: str
+    base_state_hash: str | None
+    num_elements: int
+    num_changed: int
+    buckets: list[BucketEntry]
+
+
+class Ack(_Body):
+    """A worker's word that it now runs a version."""
+
+    worker: str
+    version: int
+    state_hash: str
+
+
+def check_name(name: str, what: str) -> str:
+    """Returns `name` if it can be part of a key and of a version string. Raises: ValueError."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{what} {name!r} must be 1-128 letters, digits, '.', '_' or '-'")
+    return name
+
+
+def worker_name(worker_url: str) -> str:
+    """The name under which the subscriber of this worker acknowledges: its host and port."""
+    bare = worker_url.split("://")[-1].strip("/")
+    return check_name(re.sub(r"[^A-Za-z0-9._-]", "-", bare), "worker name")
+
+
+def run_prefix(run_id: str) -> str:
+    return f"rose/{run_id}/"
+
+
+def head_key(run_id: str) -> str:
+    return f"rose/{run_id}/HEAD"
+
+
+def layout_key(run_id: str) -> str:
+    return f"rose/{run_id}/LAYOUT"
+
+
+def version_prefix(run_id: str, version: int, base: int | None) -> str:
+    return f"rose/{run_id}/{version}-{base if base is not None else 'none'}/"
+
+
+def manifest_key(run_id: str, version: int, base: int | None) -> str:
+    return version_prefix(run_id, version, base) + "MANIFEST"
+
+
+def bucket_key(run_id: str, version: int, base: int | None, bucket: int) -> str:
+    return f"{version_prefix(run_id, version, base)}{bucket}"
+
+
+def ack_prefix(run_id: str) -> str:
+    return f"rose/{run_id}/ack/"
+
+
+def pack_body(body: BaseModel) -> bytes:
+    return body.model_dump_json().encode()
+
+
+def unpack_body(data: bytes, model: type[Model], key: str) -> Model:
+    """Raises: RelayError naming the key when the object is not such a body."""
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RelayError(f"{key}: not a {model.__name__}: {where} {first['msg']}") from error

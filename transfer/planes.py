@@ -1,0 +1,65 @@
+"""All weights of one version in host memory, as raw bits.
+
+Owns: one vector per dtype, cut by the layout, with a state hash per bucket. The trainer's kept copy and
+the engine's mirror are both this.
+Promises: the hashes always belong to the bits; check_integrity() recomputes them from scratch.
+Never reads a value as a number, never talks to a relay.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from rose.transfer.codec import Bits, Patch
+from rose.transfer.layout import DTYPE_BYTES, Bucket, Layout
+from rose.transfer.state_hash import StateHash
+
+_BITS_BY_WIDTH: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+}
+
+
+def bits_dtype(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
+    """The numpy type that holds the raw bits of a safetensors dtype."""
+    return _BITS_BY_WIDTH[DTYPE_BYTES[dtype]]
+
+
+class WeightPlanes:
+    """The bits of every tensor of a layout; zero until written."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.planes: dict[str, Bits] = {
+            dtype: np.zeros(count, bits_dtype(dtype)) for dtype, count in layout.plane_elements.items()
+        }
+        self._bucket_hashes = [StateHash()] * len(layout.buckets)
+
+    @property
+    def state_hash(self) -> StateHash:
+        """The hash of the whole state."""
+        return sum(self._bucket_hashes, StateHash())
+
+    def bucket_hash(self, bucket: Bucket) -> StateHash:
+        return self._bucket_hashes[bucket.index]
+
+    def bits(self, bucket: Bucket) -> Bits:
+        """The bucket's elements, in place. Write through fill() or patch(), which keep the hash."""
+        return self.planes[bucket.dtype][bucket.begin : bucket.end]
+
+    def fill(self, bucket: Bucket, bits: Bits) -> None:
+        """Replaces a whole bucket."""
+        self.bits(bucket)[:] = bits
+        self._bucket_hashes[bucket.index] = StateHash.of(bits, bucket.first_index)
+
+    def patch(self, bucket: Bucket, patch: Patch) -> None:
+        """Applies a patch that was decoded against this bucket as it is now; can't fail."""
+        patch.apply_to(self.bits(bucket))
+        self._bucket_hashes[bucket.index] += patch.change
+
+    def check_integrity(self) -> None:
+        """Raises: AssertionError when a bucket's bits don't have the hash that is kept for them."""
+        for bucket in self.layout.buckets:
+            found = StateHash.of(self.bits(bucket), bucket.first_index)
+            assert found == self._bucket_hashes[bucket.index], f"bucket {bucket.index}: {found}"

@@ -1,0 +1,262 @@
+"""The publisher: the trainer's end of the weight transfer.
+
+Owns: the kept copy of what was published last, the run's version numbers, the run's objects in the relay.
+Promises: HEAD names a version only when all its objects are in the relay; a publish that fails leaves the
+kept copy at the last committed version, so the next one starts from there. Deltas are exact.
+Never waits for engines (wait_acked does, when the trainer asks). One thread at a time.
+Source: ROSE §4.2. Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is
+not exact), and snapshots bound the chain that a late joiner walks.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from rose.config import Settings
+from rose.errors import RelayError, WorkerError
+from rose.transfer import manifest as keys
+from rose.transfer.codec import Codec, Patch, decode, encode
+from rose.transfer.layout import Bucket, Layout
+from rose.transfer.manifest import Ack, Head, HeadRun, LayoutBody, pack_body, unpack_body
+from rose.transfer.planes import WeightPlanes
+from rose.transfer.relay import open_relay, remove_run
+from rose.transfer.state_hash import StateHash
+from rose.transfer.torch_source import TorchSource
+from rose.transfer.version_writer import VersionWriter
+from rose.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_EVERY = 100
+_PUT_THREADS = 2
+_ACK_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What one publish sent, and what it would have cost otherwise."""
+
+    version: WeightVersion
+    base: int | None
+    state_hash: str
+    num_elements: int
+    num_changed: int
+    dense_bytes: int
+    coo_bytes: int
+    """int32 place + difference per changed element; dense_bytes for a snapshot."""
+    wire_bytes: int
+    """Frames and manifest of this version."""
+    snapshot_bytes: int
+    """Of the snapshot put beside a delta for late joiners, 0 mostly."""
+    encode_s: float
+    put_s: float
+    """Waiting for the relay, while encoding had nothing left to do beside it."""
+
+
+class WeightPublisher:
+    """Publishes a trainer's weights as a run of versions 0, 1, 2, ...
+
+    weights: a torch module, a mapping or pairs of (Hugging Face name, tensor); read at each publish().
+    Raises: RelayError when the relay does not answer or holds a run of this id already.
+    """
+
+    def __init__(
+        self,
+        weights: Any,
+        relay_url: str,
+        run_id: str | None = None,
+        dtype: str | None = "bfloat16",
+        *,
+        codec: Codec = Codec.G8S_ZSTD,
+        snapshot_every: int = SNAPSHOT_EVERY,
+        key: str | None = None,
+    ) -> None:
+        self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
+        if codec is Codec.DENSE or snapshot_every < 1:
+            raise ValueError(f"need a sparse codec and snapshot_every >= 1, got {codec!r} {snapshot_every}")
+        self._source = TorchSource(weights, dtype)
+        self.layout = Layout(self._source.specs())
+        self._planes = WeightPlanes(self.layout)
+        self._codec = codec
+        self._snapshot_every = snapshot_every
+        self._number = -1
+        self._snapshots: list[int] = []
+        self._oldest_base = 0
+        self._snapshot_bytes = 0
+        self._chain_bytes = 0
+        self._is_announced = False
+        self._objects: dict[tuple[int, int | None], list[str]] = {}
+        self._relay = open_relay(relay_url, key if key is not None else Settings.from_environment().key)
+        self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
+        if self._relay.get(keys.head_key(self.run_id)) is not None:
+            self.close()
+            raise RelayError(f"run {self.run_id} is in relay {relay_url} already; choose another run id")
+        remove_run(self._relay, self.run_id)
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The last committed version, None before the first publish()."""
+        return WeightVersion(run_id=self.run_id, number=self._number) if self._number >= 0 else None
+
+    @property
+    def state_hash(self) -> StateHash:
+        """The hash of the last committed version."""
+        return self._planes.state_hash
+
+    def publish(self) -> SyncReport:
+        """Publishes the weights as they are now. Raises: RelayError; calling again is safe."""
+        if self._relay.get(keys.head_key(self.run_id)) is None:
+            self._start_run()
+        if self._number < 0:
+            writer = self._write(0, None, self._put_first)
+        else:
+            writer = self._write(self._number + 1, self._number, self._put_delta)
+        snapshot_bytes = 0
+        if self._needs_snapshot():
+            snapshot_bytes = self._write(self._number, None, self._put_snapshot).wire_bytes
+        self._move_head()
+        report = self._report(writer, snapshot_bytes)
+        logger.info("published: %s", report)
+        return report
+
+    def acks(self) -> dict[str, Ack]:
+        """What each worker of this run acknowledged last, its own state hash included. Raises: RelayError."""
+        found: dict[str, Ack] = {}
+        for key in self._relay.keys(keys.ack_prefix(self.run_id)):
+            data = self._relay.get(key)
+            if data is not None:
+                ack = unpack_body(data, Ack, key)
+                found[ack.worker] = ack
+        return found
+
+    def acked(self) -> dict[str, int]:
+        """The version that each worker of this run acknowledged last. Raises: RelayError."""
+        return {worker: ack.version for worker, ack in self.acks().items()}
+
+    def wait_acked(self, version: WeightVersion, workers: Sequence[str], timeout_s: float) -> None:
+        """Returns when every named worker runs `version` or a newer one of this run.
+
+        workers: names as in rose.transfer.manifest.worker_name. Raises: WorkerError naming the late ones.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            acked = self.acked()
+            late = sorted(name for name in workers if acked.get(name, -1) < version.number)
+            if not late:
+                return
+            if time.monotonic() >= deadline:
+                raise WorkerError(f"no ack of {version} within {timeout_s} s from {', '.join(late)}")
+            time.sleep(_ACK_POLL_S)
+
+    def close(self) -> None:
+        """Closes the connection; what was published stays in the relay."""
+        self._puts.shutdown()
+        self._relay.close()
+
+    def _write(self, version: int, base: int | None, put: Callable[[VersionWriter], None]) -> VersionWriter:
+        """Runs `put` on a new writer, first clearing away what an aborted attempt left."""
+        self._relay.remove(self._objects.pop((version, base), []))
+        writer = VersionWriter(self._relay, self._puts, self.run_id, self.layout, version, base)
+        self._objects[version, base] = writer.keys
+        try:
+            put(writer)
+        finally:
+            writer.abort()
+        return writer
+
+    def _start_run(self) -> None:
+        """Puts what precedes all versions; again when the relay came back empty after a crash."""
+        self._relay.upsert(keys.layout_key(self.run_id), pack_body(LayoutBody.of(self.layout)))
+        self._is_announced = False
+
+    def _put_first(self, writer: VersionWriter) -> None:
+        for bucket in self.layout.buckets:
+            with writer.encoding():
+                self._planes.fill(bucket, self._source.read(self.layout, bucket))
+        self._put_snapshot(writer)
+        self._number = 0
+
+    def _put_delta(self, writer: VersionWriter) -> None:
+        patches: list[tuple[Bucket, Patch]] = []
+        for bucket in self.layout.buckets:
+            before = self._planes.bucket_hash(bucket)
+            with writer.encoding():
+                old = self._planes.bits(bucket)
+                new = self._source.read(self.layout, bucket)
+                encoded = encode(self._codec, old, new, bucket.first_index)
+                patch = decode(self._codec, encoded.payload, old, bucket.first_index)
+            assert patch.change == encoded.change, f"codec {self._codec!r} does not invert"
+            if encoded.num_changed > 0:
+                after = before + encoded.change
+                writer.put(bucket, self._codec, encoded.payload, encoded.num_changed, before, after)
+                patches.append((bucket, patch))
+        writer.commit(sum((patch.change for _, patch in patches), self.state_hash), self.state_hash)
+        for bucket, patch in patches:
+            self._planes.patch(bucket, patch)
+        self._number = writer.version
+        self._chain_bytes += writer.wire_bytes
+
+    def _needs_snapshot(self) -> bool:
+        """Late joiners walk the chain: it may be neither long nor half as big as what it saves."""
+        if self._snapshots[-1] == self._number or not self._is_announced:
+            return self._snapshots[-1] != self._number
+        is_long = self._number - self._snapshots[-1] >= self._snapshot_every
+        return is_long or self._chain_bytes > self._snapshot_bytes / 2
+
+    def _put_snapshot(self, writer: VersionWriter) -> None:
+        for bucket in self.layout.buckets:
+            payload = self._planes.bits(bucket).tobytes()
+            after = self._planes.bucket_hash(bucket)
+            writer.put(bucket, Codec.DENSE, payload, bucket.num_elements, StateHash(), after)
+        writer.commit(self.state_hash, None)
+        self._snapshots = [*self._snapshots[-1:], writer.version]
+        self._snapshot_bytes = writer.wire_bytes
+        self._chain_bytes = 0
+
+    def _move_head(self) -> None:
+        """Points followers at the newest version, then removes what nobody needs any more."""
+        self._oldest_base = self._choose_oldest_base()
+        head = Head(
+            version=self._number,
+            snapshot=self._snapshots[-1],
+            oldest_base=self._oldest_base,
+            state_hash=str(self.state_hash),
+        )
+        self._relay.upsert(keys.head_key(self.run_id), pack_body(head))
+        if not self._is_announced:
+            self._relay.upsert(keys.HEAD_RUN_KEY, pack_body(HeadRun(run_id=self.run_id)))
+            self._is_announced = True
+        for version, base in list(self._objects):
+            if (base if base is not None else version) < self._oldest_base:
+                self._relay.remove(self._objects[version, base])
+                del self._objects[version, base]
+
+    def _choose_oldest_base(self) -> int:
+        """The latest snapshot once all workers are past it; the one before it for workers that lag.
+
+        A worker that falls two snapshots behind, perhaps dead, is not waited for: it starts over.
+        """
+        latest = self._snapshots[-1]
+        if latest == self._oldest_base or min(self.acked().values(), default=latest) >= latest:
+            return latest
+        return max(self._snapshots[0], self._oldest_base)
+
+    def _report(self, writer: VersionWriter, snapshot_bytes: int) -> SyncReport:
+        dense_bytes = self.layout.num_bytes
+        return SyncReport(
+            version=WeightVersion(run_id=self.run_id, number=writer.version),
+            base=writer.base,
+            state_hash=str(self.state_hash),
+            num_elements=self.layout.num_elements,
+            num_changed=writer.num_changed,
+            dense_bytes=dense_bytes,
+            coo_bytes=writer.coo_bytes if writer.base is not None else dense_bytes,
+            wire_bytes=writer.wire_bytes,
+            snapshot_bytes=snapshot_bytes,
+            encode_s=writer.encode_s,
+            put_s=writer.put_s,
+        )

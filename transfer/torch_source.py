@@ -1,0 +1,103 @@
+"""The trainer's live tensors, read as raw bits.
+
+Owns: the only use of torch in this package, imported when a source is made.
+Promises: a tensor that several names share is published once, under its first name; wider floats are
+cast by torch (round to nearest even) on the device, before they are copied to the host.
+Never keeps a copy of the weights, never writes to them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rose.transfer.codec import Bits
+from rose.transfer.layout import Bucket, Layout, TensorSpec
+from rose.transfer.planes import bits_dtype
+
+_SAFETENSORS_NAMES = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int8": "I8",
+    "uint8": "U8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "bool": "BOOL",
+}
+_CASTS = ("bfloat16", "float16", "float32")
+
+
+class TorchSource:
+    """Tensors by their Hugging Face names, from a module or from (name, tensor) pairs.
+
+    weights: anything with state_dict(), a mapping, or pairs. The tensors are read anew at each publish,
+    so an optimizer that updates them in place needs nothing else.
+    dtype: what floats of 2 bytes or more are cast to; None publishes them as they are.
+    """
+
+    def __init__(self, weights: Any, dtype: str | None) -> None:
+        import torch
+
+        if dtype is not None and dtype not in _CASTS:
+            raise ValueError(f"dtype {dtype!r} is none of {', '.join(_CASTS)}")
+        self._torch = torch
+        self._cast = getattr(torch, dtype) if dtype is not None else None
+        self._tensors = _untied(_named(weights))
+        if not self._tensors:
+            raise ValueError("no tensors to publish")
+        self._views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+    def specs(self) -> list[TensorSpec]:
+        """What is published. Raises: ValueError on a dtype that has no place on the wire."""
+        return [
+            TensorSpec(name=name, dtype=self._wire_dtype(name, tensor), shape=tuple(tensor.shape))
+            for name, tensor in self._tensors.items()
+        ]
+
+    def read(self, layout: Layout, bucket: Bucket) -> Bits:
+        """The bits that the bucket's elements have now; a new array, or a read-only view of one tensor."""
+        pieces = list(layout.pieces(bucket))
+        bits = np.empty(bucket.num_elements, bits_dtype(bucket.dtype))
+        for piece in pieces:
+            flat = self._tensors[piece.tensor.name].detach().reshape(-1)[piece.begin : piece.end]
+            cast = flat if self._target(flat) is None else flat.to(self._target(flat))
+            raw = cast.contiguous().cpu().view(self._views[bits.itemsize]).numpy()
+            bits[piece.at : piece.at + raw.size] = raw
+        return bits
+
+    def _target(self, tensor: Any) -> Any:
+        is_wide_float = tensor.is_floating_point() and tensor.element_size() >= 2
+        return self._cast if is_wide_float and tensor.dtype != self._cast else None
+
+    def _wire_dtype(self, name: str, tensor: Any) -> str:
+        target = self._target(tensor)
+        dtype = str(target if target is not None else tensor.dtype).removeprefix("torch.")
+        if dtype not in _SAFETENSORS_NAMES:
+            raise ValueError(f"tensor {name}: dtype {dtype} can't be published")
+        return _SAFETENSORS_NAMES[dtype]
+
+
+def _named(weights: Any) -> Iterable[tuple[str, Any]]:
+    if hasattr(weights, "state_dict"):
+        weights = weights.state_dict(keep_vars=True)
+    pairs: Iterable[tuple[str, Any]] = weights.items() if isinstance(weights, Mapping) else weights
+    return pairs
+
+
+def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Drops names whose tensor is, element for element, the storage of an earlier one."""
+    kept: dict[str, Any] = {}
+    seen: set[tuple[Any, ...]] = set()
+    for name, tensor in pairs:
+        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if tensor.numel() > 0 and place in seen:
+            continue
+        seen.add(place)
+        kept[name] = tensor
+    return kept

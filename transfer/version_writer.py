@@ -1,0 +1,119 @@
+"""Writes the objects of one version to the relay: frames in the background, the manifest last.
+
+Owns: the keys, sizes and times of one version's way into the relay.
+Promises: commit() puts the manifest only after every frame is in; `keys` names whatever may have been
+written, so that an aborted version can be cleared away. Used once, by one thread.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+
+from rose.transfer import manifest as keys
+from rose.transfer.codec import Codec
+from rose.transfer.frame import NO_BASE, Frame, run_digest
+from rose.transfer.layout import DTYPE_BYTES, Bucket, Layout
+from rose.transfer.manifest import BucketEntry, Manifest, pack_body
+from rose.transfer.relay import Relay
+from rose.transfer.state_hash import StateHash
+
+_MAX_PENDING = 4  # of up to 64 MB each: bounds what waits for a slow link
+
+
+class VersionWriter:
+    """base: the version that a delta starts from, None for a snapshot."""
+
+    def __init__(
+        self, relay: Relay, executor: Executor, run_id: str, layout: Layout, version: int, base: int | None
+    ) -> None:
+        self._relay = relay
+        self._executor = executor
+        self._run_id = run_id
+        self._layout = layout
+        self.version = version
+        self.base = base
+        self.keys: list[str] = []
+        self.num_changed = 0
+        self.coo_bytes = 0
+        self.wire_bytes = 0
+        self.encode_s = 0.0
+        self.put_s = 0.0
+        self._entries: list[BucketEntry] = []
+        self._pending: deque[Future[None]] = deque()
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Counts the time spent inside as encoding."""
+        started = time.perf_counter()
+        yield
+        self.encode_s += time.perf_counter() - started
+
+    def put(
+        self,
+        bucket: Bucket,
+        codec: Codec,
+        payload: bytes,
+        num_changed: int,
+        before: StateHash,
+        after: StateHash,
+    ) -> None:
+        """Sends one bucket. Raises: RelayError, also for an earlier bucket."""
+        frame = Frame(
+            codec=codec,
+            width=DTYPE_BYTES[bucket.dtype],
+            bucket=bucket.index,
+            run=run_digest(self._run_id),
+            base=self.base if self.base is not None else NO_BASE,
+            version=self.version,
+            layout=bytes.fromhex(self._layout.digest),
+            dtype=bucket.dtype,
+            num_elements=bucket.num_elements,
+            first_index=bucket.first_index,
+            num_changed=num_changed,
+            base_hash=before,
+            new_hash=after,
+            payload=payload,
+        )
+        key = keys.bucket_key(self._run_id, self.version, self.base, bucket.index)
+        data = frame.pack()
+        self._entries.append(BucketEntry(index=bucket.index, key=key, num_bytes=len(data)))
+        self.num_changed += num_changed
+        self.coo_bytes += num_changed * (4 + DTYPE_BYTES[bucket.dtype])
+        self._send(key, data)
+        self._wait_for_puts(_MAX_PENDING)
+
+    def commit(self, after: StateHash, before: StateHash | None) -> None:
+        """Waits for the frames, then puts the manifest. Raises: RelayError."""
+        self._wait_for_puts(0)
+        manifest = Manifest(
+            run_id=self._run_id,
+            version=self.version,
+            base=self.base,
+            layout=self._layout.digest,
+            state_hash=str(after),
+            base_state_hash=str(before) if before is not None else None,
+            num_elements=self._layout.num_elements,
+            num_changed=self.num_changed,
+            buckets=self._entries,
+        )
+        self._send(keys.manifest_key(self._run_id, self.version, self.base), pack_body(manifest))
+        self._wait_for_puts(0)
+
+    def abort(self) -> None:
+        """Waits until nothing is being written any more; what was written stays for the caller to remove."""
+        for future in self._pending:
+            future.exception()
+        self._pending.clear()
+
+    def _send(self, key: str, data: bytes) -> None:
+        self.keys.append(key)
+        self.wire_bytes += len(data)
+        self._pending.append(self._executor.submit(self._relay.put, key, data))
+
+    def _wait_for_puts(self, max_pending: int) -> None:
+        started = time.perf_counter()
+        while len(self._pending) > max_pending:
+            self._pending.popleft().result()
+        self.put_s += time.perf_counter() - started
