@@ -9,6 +9,8 @@ import pytest
 # vLLM children inherit these: no hub, no usage report, and no more threads than a small machine has cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Importing TRL sets ERROR where nothing is set, and the engines would inherit that with the tests' order.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
