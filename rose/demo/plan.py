@@ -46,7 +46,7 @@ class PoolPlan:
 class ServingLoad:
     """The replayed traffic: three neighbours of the trace at a time, lengths scaled to the tiny model."""
 
-    rate_rps: float = 0.85
+    rate_rps: float = 1.3
     burst_size: int = 3
     max_prompt_tokens: int = 256
     max_output_tokens: int = 48
@@ -68,15 +68,16 @@ class Durations:
 
     rollout_alone_s: float
     window_s: float
+    """Of each window with serving traffic."""
     num_rounds: int
-    """Rounds of serving alone, naive, ROSE; interleaved, so that a slow minute touches all three."""
+    """Rounds of rollout alone, serving alone, naive, ROSE."""
     training_s: float
 
     @classmethod
     def choose(cls, *, is_quick: bool) -> "Durations":
         if is_quick:
             return cls(rollout_alone_s=12, window_s=24, num_rounds=1, training_s=75)
-        return cls(rollout_alone_s=20, window_s=24, num_rounds=2, training_s=190)
+        return cls(rollout_alone_s=15, window_s=24, num_rounds=2, training_s=180)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,6 @@ class DemoPlan:
     @property
     def measured_s(self) -> float:
         """Seconds of all windows together, for the time-left display."""
-        each = self.durations.window_s + self.serving.drain_s
-        rounds = 3 * self.durations.num_rounds * each
-        return self.durations.rollout_alone_s + rounds + self.durations.training_s
+        durations = self.durations
+        with_serving = 3 * (durations.window_s + self.serving.drain_s)
+        return durations.num_rounds * (durations.rollout_alone_s + with_serving) + durations.training_s

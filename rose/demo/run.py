@@ -43,6 +43,8 @@ MODELS_TIMEOUT_S = 120.0
 SETUP_ESTIMATE_S = 150.0
 RL_STEP_S = 4.0
 """About a step of the demo's trainer."""
+ROUND = (PhaseName.ROLLOUT_ALONE, PhaseName.SERVING_ALONE, PhaseName.NAIVE, PhaseName.ROSE)
+"""Measured in turn in every round: a slow minute of the machine touches all of them."""
 TRAINING_INDEX = 100
 """Sample of the trace that the training phase replays."""
 
@@ -177,33 +179,27 @@ class _Demo:
     def _measure_baselines(
         self, runner: WindowRunner, serving: EngineControl, rollout: EngineControl
     ) -> None:
-        durations = self._plan.durations
         self._rl_steps = RlSteps(rollout)
-        self._window(
-            runner,
-            WindowSpec(
-                name=PhaseName.ROLLOUT_ALONE,
-                index=0,
-                duration_s=durations.rollout_alone_s,
-                has_serving=False,
-                rollout_url=rollout.url,
-            ),
-        )
-        for index in range(durations.num_rounds):
-            for name in (PhaseName.SERVING_ALONE, PhaseName.NAIVE, PhaseName.ROSE):
-                spec = WindowSpec(
-                    name=name,
-                    index=index,
-                    duration_s=durations.window_s,
-                    has_serving=True,
-                    rollout_url=None if name is PhaseName.SERVING_ALONE else rollout.url,
-                )
+        for index in range(self._plan.durations.num_rounds):
+            for name in ROUND:
+                spec = self._window_spec(name, index, rollout)
                 with _gate(GateMode.OFF if name is PhaseName.NAIVE else GateMode.DUAL, serving, rollout):
                     is_probed = name is PhaseName.ROSE and index == 0
                     probe = self._greedy.probe(rollout) if is_probed else None
                     self._window(runner, spec)
                     if probe is not None:
                         probe.join()
+
+    def _window_spec(self, name: PhaseName, index: int, rollout: EngineControl) -> WindowSpec:
+        durations = self._plan.durations
+        has_serving = name is not PhaseName.ROLLOUT_ALONE
+        return WindowSpec(
+            name=name,
+            index=index,
+            duration_s=durations.window_s if has_serving else durations.rollout_alone_s,
+            has_serving=has_serving,
+            rollout_url=None if name is PhaseName.SERVING_ALONE else rollout.url,
+        )
 
     def _window(self, runner: WindowRunner, spec: WindowSpec) -> None:
         self._progress.phase(f"measuring {spec.name.replace('_', ' ')}, window {spec.index + 1}")
