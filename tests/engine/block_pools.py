@@ -16,7 +16,7 @@ NUM_POSITIONS = 6
 PINNED_SLAB = 100
 # Four blocks of two layers fill a slab exactly, so valid ids are 8k + [0, 4).
 LAYOUT = SlabLayout.plan(block_bytes_per_layer=128, num_layers=2, slab_bytes=1024)
-assert (LAYOUT.blocks_per_slab, LAYOUT.ids_per_slab) == (4, 8)
+assert [LAYOUT.block_ids(k).start for k in (0, 1)] == [0, 8] and LAYOUT.blocks_per_slab == 4
 
 
 def adopted_pool() -> SlabBlockPool:
