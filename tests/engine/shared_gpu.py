@@ -85,7 +85,7 @@ class SharedGpu:
         """As the router does at each step of the trainer; returns once the new budget counts."""
         self._rl_step += 1
         self.engine(Role.ROLLOUT).begin_rl_step(self._rl_step)
-        until(lambda: self.ledger.rl_step == self._rl_step, "the rollout engine began the RL step")
+        until(lambda: self.ledger.policy.rl_step == self._rl_step, "the rollout engine began the RL step")
 
     def held(self, role: Role) -> int:
         """Slabs that a role's engines own."""

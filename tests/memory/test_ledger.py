@@ -184,16 +184,15 @@ def test_policy_changes_notify_and_serving_figures_do_not() -> None:
     other = Ledger(memory)
     seen = ledger.change_seq
     ledger.begin_rl_step(3, 5)
-    assert (other.rollout_budget_slabs, other.pressure, other.rl_step) == (5, Pressure.NORMAL, 3)
+    assert other.policy == PolicyState(rl_step=3, rollout_budget_slabs=5)
     assert other.change_seq == seen + 1
     assert ledger.swap_policy(ledger.policy, ledger.policy)
-    ledger.rollout_budget_slabs = 5
     assert other.change_seq == seen + 1
-    ledger.pressure = Pressure.FROZEN
-    ledger.rl_step = 4
-    assert other.policy == PolicyState(rl_step=4, rollout_budget_slabs=5, pressure=Pressure.FROZEN)
-    assert other.change_seq == seen + 3
-    seen += 2
+    frozen = PolicyState(rl_step=4, rollout_budget_slabs=5, pressure=Pressure.FROZEN)
+    assert ledger.swap_policy(ledger.policy, frozen)
+    assert other.policy == frozen
+    assert other.change_seq == seen + 2
+    seen += 1
     ledger.serving_used_slabs = 4
     ledger.serving_recent_peak_slabs = 6
     assert other.change_seq == seen + 1
