@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from rose.config import Settings
 from rose.demo.cluster import ENGINE_ENV, pin_tree, write_models
+from rose.errors import WorkerError
 from rose.memory.daemon import DaemonHandle, start_daemon
 from rose.memory.pool import PoolClient
 from rose.node import launch
@@ -40,7 +41,10 @@ class Rig:
         self._settings = Settings.from_environment()
 
     def __enter__(self) -> Self:
-        subprocess.run([sys.executable, *write_models(self.folder / "models")], check=True)
+        argv = [sys.executable, *write_models(self.folder / "models")]
+        made = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if made.returncode != 0:
+            raise WorkerError(f"the models could not be made:\n{made.stderr}")
         return self
 
     def model(self, role: Role) -> Path:
@@ -66,7 +70,7 @@ class Rig:
         env: Mapping[str, str] | None = None,
         **rose: Any,
     ) -> ServerProcess:
-        """Begins to start an engine with ROSE; ``rose``: its settings, such as pool, lease_s, compute_cpus."""
+        """Begins to start an engine with ROSE; ``rose``: its settings, such as pool and lease_s."""
         config = EngineConfig(
             model=str(self.model(role)),
             port=free_port(),

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 64
 """Two engines of up to 16 ranks, and a few observers."""
-HAND_OVER_TIMEOUT_S = 30.0
+HAND_OVER_TIMEOUT_S = 20.0
 """A surviving engine knocks every 0.1 to 1 s; one that loads weights may hold its interpreter for seconds."""
 _SEND_TIMEOUT_S = 1.0
 """A reply of 200 bytes fits any socket buffer; a client that can't take it is broken."""

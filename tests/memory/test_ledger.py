@@ -259,6 +259,22 @@ def test_engine_slots_show_who_is_there() -> None:
     assert list(ledger.engines()) == [2]
 
 
+def test_slabs_of_a_leaving_engine_are_quarantined_whatever_their_state() -> None:
+    ledger, memory = make_ledger()
+    ledger.acquire(1, 2)
+    slabs = ledger.acquire(2, 3)
+    ledger.drain(slabs[:1], 2)
+    assert ledger.num_quarantined == 0
+    rollout = ledger.engines()[2]
+    ledger.set_engine(2, dataclasses.replace(rollout, is_leaving=True))
+    assert (Ledger(memory).num_quarantined, Ledger(memory).engines()[2].is_leaving) == (3, True)
+    ledger.force_free(2)
+    assert ledger.num_quarantined == 0
+    ledger.set_engine(2, None)
+    ledger.set_engine(2, rollout)
+    assert not ledger.engines()[2].is_leaving
+
+
 def test_bad_arguments_are_the_callers_mistake() -> None:
     ledger, _ = make_ledger()
     for call in (

@@ -87,6 +87,7 @@ def test_descriptors_beyond_this_process_limit_are_missed(
     try:
         with pytest.raises(PoolError, match=f"may have {limit} open files; raise that with ulimit -n"):
             inbox.receive(other)
+        inbox.close()
         with pytest.raises(
             ConfigError, match=rf"pool p: needs 99 more .* limit is {limit}; raise it: ulimit -n"
         ):
