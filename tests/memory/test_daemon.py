@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from pool_setup import HEADROOM_SLABS, NUM_SLABS, POOL, SLAB_BYTES, EngineProcess
 
-from rose._vmm import Range
 from rose.errors import ConfigError, PoolError
 from rose.memory.daemon import DaemonHandle, start_daemon
 from rose.memory.ledger import Ledger, Word
@@ -291,7 +290,7 @@ def test_pool_without_daemon_is_one_clear_line(runtime_dir: Path) -> None:
     ("sizes", "reason"),
     [
         ({"num_slabs": 4, "headroom_slabs": 4}, "--headroom-slabs 4: must be 0..3"),
-        ({"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000}, "power of two .* got 5000"),
+        ({"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000}, "multiple of the granularity of 4096 bytes, got 5000: use 8192"),
         ({"num_slabs": 0, "headroom_slabs": 0}, "--num-slabs"),
     ],
 )
@@ -353,4 +352,4 @@ def test_client_brings_slabs_ledger_and_board(pool: DaemonHandle, runtime_dir: P
         assert (len(two.board_words), two.board_words.load(5)) == (512, 42)
         assert {engine.role for engine in two.ledger.engines().values()} == set(Role)
         assert one.slab_file.num_slabs == NUM_SLABS
-        assert Range(two.slab_file, 3).num_bytes == 3 * SLAB_BYTES
+        assert two.slab_file.reserve(3).num_bytes == 3 * SLAB_BYTES
