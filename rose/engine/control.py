@@ -45,9 +45,9 @@ class EngineControl:
             else None
         )
         self._board = self._pool.board_words if self._pool is not None else None
-        self._page = StatusPage(
-            page_path(Settings.from_environment().runtime_dir, settings.engine_id), create=False
-        )
+        host = Settings.from_environment()
+        self._profile_dir = host.profile_dir
+        self._page = StatusPage(page_path(host.runtime_dir, settings.engine_id), create=False)
         self._activation = Activation(client, self._page)
 
     @property
@@ -156,7 +156,7 @@ class EngineControl:
         while self._page.get(Field.PROFILE) != ProfileCommand.NONE:
             await asyncio.sleep(0.05)
         key = profile_key(self._client.vllm_config)
-        model = load_profile(Settings.from_environment().profile_dir, key)
+        model = load_profile(self._profile_dir, key)
         if model is None:
             raise WorkerError("the engine did not store its profile; see its log")
         return Profile(file=key.file_name, model=model.to_json())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,15 @@ from rose.messages import (
 from rose.types import Role
 
 
-def _require_key(request: Request) -> None:
-    key = Settings.from_environment().key
-    given = request.headers.get("authorization", "")
-    if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-        raise HTTPException(401, "missing or wrong ROSE key: send 'Authorization: Bearer $ROSE_KEY'")
+def _key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
+    """What every route depends on; a None key lets everybody in."""
+
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise HTTPException(401, "missing or wrong ROSE key: send 'Authorization: Bearer $ROSE_KEY'")
+
+    return check
 
 
 def _control(request: Request) -> EngineControl:
@@ -48,7 +53,7 @@ def _control(request: Request) -> EngineControl:
     return control
 
 
-router = APIRouter(prefix="/rose/v1", dependencies=[Depends(_require_key)])
+router = APIRouter(prefix="/rose/v1")
 
 
 @router.get("/status")
@@ -149,7 +154,8 @@ class RoseEndpoint:
     required_tasks: Any = None
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(router)
+        key_check = _key_check(Settings.from_environment().key)
+        app.include_router(router, dependencies=[Depends(key_check)])
         app.add_middleware(FrontDoor)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
