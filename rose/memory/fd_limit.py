@@ -28,9 +28,9 @@ def ensure_fd_limit(num_fds: int, what: str) -> None:
         return
     if not _allows(hard, needed):
         raise ConfigError(
-            f"{what}: needs {num_fds} more open files, {num_open} are open and {_SPARE_FDS} are to spare; the "
-            f"limit is {soft}, at most {hard}: run `ulimit -n {needed}` as root before starting, or use fewer, "
-            f"larger slabs"
+            f"{what}: needs {num_fds} more open files, {num_open} are open and {_SPARE_FDS} are to spare; "
+            f"the limit is {soft}, at most {hard}: run `ulimit -n {needed}` as root before starting, or use "
+            f"fewer, larger slabs"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     logger.info("open files limit raised from=%d to=%d hard=%d", soft, needed, hard)

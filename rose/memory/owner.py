@@ -228,7 +228,9 @@ class PoolOwner:
             if uid != os.getuid():
                 raise AttachRefused(f"pool {self._name} belongs to uid {os.getuid()}, you are uid {uid}")
             if len(self._connections) >= MAX_CLIENTS:
-                raise AttachRefused(f"pool {self._name} has {MAX_CLIENTS} clients, its limit; stop some")
+                raise AttachRefused(
+                    f"pool {self._name} has {MAX_CLIENTS} clients, its limit; stop some", is_transient=True
+                )
             pidfd = open_pidfd(pid)
             started = start_ticks(pid)
         except PoolError as error:

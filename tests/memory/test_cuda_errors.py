@@ -138,8 +138,8 @@ def test_the_message_names_call_slab_and_sizes(stand_in: StandIn) -> None:
 
 def test_a_failed_undo_is_told_and_the_account_stays_true(stand_in: StandIn) -> None:
     range_ = stand_in.backend.create(3, stand_in.slab_bytes, "test").reserve(4)
-    # Each call needs the context first. The second cuMemSetAccess fails, and so do the undo's first two steps:
-    # to wait for the device and to unmap the first slab.
+    # Each call needs the context first. The second cuMemSetAccess fails, and so do the undo's first two
+    # steps: to wait for the device and to unmap the first slab.
     stand_in.fail(skip=7, count=3)
     with pytest.raises(
         VmmError, match=r"^cuMemSetAccess .*(; undoing it failed too: cuCtxPushCurrent.*){2}$"
@@ -197,7 +197,7 @@ def test_no_driver_and_no_device_are_clear_errors(stand_in: StandIn, tmp_path: P
         CudaBackend(0, missing)
     with pytest.raises(VmmError, match=r"^libm.so.6 has no cuInit: rose needs CUDA 11.2"):
         CudaBackend(0, "libm.so.6")
-    with pytest.raises(ValueError, match="device 2 of 2 that the driver shows: .*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ValueError, match=r"device 2 of 2 that the driver shows: .*CUDA_VISIBLE_DEVICES"):
         CudaBackend(2, str(stand_in.library))
     assert open_backend(BackendKind.HOST).granularity > 0
 
