@@ -111,7 +111,8 @@ class Backend(Protocol):
     def adopt(self, fds: Sequence[int], slab_bytes: int) -> Slabs:
         """Opens what another process exported; the caller still closes ``fds``.
 
-        Before receiving that many, call :func:`ensure_fd_limit`: what doesn't fit is lost. Raises: as create().
+        Before receiving that many, call :func:`ensure_fd_limit`: what doesn't fit is lost.
+        Raises: as create().
         """
         ...
 

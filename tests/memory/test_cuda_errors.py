@@ -128,7 +128,9 @@ def test_the_message_names_call_slab_and_sizes(stand_in: StandIn) -> None:
     stand_in.fail(b"cuMemCreate", skip=2)
     with pytest.raises(VmmError, match=r"^cuMemCreate failed .*: slab 2 of 5, 131072 bytes each"):
         stand_in.backend.create(5, 2 * stand_in.slab_bytes, "test")
-    with pytest.raises(VmmError, match=r"^cuMemImport.* CUDA_ERROR_INVALID_VALUE .*slab 0 of 1, descriptor 0"):
+    with pytest.raises(
+        VmmError, match=r"^cuMemImport.* CUDA_ERROR_INVALID_VALUE .*slab 0 of 1, descriptor 0"
+    ):
         stand_in.backend.adopt([0], stand_in.slab_bytes)
     with pytest.raises(ValueError, match="slab 3 of 3"):
         slabs.export(3)
@@ -136,10 +138,12 @@ def test_the_message_names_call_slab_and_sizes(stand_in: StandIn) -> None:
 
 def test_a_failed_undo_is_told_and_the_account_stays_true(stand_in: StandIn) -> None:
     range_ = stand_in.backend.create(3, stand_in.slab_bytes, "test").reserve(4)
-    # Each call needs the context first. The second cuMemSetAccess fails, and so do the undo's first two steps:
-    # to wait for the device and to unmap the first slab.
+    # Each call needs the context first. The second cuMemSetAccess fails, and so do the undo's first steps: to
+    # wait for the device, and to unmap the first slab.
     stand_in.fail(skip=7, count=3)
-    with pytest.raises(VmmError, match=r"^cuMemSetAccess .*(; undoing it failed too: cuCtxPushCurrent.*){2}$"):
+    with pytest.raises(
+        VmmError, match=r"^cuMemSetAccess .*(; undoing it failed too: cuCtxPushCurrent.*){2}$"
+    ):
         range_.map_many([0, 2], [0, 1])
     assert range_.mapped() == [(0, 0)]
     assert stand_in.accesses(range_) == ["rw", "", "", ""]
@@ -155,6 +159,12 @@ def test_slabs_are_unmapped_only_after_the_device_is_idle(stand_in: StandIn) -> 
     assert stand_in.calls(lambda: range_.unmap_many([0, 1])) == ["cuCtxSynchronize", *unmap * 2]
     assert stand_in.calls(lambda: range_.unmap(2, fence=False)) == unmap
     assert stand_in.calls(range_.fence) == ["cuCtxSynchronize"]
+
+
+def test_a_guard_is_replaced_only_after_the_device_is_idle(stand_in: StandIn) -> None:
+    range_ = stand_in.backend.create(3, stand_in.slab_bytes, "test").reserve(4, guard=True)
+    calls = stand_in.calls(lambda: range_.map(1, 2, zero=False))
+    assert calls == ["cuCtxSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess"]
 
 
 def test_access_and_zeroing_take_one_call_for_neighbours(stand_in: StandIn) -> None:
@@ -193,7 +203,7 @@ def test_no_driver_and_no_device_are_clear_errors(stand_in: StandIn, tmp_path: P
         CudaBackend(0, missing)
     with pytest.raises(VmmError, match=r"^libm.so.6 has no cuInit: rose needs CUDA 11.2"):
         CudaBackend(0, "libm.so.6")
-    with pytest.raises(ValueError, match="device 2 of 2 that the driver shows: .*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ValueError, match=r"device 2 of 2 that the driver shows: .*CUDA_VISIBLE_DEVICES"):
         CudaBackend(2, str(stand_in.library))
     assert open_backend(BackendKind.HOST).granularity > 0
 

@@ -290,7 +290,10 @@ def test_pool_without_daemon_is_one_clear_line(runtime_dir: Path) -> None:
     ("sizes", "reason"),
     [
         ({"num_slabs": 4, "headroom_slabs": 4}, "--headroom-slabs 4: must be 0..3"),
-        ({"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000}, "multiple of the granularity of 4096 bytes, got 5000: use 8192"),
+        (
+            {"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000},
+            "multiple of the granularity of 4096 bytes, got 5000: use 8192",
+        ),
         ({"num_slabs": 0, "headroom_slabs": 0}, "--num-slabs"),
     ],
 )

@@ -20,7 +20,9 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 def limits_after(soft: int, hard: int, num_fds: int) -> list[str]:
     """In a process of its own: a hard limit can't be raised again."""
     arguments = [str(each) for each in (soft, hard, num_fds)]
-    done = subprocess.run([sys.executable, "-c", CODE, *arguments], check=True, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *arguments], check=True, text=True, capture_output=True
+    )
     return done.stdout.splitlines()
 
 

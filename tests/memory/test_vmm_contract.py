@@ -1,4 +1,4 @@
-"""What every slab backend promises, on the host, on the stand-in CUDA driver, and on a GPU where there is one.
+"""What every slab backend promises: on the host, on the stand-in CUDA driver, on a GPU where there is one.
 
 The stand-in enforces the documented rules of the driver API on our calls; see stand_in_cuda.cpp for what
 that does not show.
@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from vmm_worlds import World
 
 import rose

@@ -1,7 +1,7 @@
 """A process that opens another one's slabs: `vmm_process.py SOCKET_FD NUM_FDS SLAB_BYTES [LIBRARY]`.
 
-Takes the descriptors over the socket, maps slab 1 at position 2 without zeroing, prints the bytes found there,
-writes 7 over them, and unmaps when a line comes in.
+Takes the descriptors over the socket, maps slab 1 at position 2 without zeroing, prints the bytes found
+there, writes 7 over them, and unmaps when a line comes in.
 """
 
 import os
