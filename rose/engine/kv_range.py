@@ -79,7 +79,14 @@ def pinned_slab(client: PoolClient, *, acquire: bool) -> int:
         if acquire and client.ledger.acquire(client.slot, 1):
             continue
         if acquire or time.monotonic() > deadline:
-            raise PoolError(f"engine slot {client.slot} has no slab for its first block: the pool is full")
+            held = {
+                str(one.role): client.ledger.num_owned(slot) for slot, one in client.ledger.engines().items()
+            }
+            raise PoolError(
+                f"need 1 slab for this engine's first block, {client.ledger.num_free} free of "
+                f"{client.num_slabs}, held {held}: wait until the other engine is idle, or start the pool "
+                f"with more --num-slabs"
+            )
         time.sleep(0.01)
     return owned[0]
 

@@ -81,7 +81,8 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
     """One row per engine, one line per worker that didn't answer; rates are against ``before``.
 
     queue: running and waiting requests. slabs: owned of budget. gate: mode and the share of steps that it
-    let through. lost: requests that ROSE reclaimed or reported as stalled.
+    let through. lost: requests that ROSE reclaimed or reported as stalled. Below: slabs of a dead engine in a
+    worker's pool that wait for the last of its processes to end.
     """
     table = Table(title="rose top", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in COLUMNS:
@@ -91,6 +92,8 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
         if sample.status is not None:
             rate = _rate(sample, before.get(sample.worker))
             table.add_row(urlsplit(sample.worker).netloc, *_row(sample.status), rate)
+            if quarantined := sample.status.pool_slabs_quarantined:
+                lines.append(Text(f"{sample.worker}: {quarantined} slabs of its pool in quarantine"))
     return Group(table, *lines) if table.row_count else Group(*lines)
 
 

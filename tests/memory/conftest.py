@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pool_setup import HEADROOM_SLABS, NUM_SLABS, POOL, SLAB_BYTES, EngineProcess
+from pool_setup import EngineProcess, start_pool
 from vmm_worlds import World, build_stand_in
 
 from rose.memory.backend import CUDA_DRIVER
-from rose.memory.daemon import DaemonHandle, start_daemon
+from rose.memory.daemon import DaemonHandle
 
 
 @pytest.fixture
@@ -24,13 +24,7 @@ def runtime_dir() -> Iterator[Path]:
 @pytest.fixture
 def pool(runtime_dir: Path) -> Iterator[DaemonHandle]:
     """A running daemon of pool ``POOL``."""
-    with start_daemon(
-        POOL,
-        num_slabs=NUM_SLABS,
-        slab_bytes=SLAB_BYTES,
-        headroom_slabs=HEADROOM_SLABS,
-        runtime_dir=runtime_dir,
-    ) as handle:
+    with start_pool(runtime_dir) as handle:
         yield handle
 
 

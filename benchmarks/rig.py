@@ -1,0 +1,136 @@
+"""Real engines over a real pool, for benchmarks: started as `rose serve` starts them, stopped in any case.
+
+Owns the processes of one benchmark and its folder. Promises that leaving the context stops everything it
+started, by id, also on an error. Never measures.
+"""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+from rose.config import Settings
+from rose.demo.cluster import ENGINE_ENV, pin_tree, write_models
+from rose.errors import WorkerError
+from rose.memory.daemon import DaemonHandle, start_daemon
+from rose.memory.pool import PoolClient
+from rose.node import launch
+from rose.node.checks import free_port
+from rose.node.config import EngineConfig
+from rose.node.control import EngineControl
+from rose.node.processes import ProcessGroup, ServerProcess
+from rose.types import Role
+
+MAX_MODEL_LEN = 1024
+MAX_SEQS = 32
+
+
+class Rig:
+    """A context manager: the demo's two tiny models, pools, engines and clients."""
+
+    def __init__(self) -> None:
+        self._temporary = TemporaryDirectory(prefix="rose-bench-")
+        self.folder = Path(self._temporary.name)
+        self._group = ProcessGroup()
+        self._daemons: list[DaemonHandle] = []
+        self._observers: list[PoolClient] = []
+        self._controls: list[EngineControl] = []
+        self._starting: dict[str, tuple[ServerProcess, EngineConfig]] = {}
+        self._settings = Settings.from_environment()
+
+    def __enter__(self) -> Self:
+        argv = [sys.executable, *write_models(self.folder / "models")]
+        made = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if made.returncode != 0:
+            raise WorkerError(f"the models could not be made:\n{made.stderr}")
+        return self
+
+    def model(self, role: Role) -> Path:
+        """The demo's checkpoint for a role."""
+        return self.folder / "models" / str(role)
+
+    def pool(self, name: str, *, num_slabs: int, slab_bytes: int, headroom_slabs: int) -> PoolClient:
+        """A running pool, as an observer sees it."""
+        runtime_dir = self._settings.make_runtime_dir()
+        self._daemons.append(
+            start_daemon(name, num_slabs=num_slabs, slab_bytes=slab_bytes, headroom_slabs=headroom_slabs)
+        )
+        observer = PoolClient.observe(name, runtime_dir=runtime_dir)
+        self._observers.append(observer)
+        return observer
+
+    def start_engine(
+        self,
+        name: str,
+        role: Role,
+        *,
+        vllm_args: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+        **rose: Any,
+    ) -> ServerProcess:
+        """Begins to start an engine with ROSE; ``rose``: its settings, such as pool and lease_s."""
+        config = EngineConfig(
+            model=str(self.model(role)),
+            port=free_port(),
+            role=role,
+            engine_id=f"{name}-{id(self)}",
+            vllm_args=(*self.vllm_flags(str(role)), *vllm_args),
+            **rose,
+        )
+        environment = {**ENGINE_ENV, **(env if env is not None else {})}
+        server = launch.engine_process(config, self.folder / f"{name}.log", extra_env=environment)
+        self._starting[name] = (self._group.start(server), config)
+        return server
+
+    def wait_engine(self, name: str, others: tuple[int, ...] | None = None) -> EngineControl:
+        """Its control, once it serves. ``others``: CPUs for everything but the model's own thread."""
+        server, config = self._starting[name]
+        launch.wait_engine_ready(server, config, self._settings)
+        pin_tree(server.pid, others)
+        control = EngineControl(config.url, str(config.role))
+        self._controls.append(control)
+        return control
+
+    def start_stock_engine(self, name: str, role: Role, *vllm_args: str) -> ServerProcess:
+        """vLLM without ROSE, as it comes, with a KV cache of its own. Wait for it with ``wait_stock``."""
+        argv = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model(role))),
+            *("--port", str(free_port()), *self.vllm_flags(str(role)), *vllm_args),
+        ]
+        server = ServerProcess(
+            argv, name, self.folder / f"{name}.log", env={**ENGINE_ENV, "VLLM_PLUGINS": ""}
+        )
+        return self._group.start(server)
+
+    def wait_stock(self, server: ServerProcess) -> str:
+        """Its URL, once it serves."""
+        url = f"http://127.0.0.1:{server.argv[server.argv.index('--port') + 1]}"
+        server.wait_ready(f"{url}/health", launch.READY_TIMEOUT_S)
+        return url
+
+    def run(self, argv: list[str], name: str, cpus: tuple[int, ...] | None = None) -> ServerProcess:
+        """A Python process beside the engines, its output in ``<name>.log`` of the folder."""
+        process = ServerProcess([sys.executable, *argv], name, self.folder / f"{name}.log", cpus=cpus)
+        return self._group.start(process)
+
+    def vllm_flags(self, served_name: str) -> tuple[str, ...]:
+        """What all engines share, stock ones too."""
+        return (
+            *("--served-model-name", served_name, "--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_SEQS)),
+            "--disable-uvicorn-access-log",
+        )
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._group.stop()
+            for server, config in self._starting.values():
+                launch.remove_status_page(config, server, self._settings)
+        finally:
+            for closing in (*self._controls, *self._observers):
+                closing.close()
+            for daemon in self._daemons:
+                daemon.stop()
+            self._temporary.cleanup()
