@@ -3,7 +3,7 @@
 
 SHELL := bash
 PYTHON_BIN := .venv/bin/python
-CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.h csrc/*/*.cu)
+CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.h csrc/*/*.cu tests/*/*.cpp)
 CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
 

@@ -8,11 +8,11 @@
 
 #include <cerrno>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <utility>
 
 #include "failure.hpp"
+#include "fill.hpp"
 #include "slabs.hpp"
 
 namespace rose {
@@ -48,8 +48,8 @@ class HostSpace : public AddressSpace {
 
   char* base() const override { return base_; }
 
-  // Zeroing afterwards: on 2 MiB slabs, populate + memset took 220 us, punching a hole and faulting fresh
-  // pages in 1,300-1,400 us, because the latter frees and reallocates 512 pages.
+  // Filled with zeros afterwards: punching a hole and faulting fresh pages in instead takes over five times
+  // as long, because that frees and reallocates 512 pages per 2 MiB (benchmarks/bench_vmm.py).
   void attach(std::size_t position, std::size_t slab) override {
     void* got = mmap(at(position), slab_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE,
                      file_->fd(), static_cast<off_t>(slab * slab_bytes_));
@@ -71,7 +71,7 @@ class HostSpace : public AddressSpace {
   void guard(std::size_t first, std::size_t count) override { empty(first, count, PROT_READ); }
 
   void fill(std::size_t first, std::size_t count, unsigned char byte) override {
-    std::memset(at(first), byte, count * slab_bytes_);
+    fill_past_caches(at(first), count * slab_bytes_, byte);
   }
 
   // What touches host memory is done when its call returns.

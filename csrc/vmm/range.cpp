@@ -49,6 +49,7 @@ void Range::map(const std::vector<std::size_t>& positions, const std::vector<std
   std::lock_guard lock(mutex_);
   check_map(positions, slabs);
   Runs runs = runs_of(positions);
+  if (options_.guard) space_->fence();  // guards go, and running kernels may read them: they are for that
   try {
     for (std::size_t i = 0; i < positions.size(); ++i) attach(positions[i], slabs[i]);
     for (const Run& run : runs) space_->allow(run.first, run.count);

@@ -389,6 +389,14 @@ CUresult cuMemSetAccess(Ptr start, std::size_t num_bytes, const CUmemAccessDesc*
   return CUDA_SUCCESS;
 }
 
+CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation*, Ptr start) {
+  ENTER("cuMemGetAccess");
+  auto found = mappings.find(start);
+  if (found == mappings.end()) return kInvalidValue;
+  *flags = static_cast<unsigned long long>(found->second.access);
+  return CUDA_SUCCESS;
+}
+
 CUresult cuMemUnmap(Ptr start, std::size_t num_bytes) {
   ENTER("cuMemUnmap");
   std::vector<Ptr> wholes = whole_mappings(start, num_bytes);

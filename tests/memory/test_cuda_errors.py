@@ -138,8 +138,8 @@ def test_the_message_names_call_slab_and_sizes(stand_in: StandIn) -> None:
 
 def test_a_failed_undo_is_told_and_the_account_stays_true(stand_in: StandIn) -> None:
     range_ = stand_in.backend.create(3, stand_in.slab_bytes, "test").reserve(4)
-    # Each call needs the context first. The second cuMemSetAccess fails, and so do the undo's first two
-    # steps: to wait for the device and to unmap the first slab.
+    # Each call needs the context first. The second cuMemSetAccess fails, and so do the undo's first steps: to
+    # wait for the device, and to unmap the first slab.
     stand_in.fail(skip=7, count=3)
     with pytest.raises(
         VmmError, match=r"^cuMemSetAccess .*(; undoing it failed too: cuCtxPushCurrent.*){2}$"
@@ -159,6 +159,12 @@ def test_slabs_are_unmapped_only_after_the_device_is_idle(stand_in: StandIn) -> 
     assert stand_in.calls(lambda: range_.unmap_many([0, 1])) == ["cuCtxSynchronize", *unmap * 2]
     assert stand_in.calls(lambda: range_.unmap(2, fence=False)) == unmap
     assert stand_in.calls(range_.fence) == ["cuCtxSynchronize"]
+
+
+def test_a_guard_is_replaced_only_after_the_device_is_idle(stand_in: StandIn) -> None:
+    range_ = stand_in.backend.create(3, stand_in.slab_bytes, "test").reserve(4, guard=True)
+    calls = stand_in.calls(lambda: range_.map(1, 2, zero=False))
+    assert calls == ["cuCtxSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess"]
 
 
 def test_access_and_zeroing_take_one_call_for_neighbours(stand_in: StandIn) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from rose.memory.backend import Backend, CudaBackend, HostBackend, SlabRange
 
+_LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 STAND_IN_SOURCE = Path(__file__).with_name("stand_in_cuda.cpp")
 
 
@@ -50,7 +51,9 @@ class World:
         if self.library is None:
             content = self._view(range_, position).tobytes()
         else:
-            content = self._copy_out(range_, position, self.slab_bytes)
+            copied = ctypes.create_string_buffer(self.slab_bytes)
+            self._copy("cuMemcpyDtoH_v2", copied, self._address(range_, position))
+            content = copied.raw
         return set(content)
 
     def write(self, range_: SlabRange, position: int, byte: int) -> None:
@@ -58,44 +61,33 @@ class World:
         if self.library is None:
             self._view(range_, position)[:] = byte
         else:
-            self._copy_in(range_, position, bytes([byte]) * self.slab_bytes)
+            content = bytes([byte]) * self.slab_bytes
+            self._copy("cuMemcpyHtoD_v2", self._address(range_, position), content)
 
     def accesses(self, range_: SlabRange) -> list[str]:
         """What may be done at each position: "rw", "r" or ""."""
         if self.library is None:
             return _kernel_accesses(range_)
-        return [self._probe(range_, position) for position in range(range_.num_positions)]
+        return [self._access(range_, position) for position in range(range_.num_positions)]
 
-    def _probe(self, range_: SlabRange, position: int) -> str:
-        try:
-            first = self._copy_out(range_, position, 1)
-        except OSError:
-            return ""
-        try:
-            self._copy_in(range_, position, first)
-        except OSError:
-            return "r"
-        return "rw"
+    def _access(self, range_: SlabRange, position: int) -> str:
+        flags = ctypes.c_uint64()
+        location = (ctypes.c_int * 2)(_LOCATION_DEVICE, 0)
+        error = self.driver.cuMemGetAccess(ctypes.byref(flags), location, self._address(range_, position))
+        return {0: "", 1: "r", 3: "rw"}[flags.value if error == 0 else 0]
 
     def _view(self, range_: SlabRange, position: int) -> npt.NDArray[np.uint8]:
         whole = np.frombuffer(memoryview(range_), dtype=np.uint8)  # type: ignore[arg-type]
         return whole[position * self.slab_bytes : (position + 1) * self.slab_bytes]
 
-    def _copy_out(self, range_: SlabRange, position: int, num_bytes: int) -> bytes:
-        content = ctypes.create_string_buffer(num_bytes)
-        address = ctypes.c_uint64(range_.address + position * self.slab_bytes)
-        self._call("cuMemcpyDtoH_v2", content, address, ctypes.c_size_t(num_bytes))
-        return content.raw
+    def _address(self, range_: SlabRange, position: int) -> ctypes.c_uint64:
+        return ctypes.c_uint64(range_.address + position * self.slab_bytes)
 
-    def _copy_in(self, range_: SlabRange, position: int, content: bytes) -> None:
-        address = ctypes.c_uint64(range_.address + position * self.slab_bytes)
-        self._call("cuMemcpyHtoD_v2", address, content, ctypes.c_size_t(len(content)))
-
-    def _call(self, name: str, *arguments: object) -> None:
+    def _copy(self, name: str, to: object, source: object) -> None:
         popped = ctypes.c_void_p()
         assert self.driver.cuCtxPushCurrent_v2(self._context) == 0
         try:
-            error = getattr(self.driver, name)(*arguments)
+            error = getattr(self.driver, name)(to, source, ctypes.c_size_t(self.slab_bytes))
         finally:
             self.driver.cuCtxPopCurrent_v2(ctypes.byref(popped))
         if error != 0:
