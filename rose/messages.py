@@ -29,6 +29,8 @@ class WorkerStatus(BaseModel):
     kv_slabs_owned: int
     kv_slabs_in_use: int
     kv_slabs_budget: int
+    pool_slabs_quarantined: int = 0
+    """Of engines of the same pool that died: free once the last of their processes has ended."""
     kv_cached_blocks: int
     pressure: str
     """normal, pressure or frozen (ROSE §4.1)."""

@@ -76,6 +76,7 @@ class EngineControl:
             kv_slabs_owned=get(Field.KV_SLABS_OWNED),
             kv_slabs_in_use=get(Field.SLABS_IN_USE),
             kv_slabs_budget=get(Field.KV_SLABS_BUDGET),
+            pool_slabs_quarantined=get(Field.SLABS_QUARANTINED),
             kv_cached_blocks=get(Field.KV_CACHED_BLOCKS),
             pressure=Pressure(get(Field.PRESSURE)).name.lower(),
             gate=GateStatus(

@@ -15,7 +15,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from rose._vmm import Range
 from rose.engine.block_pool import PINNED_POSITION
 from rose.engine.kv_layout import place_on_slabs
 from rose.errors import PoolError
@@ -46,7 +45,7 @@ class KVRange:
         self._client = PoolClient.attach(
             name, role=role, engine_id=engine_id, kind=Kind.WORKER, rank=rank, world_size=world_size
         )
-        self._range = Range(self._client.slab_file, self._client.num_slabs)
+        self._range = self._client.slab_file.reserve(self._client.num_slabs)
         self._range.map(PINNED_POSITION, pinned_slab(self._client, acquire=rank == 0))
 
     def place(self, config: KVCacheConfig) -> None:
@@ -80,7 +79,14 @@ def pinned_slab(client: PoolClient, *, acquire: bool) -> int:
         if acquire and client.ledger.acquire(client.slot, 1):
             continue
         if acquire or time.monotonic() > deadline:
-            raise PoolError(f"engine slot {client.slot} has no slab for its first block: the pool is full")
+            held = {
+                str(one.role): client.ledger.num_owned(slot) for slot, one in client.ledger.engines().items()
+            }
+            raise PoolError(
+                f"need 1 slab for this engine's first block, {client.ledger.num_free} free of "
+                f"{client.num_slabs}, held {held}: wait until the other engine is idle, or start the pool "
+                f"with more --num-slabs"
+            )
         time.sleep(0.01)
     return owned[0]
 

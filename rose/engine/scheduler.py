@@ -223,5 +223,6 @@ class RoseScheduler(Scheduler):
             page.put(Field.KV_SLABS_BUDGET, ledger.policy.rollout_budget_slabs)
             page.put(Field.KV_CACHED_BLOCKS, pool.num_cached_blocks())
             page.put(Field.PRESSURE, ledger.policy.pressure)
+            page.put(Field.SLABS_QUARANTINED, ledger.num_quarantined)
             page.put(Field.CUTS, ledger.count(Word.CUTS, 0))
             page.put(Field.LEASES_EXPIRED, ledger.count(Word.EXPIRED_LEASES, 0))

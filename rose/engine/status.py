@@ -37,6 +37,7 @@ class Field(IntEnum):
     SLABS_IN_USE = 17
     IS_INACTIVE = 18
     """1 once the scheduler obeyed WANTED_INACTIVE: no request and no slab but the pinned one is left."""
+    SLABS_QUARANTINED = 19
     # Commands: written by the endpoint, read by the scheduler.
     RL_STEP = 32
     WANTED_GATE_MODE = 33

@@ -21,6 +21,7 @@ from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
 from rose.config import Settings
 from rose.errors import ConfigError, PoolError, RoseError
 from rose.memory.owner import PoolOwner
+from rose.memory.pool_memory import PoolSize
 
 SLAB_BYTES = 2 << 20
 """The host's default: CUDA's granularity, so both backends fragment alike."""
@@ -105,7 +106,10 @@ def start_daemon(
 
 
 def main(argv: Sequence[str]) -> int:
-    """`rose pool`: owns the pool until a stop signal. Raises: PoolError, ConfigError: it can't be opened."""
+    """`rose pool`: owns the pool until a stop signal. Raises: PoolError, ConfigError: it can't be opened.
+
+    Stopped or killed while engines live, it leaves them its memory: started again, it takes that over.
+    """
     options = _make_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     try:
@@ -131,16 +135,19 @@ def _open(options: argparse.Namespace) -> PoolOwner:
     try:
         owner = PoolOwner(
             name=options.name,
-            num_slabs=options.num_slabs,
-            slab_bytes=options.slab_bytes,
-            headroom_slabs=options.headroom_slabs,
+            size=PoolSize(
+                num_slabs=options.num_slabs,
+                slab_bytes=options.slab_bytes,
+                headroom_slabs=options.headroom_slabs,
+            ),
             runtime_dir=runtime_dir,
         )
         with ExitStack() as undo:
             undo.push(owner)
-            owner.stop_on_signals()
+            owner.loop.stop_on_signals()
             if options.exit_with is not None:
-                owner.stop_with(options.exit_with)
+                owner.loop.stop_with(options.exit_with)
+            owner.open()
             undo.pop_all()
     except OSError as error:
         raise PoolError(f"pool {options.name} can't be opened: {error}") from error
@@ -161,7 +168,7 @@ def _make_parser() -> CommandParser:
     parser.add_argument("name", help="pool name, as in `rose serve --pool NAME`")
     parser.add_argument("--num-slabs", type=int, required=True, help="size of the pool")
     parser.add_argument(
-        "--slab-bytes", type=int, default=SLAB_BYTES, help="power of two (default %(default)s)"
+        "--slab-bytes", type=int, default=SLAB_BYTES, help="multiple of 4096 (default %(default)s)"
     )
     parser.add_argument("--headroom-slabs", type=int, required=True, help="kept for serving's bursts")
     parser.add_argument("--runtime-dir", type=Path, help="folder of the socket (default: $ROSE_RUNTIME_DIR)")

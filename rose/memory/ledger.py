@@ -8,6 +8,9 @@ Never maps memory, and never decides who should own a slab.
     FREE --acquire(slot)--> OWNED(slot) --drain(n ranks)--> DRAINING(n) --release() by each rank--> FREE
       ^------------ force_free(slot), by the daemon, once every process of the engine is gone -----------'
 
+From the first death among an engine's processes to the last one, its slabs are *quarantined*: the words stay
+as they are, as a process that is left may still have them mapped, and the slot is marked.
+
 Words (int64):
     [0, 8)     header: magic, version, sizes          [32, 96)   engine slots, 4 words each
     [8, 16)    change sequence, on its own cache line  [96, 128)  unused
@@ -17,7 +20,7 @@ Words (int64):
 
 import mmap
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -29,7 +32,7 @@ from rose.memory.slab_word import MAX_RANKS, MAX_SLOT, NO_SLOT, SlabEntry, SlabS
 from rose.types import Role
 
 MAGIC = 0x524F53454C454447  # "ROSELEDG"
-VERSION = 1
+VERSION = 2
 WORD_BYTES = 8
 
 _SLOT_WORDS = 4
@@ -98,6 +101,8 @@ class EngineSlot:
     pid: int
     """Its scheduler's process, 0 until that one attached."""
     world_size: int
+    is_leaving: bool = False
+    """One of its processes is gone or out of touch: its slabs are quarantined until all are gone."""
 
 
 def ledger_bytes(num_slabs: int) -> int:
@@ -231,6 +236,12 @@ class Ledger:
         """Slabs on their way back."""
         return int(np.count_nonzero((self._slabs & 0xFF) == SlabState.DRAINING))
 
+    @property
+    def num_quarantined(self) -> int:
+        """Slabs of engines that are leaving: they come free when the last process of each has ended."""
+        leaving = [slot for slot, engine in self.engines().items() if engine.is_leaving]
+        return sum(int(np.count_nonzero((self._slabs & 0xFF00) == slot << 8)) for slot in leaving)
+
     def num_owned(self, slot: int) -> int:
         """Slabs that an engine owns, without those it is giving back."""
         return int(np.count_nonzero((self._slabs & 0xFFFF) == (slot << 8 | SlabState.OWNED)))
@@ -257,36 +268,6 @@ class Ledger:
         if new != seen:
             self.notify()
         return True
-
-    @property
-    def rollout_budget_slabs(self) -> int:
-        """Slabs that the rollout engine may hold. Setting it leaves the rest of ``policy`` alone."""
-        return self.policy.rollout_budget_slabs
-
-    @rollout_budget_slabs.setter
-    def rollout_budget_slabs(self, value: int) -> None:
-        while not self.swap_policy(seen := self.policy, replace(seen, rollout_budget_slabs=value)):
-            pass
-
-    @property
-    def pressure(self) -> Pressure:
-        """State of the memory policy. Setting it leaves the rest of ``policy`` alone."""
-        return self.policy.pressure
-
-    @pressure.setter
-    def pressure(self, value: Pressure) -> None:
-        while not self.swap_policy(seen := self.policy, replace(seen, pressure=value)):
-            pass
-
-    @property
-    def rl_step(self) -> int:
-        """The RL step that the budget was computed for. Setting it leaves the rest of ``policy`` alone."""
-        return self.policy.rl_step
-
-    @rl_step.setter
-    def rl_step(self, value: int) -> None:
-        while not self.swap_policy(seen := self.policy, replace(seen, rl_step=value)):
-            pass
 
     def begin_rl_step(self, rl_step: int, rollout_budget_slabs: int) -> None:
         """A new RL step with its budget, whatever was before; ends a freeze. Notifies."""
@@ -347,8 +328,10 @@ class Ledger:
             at = Word.SLOTS + slot * _SLOT_WORDS
             role = _ROLES[self._words.load(at)]
             if role is not None:
-                pid, world_size = self._words.load(at + 1), self._words.load(at + 2)
-                found[slot] = EngineSlot(role=role, pid=pid, world_size=world_size)
+                pid, world_size, is_leaving = (self._words.load(at + part) for part in (1, 2, 3))
+                found[slot] = EngineSlot(
+                    role=role, pid=pid, world_size=world_size, is_leaving=bool(is_leaving)
+                )
         return found
 
     def set_engine(self, slot: int, engine: EngineSlot | None) -> None:
@@ -358,6 +341,7 @@ class Ledger:
         if engine is not None:
             self._words.store(at + 1, engine.pid)
             self._words.store(at + 2, engine.world_size)
+            self._words.store(at + 3, engine.is_leaving)
         self._store_and_notify(at, _ROLES.index(engine.role if engine is not None else None))
 
     # Integrity -----------------------------------------------------------------------------------

@@ -1,116 +1,85 @@
 """The owner of a pool: it makes the memory, hands it to engines and buries dead ones.
 
-Owns the slab file, the ledger and the board while it lives, the socket `pool-NAME.sock` and the lock beside
-it. Promises that a dead engine's slabs come free once all its processes have ended, and that a pool has one
-daemon. Never takes part in moving slabs: if it dies, engines go on with the memory they already hold.
+Owns the socket `pool-NAME.sock`, and the lock and the state file beside it. Promises that a dead engine's
+slabs come free once all its processes have ended, that a pool has one daemon, and that a daemon which starts
+while engines of its predecessor live takes over their memory instead of making its own. Never takes part in
+moving slabs: if it dies, engines go on with the memory they already hold.
 
-One thread, one selector. Source: the crash rules are ours; ROSE §4.1 has only "a global allocator".
+One thread. Source: the crash rules are ours; ROSE §4.1 has only "a global allocator".
 """
 
-import fcntl
 import logging
-import mmap
 import os
-import selectors
-import signal
 import socket
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rose._vmm import SlabFile
-from rose.errors import ConfigError, PoolError
-from rose.memory.ledger import WORD_BYTES, Ledger, Word, ledger_bytes
+from rose.errors import PoolError
+from rose.memory.event_loop import EventLoop
+from rose.memory.fd_limit import ensure_fd_limit
+from rose.memory.ledger import Word
+from rose.memory.passing import Inbox, send_line
+from rose.memory.pool_lock import PoolLock
+from rose.memory.pool_memory import PoolMemory, PoolSize
+from rose.memory.pool_state import MemberState, PoolState, read_state, write_state
+from rose.memory.processes import find_process, open_pidfd, start_ticks
 from rose.memory.roster import AttachRefused, Roster
-from rose.memory.wire import (
-    BOARD_BYTES,
-    MAX_LINE_BYTES,
-    PROTOCOL_VERSION,
-    Bye,
-    Hello,
-    Kind,
-    Refusal,
-    Welcome,
-    socket_path,
-)
+from rose.memory.wire import Bye, Hello, Kind, Refusal, Welcome, socket_path
 from rose.types import Role
 
 logger = logging.getLogger(__name__)
 
+MAX_CLIENTS = 64
+"""Two engines of up to 16 ranks, and a few observers."""
+HAND_OVER_TIMEOUT_S = 20.0
+"""A surviving engine knocks every 0.1 to 1 s; one that loads weights may hold its interpreter for seconds."""
 _SEND_TIMEOUT_S = 1.0
 """A reply of 200 bytes fits any socket buffer; a client that can't take it is broken."""
 
 
 @dataclass(slots=True)
 class _Connection:
-    """A client's socket and process. ``socket`` is None once it closed, ``slot`` 0 before its hello."""
+    """A client's socket and process. ``socket`` is None while it is closed, ``slot`` 0 before its hello."""
 
     number: int
     socket: socket.socket | None
     pid: int
+    started: int
     pidfd: int
+    inbox: Inbox
     slot: int = 0
-    received: bytearray = field(default_factory=bytearray)
-
-
-class PoolLock:
-    """Holds `pool-NAME.lock`. The kernel drops it with the process: a dead daemon's pool can be retaken."""
-
-    def __init__(self, path: Path, pool: str) -> None:
-        self._path = path
-        while True:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                os.close(self._fd)
-                raise PoolError(
-                    f"pool already owned: {pool} has a running daemon ({path} is locked)"
-                ) from error
-            # A daemon that was just stopping may have unlinked the file between our open and our lock.
-            if path.exists() and os.fstat(self._fd).st_ino == path.stat().st_ino:
-                return
-            os.close(self._fd)
-
-    def release(self) -> None:
-        self._path.unlink(missing_ok=True)
-        os.close(self._fd)
 
 
 class PoolOwner:
-    """One pool. Use as a context manager around :meth:`run`."""
+    """One pool. Use as a context manager around :meth:`open` and :meth:`run`."""
 
-    def __init__(
-        self, *, name: str, num_slabs: int, slab_bytes: int, headroom_slabs: int, runtime_dir: Path
-    ) -> None:
-        """Takes the pool and listens. Raises: PoolError if it has a daemon, ConfigError for bad sizes."""
+    def __init__(self, *, name: str, size: PoolSize, runtime_dir: Path) -> None:
+        """Takes the pool's name. Raises: PoolError if it has a daemon, ConfigError for bad sizes."""
+        size.check()
         self._path = socket_path(runtime_dir, name)
-        if not 0 <= headroom_slabs < num_slabs:
-            raise ConfigError(
-                f"--headroom-slabs {headroom_slabs}: must be 0..{num_slabs - 1} with --num-slabs {num_slabs}"
-            )
+        self._state_path = self._path.with_suffix(".state")
         self._name = name
+        self._size = size
+        # The memory's descriptors twice: a client that comes back brings them along.
+        num_fds = 2 * size.num_fds + 2 * MAX_CLIENTS
+        ensure_fd_limit(num_fds, f"pool {name} with {size.num_slabs} slabs and up to {MAX_CLIENTS} clients")
         self._lock = PoolLock(self._path.with_suffix(".lock"), name)
         try:
-            self._slabs = _make_slab_file(num_slabs, slab_bytes, name)
-            self._ledger_fd, ledger_map = _make_shared(f"rose-ledger-{name}", ledger_bytes(num_slabs))
-            self._board_fd, _ = _make_shared(f"rose-board-{name}", BOARD_BYTES)
-            self._ledger = Ledger.create(
-                ledger_map, num_slabs=num_slabs, slab_bytes=slab_bytes, headroom_slabs=headroom_slabs
-            )
             self._listener = _listen(self._path)
         except BaseException:
             self._lock.release()
             raise
+        self.loop = EventLoop()
         self._roster = Roster(name)
         self._connections: dict[int, _Connection] = {}
         self._num_connections = 0
-        self._is_stopping = False
-        self._selector = selectors.DefaultSelector()
-        self._watch(self._listener, self._accept)
+        self._memory: PoolMemory | None = None
+        self._files: list[tuple[int, int]] = []
+        """What the pool's memory consists of: see PoolMemory.files."""
+        self.loop.watch(self._listener, self._accept)
 
     def __enter__(self) -> Self:
         return self
@@ -118,51 +87,133 @@ class PoolOwner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Gives up the pool's name. Clients keep the memory they have mapped."""
+        """Gives up the pool's name. Clients keep their memory; the state file stays if there are any."""
         self._path.unlink(missing_ok=True)
         self._listener.close()
         for connection in self._connections.values():
             if connection.socket is not None:
                 connection.socket.close()
+            connection.inbox.close()
             os.close(connection.pidfd)
-        self._selector.close()
-        os.close(self._ledger_fd)
-        os.close(self._board_fd)
+        self.loop.close()
+        if self._memory is not None:
+            self._memory.close()
         self._lock.release()
         logger.info("pool closed name=%s", self._name)
 
+    def open(self) -> None:
+        """Takes over the memory that a former daemon's engines hold, or makes new if none of them lives.
+
+        Raises: PoolError if they hold a pool of another size, or none of them hands it over in time.
+        """
+        state = read_state(self._state_path)
+        if state is not None:
+            self._restore(state)
+        if self._has_members():
+            logger.info("waiting for the memory of pool=%s from pids=%s", self._name, self._member_pids())
+            self.loop.run(lambda: self._memory is not None or not self._has_members(), HAND_OVER_TIMEOUT_S)
+        if self.loop.is_stopping:
+            raise PoolError(f"pool {self._name}: stopped before it was open")
+        if self._memory is None and self._has_members():
+            raise PoolError(
+                f"pool {self._name}: processes {self._member_pids()} have its memory and none of them handed "
+                f"it over within {HAND_OVER_TIMEOUT_S:.0f} s: stop them and start the daemon again"
+            )
+        if self._memory is None:
+            self._memory = PoolMemory.create(self._name, self._size)
+            self._files = self._memory.files()
+        self._memory.ledger.check_integrity()
+        self._save()
+
     def run(self) -> None:
-        """Serves clients until :meth:`stop`."""
-        logger.info(
-            "pool open name=%s num_slabs=%d slab_bytes=%d",
-            self._name,
-            self._ledger.num_slabs,
-            self._ledger.slab_bytes,
+        """Serves clients until :attr:`loop` is stopped."""
+        logger.info("pool open name=%s %s", self._name, self._size)
+        self.loop.run()
+
+    # A former daemon's pool ----------------------------------------------------------------------
+
+    def _restore(self, state: PoolState) -> None:
+        """Watches the processes that are left. Raises: PoolError if their pool has another size."""
+        pidfds = [find_process(member.hello.pid, member.started) for member in state.members]
+        dead_slots = {
+            member.hello.slot for member, fd in zip(state.members, pidfds, strict=True) if fd is None
+        }
+        for member, pidfd in zip(state.members, pidfds, strict=True):
+            if pidfd is not None:
+                hello = member.hello
+                connection = self._add(None, hello.pid, member.started, pidfd)
+                connection.slot = hello.slot
+                is_broken = hello.slot in dead_slots or hello.slot in state.broken_slots
+                self._roster.restore(connection.number, hello, hello.pid, is_broken=is_broken)
+        living = {connection.slot for connection in self._connections.values()}
+        size = PoolSize(
+            num_slabs=state.num_slabs, slab_bytes=state.slab_bytes, headroom_slabs=state.headroom_slabs
         )
-        while not self._is_stopping:
-            for key, _ in self._selector.select():
-                # An earlier event of this round may have closed this one, and its number may be in use again.
-                if self._selector.get_map().get(key.fd) is key:
-                    key.data()
+        if living and size != self._size:
+            raise PoolError(
+                f"pool {self._name} lives on in processes {self._member_pids()} with {size}, this daemon was "
+                f"given {self._size}: start it with the former, or stop those processes first"
+            )
+        self._files = state.files
 
-    def stop(self) -> None:
-        """Ends :meth:`run` after the current round of events."""
-        self._is_stopping = True
+    def _take_back(self, connection: _Connection, hello: Hello) -> None:
+        """A client that was attached before, with the memory it holds. Raises: PoolError."""
+        old = self._connections[self._roster.find(hello, connection.pid)]
+        fds = connection.inbox.take_fds()
+        files = [(status.st_dev, status.st_ino) for status in map(os.fstat, fds)]
+        if files != self._files:
+            for fd in fds:
+                os.close(fd)
+            raise AttachRefused(f"the {len(fds)} descriptors handed over are not pool {self._name}'s memory")
+        if self._memory is None:
+            memory = PoolMemory(fds)
+            if memory.size != self._size:
+                memory.close()
+                raise AttachRefused(f"the memory handed over has {memory.size}, not {self._size}")
+            self._memory = memory
+            self._rebuild(memory)
+        else:
+            for fd in fds:
+                os.close(fd)
+        self._roster.replace(old.number, connection.number)
+        connection.slot, old.slot = old.slot, 0
+        self._bury(old)
+        self._show(connection.slot)
+        logger.info(
+            "came back pool=%s slot=%d kind=%s rank=%d pid=%d",
+            *(self._name, connection.slot, hello.kind, hello.rank, connection.pid),
+        )
 
-    def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT end :meth:`run`. Main thread only."""
-        reader, writer = socket.socketpair()
-        for end in (reader, writer):
-            end.setblocking(False)
-        signal.set_wakeup_fd(writer.fileno())
-        self._signal_ends = (reader, writer)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda _number, _frame: None)
-        self._watch(reader, self.stop)
+    def _rebuild(self, memory: PoolMemory) -> None:
+        """Brings the ledger up to date with what happened while nobody watched."""
+        for slot in memory.ledger.engines():
+            if self._roster.engine(slot) is None:
+                self._clear(slot)
+        for slot in self._slots():
+            self._show(slot)
+        logger.info("took over the memory of pool=%s slots=%s", self._name, sorted(self._slots()))
 
-    def stop_with(self, pid: int) -> None:
-        """The end of process ``pid`` ends :meth:`run`. Raises: PoolError if it has ended already."""
-        self._watch(_open_pidfd(pid), self.stop)
+    def _save(self) -> None:
+        """For a successor. Without it engines go on as before, but no later daemon will know them."""
+        members = [
+            MemberState(hello=hello, started=self._connections[number].started)
+            for number, hello in self._roster.members()
+        ]
+        try:
+            if not members:
+                self._state_path.unlink(missing_ok=True)
+                return
+            state = PoolState(
+                num_slabs=self._size.num_slabs,
+                slab_bytes=self._size.slab_bytes,
+                headroom_slabs=self._size.headroom_slabs,
+                files=self._files,
+                members=members,
+                broken_slots=self._roster.broken_slots(),
+            )
+            write_state(self._state_path, state)
+        except OSError:
+            logger.exception("can't write %s: a restarted daemon will not find its engines", self._state_path)
 
     # Clients -------------------------------------------------------------------------------------
 
@@ -176,60 +227,78 @@ class PoolOwner:
         try:
             if uid != os.getuid():
                 raise AttachRefused(f"pool {self._name} belongs to uid {os.getuid()}, you are uid {uid}")
-            pidfd = _open_pidfd(pid)
+            if len(self._connections) >= MAX_CLIENTS:
+                raise AttachRefused(
+                    f"pool {self._name} has {MAX_CLIENTS} clients, its limit; stop some", is_transient=True
+                )
+            pidfd = open_pidfd(pid)
+            started = start_ticks(pid)
         except PoolError as error:
-            _refuse(client, AttachRefused(str(error)))
+            _refuse(client, error)
             client.close()
             return
         client.setblocking(False)
+        connection = self._add(client, pid, started, pidfd)
+        self.loop.watch(client, lambda: self._read(connection))
+
+    def _add(self, client: socket.socket | None, pid: int, started: int, pidfd: int) -> _Connection:
         self._num_connections += 1
-        connection = _Connection(self._num_connections, client, pid, pidfd)
+        connection = _Connection(
+            self._num_connections, client, pid, started, pidfd, Inbox(max_fds=self._size.num_fds)
+        )
         self._connections[connection.number] = connection
-        self._watch(client, lambda: self._read(connection))
-        self._watch(pidfd, lambda: self._bury(connection))
+        self.loop.watch(pidfd, lambda: self._bury(connection))
+        return connection
 
     def _read(self, connection: _Connection) -> None:
         assert connection.socket is not None
         try:
-            received = connection.socket.recv(4096)
+            if not connection.inbox.receive(connection.socket):
+                self._hang_up(connection)
+            while connection.socket is not None and (line := connection.inbox.take_line()) is not None:
+                self._hear(connection, line)
         except BlockingIOError:
             return
-        except ConnectionError:
-            received = b""
-        connection.received += received
-        if not received or len(connection.received) > MAX_LINE_BYTES:
-            self._hang_up(connection)
-            return
-        while connection.socket is not None and b"\n" in connection.received:
-            line, _, rest = bytes(connection.received).partition(b"\n")
-            connection.received = bytearray(rest)
-            self._hear(connection, line)
-
-    def _hear(self, connection: _Connection, line: bytes) -> None:
-        try:
-            if connection.slot:
-                Bye.from_line(line)
-                self._bury(connection)
-            else:
-                self._greet(connection, Hello.from_line(line))
         except (PoolError, OSError) as error:
             logger.info("refused pool=%s pid=%d reason=%s", self._name, connection.pid, error)
-            if connection.socket is not None and not connection.slot:
-                refused = error if isinstance(error, AttachRefused) else AttachRefused(str(error))
-                _refuse(connection.socket, refused)
-            self._hang_up(connection)
+            if connection.socket is not None:
+                if not connection.slot:
+                    _refuse(connection.socket, error)
+                self._hang_up(connection)
+
+    def _hear(self, connection: _Connection, line: bytes) -> None:
+        if connection.slot:
+            Bye.from_line(line)
+            self._bury(connection)
+        else:
+            self._greet(connection, Hello.from_line(line))
 
     def _greet(self, connection: _Connection, hello: Hello) -> None:
-        if hello.protocol != PROTOCOL_VERSION:
+        fds: tuple[int, ...] = ()
+        if hello.slot:
+            self._take_back(connection, hello)
+        elif self._memory is None:
             raise AttachRefused(
-                f"client speaks pool protocol {hello.protocol}, pool {self._name} speaks {PROTOCOL_VERSION}: "
-                f"run the same rose version on both sides"
+                f"pool {self._name} is being taken over from its former daemon", is_transient=True
             )
-        if hello.kind is not Kind.OBSERVER:
-            connection.slot = self._roster.admit(connection.number, hello, connection.pid)
-            self._ledger.set_engine(connection.slot, self._roster.engine(connection.slot))
-            logger.info(
-                "attached pool=%s slot=%d role=%s engine=%s kind=%s rank=%d pid=%d",
+        else:
+            fds = self._memory.fds
+            if hello.kind is not Kind.OBSERVER:
+                self._admit(connection, hello)
+        welcome = Welcome(slot=connection.slot, num_fds=len(fds), daemon_pid=os.getpid())
+        assert connection.socket is not None
+        connection.socket.settimeout(_SEND_TIMEOUT_S)
+        send_line(connection.socket, welcome.to_line(), fds)
+        connection.socket.setblocking(False)
+
+    def _admit(self, connection: _Connection, hello: Hello) -> None:
+        connection.slot = self._roster.admit(connection.number, hello, connection.pid)
+        # Before anybody can own a slab: a successor takes a slot that the file doesn't know for a dead one's.
+        self._save()
+        self._show(connection.slot)
+        logger.info(
+            "attached pool=%s slot=%d role=%s engine=%s kind=%s rank=%d pid=%d",
+            *(
                 self._name,
                 connection.slot,
                 hello.role,
@@ -237,78 +306,69 @@ class PoolOwner:
                 hello.kind,
                 hello.rank,
                 connection.pid,
-            )
-        welcome = Welcome(
-            slot=connection.slot,
-            num_slabs=self._ledger.num_slabs,
-            slab_bytes=self._ledger.slab_bytes,
-            headroom_slabs=self._ledger.headroom_slabs,
-            ledger_words=Word.SLABS + self._ledger.num_slabs,
-            daemon_pid=os.getpid(),
+            ),
         )
-        assert connection.socket is not None
-        connection.socket.settimeout(_SEND_TIMEOUT_S)
-        fds = [self._slabs.fileno(), self._ledger_fd, self._board_fd]
-        socket.send_fds(connection.socket, [welcome.to_line()], fds)
-        connection.socket.setblocking(False)
 
     def _hang_up(self, connection: _Connection) -> None:
         """The socket is done with; an engine's process is waited for, as it may have slabs mapped."""
-        if connection.socket is not None:
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
-            connection.socket = None
+        self._close_socket(connection)
         if connection.slot:
-            self._roster.lose(connection.number)
+            self._show(self._roster.lose(connection.number))
             logger.info("lost pool=%s slot=%d pid=%d", self._name, connection.slot, connection.pid)
         else:
             self._bury(connection)
 
     def _bury(self, connection: _Connection) -> None:
         """The process has no slab mapped any more."""
-        if connection.socket is not None:
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
-        self._selector.unregister(connection.pidfd)
+        self._close_socket(connection)
+        self.loop.drop(connection.pidfd)
         os.close(connection.pidfd)
         del self._connections[connection.number]
         if not connection.slot:
             return
-        slot = self._roster.bury(connection.number)
-        if slot is not None:
-            self._clear(slot)
+        vacated = self._roster.bury(connection.number)
+        # Saved first: a successor clears the slots that it finds nobody for.
+        self._save()
+        if vacated is None:
+            self._show(connection.slot)
+        elif self._memory is not None:
+            self._clear(vacated)
+
+    def _close_socket(self, connection: _Connection) -> None:
+        connection.inbox.close()
+        if connection.socket is not None:
+            self.loop.drop(connection.socket)
+            connection.socket.close()
+            connection.socket = None
+
+    # The ledger ----------------------------------------------------------------------------------
+
+    def _show(self, slot: int) -> None:
+        if self._memory is not None:
+            self._memory.ledger.set_engine(slot, self._roster.engine(slot))
 
     def _clear(self, slot: int) -> None:
         """No process of the engine is left."""
-        if self._ledger.engines()[slot].role is Role.SERVING:
+        assert self._memory is not None
+        ledger = self._memory.ledger
+        if ledger.engines()[slot].role is Role.SERVING:
             # Nobody else would take them back, and rollout would keep clear of memory that nobody uses.
-            self._ledger.serving_used_slabs = 0
-            self._ledger.serving_recent_peak_slabs = 0
-        freed = self._ledger.force_free(slot)
-        self._ledger.count(Word.EXIT_FREED_SLABS, len(freed))
-        self._ledger.set_engine(slot, None)
+            ledger.serving_used_slabs = 0
+            ledger.serving_recent_peak_slabs = 0
+        freed = ledger.force_free(slot)
+        ledger.count(Word.EXIT_FREED_SLABS, len(freed))
+        ledger.set_engine(slot, None)
         logger.info("engine left pool=%s slot=%d freed_slabs=%d", self._name, slot, len(freed))
 
-    def _watch(self, source: socket.socket | int, react: Callable[[], None]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, react)
+    def _slots(self) -> set[int]:
+        return {connection.slot for connection in self._connections.values() if connection.slot}
 
+    def _has_members(self) -> bool:
+        return bool(self._slots())
 
-def _make_slab_file(num_slabs: int, slab_bytes: int, name: str) -> SlabFile:
-    try:
-        return SlabFile.create(num_slabs, slab_bytes, f"rose-slabs-{name}")
-    except ValueError as error:
-        raise ConfigError(f"pool {name}: {error}") from error
-    except OSError as error:
-        raise PoolError(f"pool {name}: {error.strerror}") from error
-
-
-def _make_shared(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
-    num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    assert num_bytes % WORD_BYTES == 0
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, num_bytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    return fd, mmap.mmap(fd, num_bytes)
+    def _member_pids(self) -> str:
+        pids = {connection.pid for connection in self._connections.values() if connection.slot}
+        return ", ".join(map(str, sorted(pids)))
 
 
 def _listen(path: Path) -> socket.socket:
@@ -323,18 +383,10 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-def _open_pidfd(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, ValueError) as error:
-        raise PoolError(
-            f"can't watch process {pid} ({error}): it must be alive and in the daemon's pid namespace"
-        ) from error
-
-
-def _refuse(client: socket.socket, reason: AttachRefused) -> None:
+def _refuse(client: socket.socket, reason: Exception) -> None:
+    is_transient = isinstance(reason, AttachRefused) and reason.is_transient
     client.settimeout(_SEND_TIMEOUT_S)
     try:
-        client.sendall(Refusal(refused=str(reason), is_transient=reason.is_transient).to_line())
+        client.sendall(Refusal(refused=str(reason), is_transient=is_transient).to_line())
     except OSError as error:
         logger.debug("refusal not delivered error=%s", error)

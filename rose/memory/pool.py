@@ -1,37 +1,23 @@
 """One process's connection to a slab pool.
 
-Owns the client's side of the daemon's socket and the shared memory received over it. Promises one clear
-PoolError when there is no pool or it won't have us, and that everything received keeps working if the
-daemon dies later. Never moves a slab itself: that is the ledger's and the address range's work.
+Owns the shared memory received from the daemon, and an attached client's link to it. Promises one clear
+PoolError when there is no pool or it won't have us, and that everything received keeps working while there is
+no daemon. Never moves a slab itself: that is the ledger's and the address range's work.
 """
 
 import logging
-import mmap
 import os
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rose._shm import Words
-from rose._vmm import SlabFile
 from rose.config import Settings
 from rose.errors import PoolError
-from rose.memory.ledger import WORD_BYTES, Ledger
-from rose.memory.wire import (
-    BOARD_BYTES,
-    MAX_LINE_BYTES,
-    NUM_FDS,
-    Bye,
-    Hello,
-    Kind,
-    Refusal,
-    Welcome,
-    read_answer,
-    socket_path,
-)
+from rose.memory.link import DaemonLink, exchange
+from rose.memory.pool_memory import PoolMemory, PoolSize
+from rose.memory.wire import Hello, Kind, Welcome, socket_path
 from rose.types import Role
 
 logger = logging.getLogger(__name__)
@@ -40,31 +26,28 @@ _RETRY_S = 0.05
 """While the daemon is starting or an engine's predecessor is being buried; both take tens of ms."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSize:
-    """What a pool consists of."""
-
-    num_slabs: int
-    slab_bytes: int
-    headroom_slabs: int
-
-
 class PoolClient:
     """An attached scheduler, worker or observer. Made by :meth:`attach` or :meth:`observe`."""
 
-    def __init__(self, connection: socket.socket, welcome: Welcome, fds: list[int]) -> None:
-        """Takes the connection over, not the descriptors. Raises: PoolError for an unknown ledger layout."""
-        self._connection = connection
+    def __init__(
+        self, path: Path, connection: socket.socket, hello: Hello, welcome: Welcome, memory: PoolMemory
+    ) -> None:
+        """Takes the connection and the memory over."""
         self.slot = welcome.slot
         """This engine's slot in the ledger; 0 for an observer."""
-        self.num_slabs = welcome.num_slabs
-        self.slab_bytes = welcome.slab_bytes
-        self.headroom_slabs = welcome.headroom_slabs
-        self.daemon_pid = welcome.daemon_pid
-        slabs_fd, ledger_fd, board_fd = fds
-        self.slab_file = SlabFile.from_fd(slabs_fd, welcome.slab_bytes)
-        self.ledger = Ledger(mmap.mmap(ledger_fd, welcome.ledger_words * WORD_BYTES))
-        self.board_words = Words(mmap.mmap(board_fd, BOARD_BYTES))
+        self._memory = memory
+        size = memory.size
+        self.num_slabs, self.slab_bytes = size.num_slabs, size.slab_bytes
+        self.headroom_slabs = size.headroom_slabs
+        self.slab_file = memory.slab_file
+        self.ledger = memory.ledger
+        self.board_words = memory.board_words
+        self._link: DaemonLink | None = None
+        if self.slot:
+            attached = hello.model_copy(update={"slot": self.slot})
+            self._link = DaemonLink(path, connection, attached, memory, welcome.daemon_pid)
+        else:
+            connection.close()  # an observer needs nothing more from the daemon
 
     @classmethod
     def attach(
@@ -104,14 +87,17 @@ class PoolClient:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.settimeout(max(deadline - time.monotonic(), _RETRY_S))
-                answer, fds = _exchange(connection, path, hello)
+                answer, fds = exchange(connection, path, hello)
                 if isinstance(answer, Welcome):
-                    client = cls._open(connection, answer, fds)
+                    connection.settimeout(None)
+                    client = cls(path, connection, hello, answer, PoolMemory(fds))
                     logger.info("attached pool=%s slot=%d kind=%s", name, client.slot, hello.kind)
                     return client
                 reason, is_transient = answer.refused, answer.is_transient
             except (FileNotFoundError, ConnectionRefusedError):
                 reason, is_transient = f"pool {name} has no daemon ({path}); start one with --num-slabs", True
+            except ConnectionError as error:
+                reason, is_transient = f"pool {name}: the daemon at {path} hung up ({error})", True
             except OSError as error:
                 connection.close()
                 raise PoolError(f"pool {name}: the daemon at {path} does not answer ({error})") from error
@@ -123,27 +109,20 @@ class PoolClient:
                 raise PoolError(reason)
             time.sleep(_RETRY_S)
 
-    @classmethod
-    def _open(cls, connection: socket.socket, welcome: Welcome, fds: list[int]) -> Self:
-        try:
-            if len(fds) != NUM_FDS:
-                raise PoolError(f"the pool daemon sent {len(fds)} descriptors, expected {NUM_FDS}")
-            return cls(connection, welcome, fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
+    @property
+    def daemon_pid(self) -> int | None:
+        """The daemon that this client is or was attached to; None for an observer."""
+        return self._link.daemon_pid if self._link is not None else None
 
     def close(self) -> None:
         """Leaves the pool. The caller has unmapped every slab: they may go to another engine right away.
 
         Idempotent. Without it the daemon waits for the process to end.
         """
-        if self.slot:
-            try:
-                self._connection.sendall(Bye().to_line())
-            except OSError as error:
-                logger.debug("bye not delivered slot=%d error=%s", self.slot, error)
-        self._connection.close()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._memory.close()
 
     def __enter__(self) -> Self:
         return self
@@ -157,24 +136,4 @@ class PoolClient:
 def describe_pool(name: str, *, runtime_dir: Path | None = None, timeout_s: float = 5.0) -> PoolSize:
     """What a running pool consists of. Raises: PoolError if there is no daemon."""
     with PoolClient.observe(name, runtime_dir=runtime_dir, timeout_s=timeout_s) as client:
-        return PoolSize(
-            num_slabs=client.num_slabs, slab_bytes=client.slab_bytes, headroom_slabs=client.headroom_slabs
-        )
-
-
-def _exchange(connection: socket.socket, path: Path, hello: Hello) -> tuple[Welcome | Refusal, list[int]]:
-    """Hello out, answer and descriptors in. Raises: OSError, PoolError."""
-    connection.connect(str(path))
-    connection.sendall(hello.to_line())
-    line, fds, _, _ = socket.recv_fds(connection, MAX_LINE_BYTES, NUM_FDS, socket.MSG_CMSG_CLOEXEC)
-    try:
-        while not line.endswith(b"\n"):
-            more = connection.recv(MAX_LINE_BYTES)
-            if not more:
-                raise ConnectionResetError("it hung up")
-            line += more
-        return read_answer(line), fds
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
+        return client._memory.size

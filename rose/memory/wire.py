@@ -1,8 +1,14 @@
 """What the pool daemon and its clients say to each other.
 
-Owns the paths and the messages: one JSON line each way on a unix stream socket, the reply with three
-descriptors (slab file, ledger, board) attached. Promises that a malformed line raises PoolError.
-Never opens a socket.
+Owns the paths and the messages: one JSON line each way on a unix stream socket. The pool's descriptors
+(rose/memory/pool_memory.py) travel with the answer to a new client, and with the hello of one that comes
+back:
+
+    new client   Hello                        ->    Welcome + descriptors, or Refusal
+    comes back   Hello(slot) + descriptors    ->    Welcome, or Refusal
+    leaves       Bye                          ->    (closed)
+
+Promises that a malformed line raises PoolError. Never opens a socket.
 """
 
 import json
@@ -16,10 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rose.errors import ConfigError, PoolError
 from rose.types import Role
 
-PROTOCOL_VERSION = 1
-MAX_LINE_BYTES = 16 * 1024
-NUM_FDS = 3
-BOARD_BYTES = 4096
+PROTOCOL_VERSION = 2
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path holds 108 with its end mark
 
 
@@ -51,7 +54,7 @@ class _Message(BaseModel):
 
 
 class Hello(_Message):
-    """A client's first line."""
+    """A client's first line, to a daemon or, after the connection broke, to that daemon or its successor."""
 
     protocol: int = PROTOCOL_VERSION
     role: Role = Role.SERVING
@@ -60,6 +63,24 @@ class Hello(_Message):
     rank: Annotated[int, Field(ge=0)] = 0
     world_size: Annotated[int, Field(ge=1, le=0xFFFF)] = 1
     pid: int
+    slot: int = 0
+    """Where it is attached already, 0 for a new client."""
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Self:
+        """Raises: PoolError for anything but a hello, and first of all for one in another version."""
+        try:
+            content = json.loads(line)
+        except ValueError:
+            content = None
+        # Another version has other fields: complaining about these would say nothing.
+        version = content.get("protocol", PROTOCOL_VERSION) if isinstance(content, dict) else PROTOCOL_VERSION
+        if version != PROTOCOL_VERSION:
+            raise PoolError(
+                f"client speaks pool protocol {version}, the pool's daemon {PROTOCOL_VERSION}: run the "
+                f"same rose version on both sides"
+            )
+        return super().from_line(line)
 
 
 class Bye(_Message):
@@ -69,13 +90,10 @@ class Bye(_Message):
 
 
 class Welcome(_Message):
-    """The daemon's answer; the descriptors travel with it."""
+    """The daemon's answer; to a new client the descriptors travel with it."""
 
     slot: int
-    num_slabs: int
-    slab_bytes: int
-    headroom_slabs: int
-    ledger_words: int
+    num_fds: int
     daemon_pid: int
 
 
@@ -84,7 +102,8 @@ class Refusal(_Message):
 
     refused: str
     is_transient: bool = False
-    """True where the same hello may succeed soon: the engine's predecessor is still being buried."""
+    """True where the same hello may succeed soon: the engine's predecessor is still being buried, or the
+    daemon has just started and looks for its predecessor's memory."""
 
 
 def read_answer(line: bytes) -> Welcome | Refusal:

@@ -15,7 +15,8 @@ import httpx
 from rose.config import Settings
 from rose.engine.plugin import is_supported, supported_range
 from rose.errors import ConfigError, PoolError
-from rose.memory.pool import PoolSize, describe_pool
+from rose.memory.pool import describe_pool
+from rose.memory.pool_memory import PoolSize
 
 logger = logging.getLogger(__name__)
 

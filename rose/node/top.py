@@ -87,6 +87,7 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
 
     queue: running and waiting requests. slabs: owned of budget. gate: mode and the share of steps that it
     let through, or that the engine is deactivated. lost: requests that ROSE reclaimed or reported as stalled.
+    Below: slabs of a dead engine that wait for the last of its processes to end.
     """
     table = Table(title="rose top", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in COLUMNS:
@@ -96,6 +97,8 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
         if sample.status is not None:
             rate = _rate(sample, before.get(sample.worker))
             table.add_row(urlsplit(sample.worker).netloc, *_row(sample.status), rate)
+            if quarantined := sample.status.pool_slabs_quarantined:
+                lines.append(Text(f"{sample.worker}: {quarantined} slabs of its pool in quarantine"))
     return Group(table, *lines) if table.row_count else Group(*lines)
 
 

@@ -1,5 +1,7 @@
 """One slab pool with a serving and a rollout engine, shared by all tests that need the pair."""
 
+import os
+import signal
 import threading
 import time
 from collections import defaultdict
@@ -38,13 +40,7 @@ class SharedGpu:
     def __init__(self, folder: Path, models: dict[Role, Path]) -> None:
         self.folder = folder
         self._models = models
-        self._daemon = start_daemon(
-            POOL,
-            num_slabs=NUM_SLABS,
-            slab_bytes=SLAB_BYTES,
-            headroom_slabs=HEADROOM_SLABS,
-            runtime_dir=runtime_dir(folder),
-        )
+        self.start_daemon()
         self.observer = PoolClient.observe(POOL, runtime_dir=runtime_dir(folder))
         self.ledger: Ledger = self.observer.ledger
         self._engines: dict[Role, RealEngine] = {}
@@ -52,6 +48,20 @@ class SharedGpu:
         self.profiles: dict[Role, Profile] = {}
         """Taken when an engine first starts: without one the gate admits little more than nothing. One that
         starts again finds its own in the cache."""
+
+    def start_daemon(self) -> None:
+        """The pool's first daemon, or one that takes over from its predecessor."""
+        self._daemon = start_daemon(
+            POOL,
+            num_slabs=NUM_SLABS,
+            slab_bytes=SLAB_BYTES,
+            headroom_slabs=HEADROOM_SLABS,
+            runtime_dir=runtime_dir(self.folder),
+        )
+
+    def kill_daemon(self) -> None:
+        os.kill(self._daemon.pid, signal.SIGKILL)
+        self._daemon.stop()
 
     def engine(self, role: Role) -> RealEngine:
         return self._engines[role]
@@ -85,7 +95,7 @@ class SharedGpu:
         """As the router does at each step of the trainer; returns once the new budget counts."""
         self._rl_step += 1
         self.engine(Role.ROLLOUT).begin_rl_step(self._rl_step)
-        until(lambda: self.ledger.rl_step == self._rl_step, "the rollout engine began the RL step")
+        until(lambda: self.ledger.policy.rl_step == self._rl_step, "the rollout engine began the RL step")
 
     def held(self, role: Role) -> int:
         """Slabs that a role's engines own."""

@@ -23,7 +23,7 @@ ABORTS = {StopReason.RECLAIMED, StopReason.STALLED}
 def fill_with_rollouts(gpu: SharedGpu, rollout: RealEngine, name: str) -> "list[Future[Answer]]":
     """Long generations that hold all of the budget; returns once they do."""
     requests = rollout.start_requests([prompt(f"{name}-{i}", 400) for i in range(10)], max_tokens=500)
-    budget = gpu.ledger.rollout_budget_slabs
+    budget = gpu.ledger.policy.rollout_budget_slabs
     until(lambda: rollout.status().kv_slabs_in_use >= budget, f"{budget} slabs in use by rollouts")
     return requests
 
@@ -97,7 +97,7 @@ def test_a_serving_burst_cuts_aborts_and_freezes_until_the_next_rl_step(
 
     gpu.begin_rl_step()
     until(lambda: rollout.status().pressure == "normal", "no pressure in the new RL step")
-    assert gpu.ledger.rollout_budget_slabs > frozen_budget
+    assert gpu.ledger.policy.rollout_budget_slabs > frozen_budget
     with LedgerLog(gpu.ledger) as log:
         for request in rollout.start_requests([prompt(f"after-{i}", 300) for i in range(6)], max_tokens=20):
             assert request.result().finish_reason == "length"

@@ -1,12 +1,13 @@
-"""An engine is killed outright: the other goes on, and the pool gets its slabs back."""
+"""An engine or the daemon is killed outright: the others go on, and a dead engine's slabs come back."""
 
 import os
 import signal
 
 import psutil
 import pytest
-from probes import prompt
+from probes import ROLLOUT_TOKENS, SERVING_TOKENS, prompt, wave_prompts
 from real_engine import RealEngine, until
+from references import StockAnswers
 from shared_gpu import NUM_SLABS, SharedGpu
 
 from rose.admission.board import snapshot
@@ -77,3 +78,39 @@ def test_a_killed_rollout_engine_gives_its_slabs_back_and_serving_loses_nothing(
     burst = serving.start_requests([prompt(f"more-{i}", 300) for i in range(7)], max_tokens=20)
     assert all(len(request.result().tokens) == 20 for request in burst)
     gpu.ledger.check_integrity()
+
+
+def test_a_killed_daemon_is_not_missed_and_its_successor_buries_engines_as_it_did(
+    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
+) -> None:
+    prompts = wave_prompts(Role.SERVING, 0)
+    rollouts = rollout.start_requests(wave_prompts(Role.ROLLOUT, 0), ROLLOUT_TOKENS)
+    until(lambda: rollout.status().kv_slabs_in_use > 6, "rollouts hold slabs")
+    requests = serving.start_requests(prompts, SERVING_TOKENS)
+    until(lambda: serving.status().num_running > 0, "serving requests in flight")
+    gpu.kill_daemon()
+    # The wave needs more than the headroom: slabs move from rollout to serving while there is no daemon.
+    for request in serving.start_requests(prompts, SERVING_TOKENS):
+        assert request.result().tokens
+    requests += serving.start_requests(prompts, SERVING_TOKENS)
+    gpu.start_daemon()
+    until(lambda: not any(one.is_leaving for one in gpu.ledger.engines().values()), "all engines are back")
+    assert {one.role for one in gpu.ledger.engines().values()} == set(Role)
+    expected = stock.of("serving")
+    for given, request in zip(prompts * 2, requests, strict=True):
+        assert request.result().finish_reason == "length"
+        assert request.result().tokens == expected[tuple(given)]["tokens"]
+    for request in rollouts:
+        request.exception()
+    gpu.ledger.check_integrity()
+
+    gpu.settle()
+    lost = rollout.start_requests([prompt(f"after-{i}", 400) for i in range(10)], max_tokens=500)
+    until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
+    kill_everything(rollout)
+    until(lambda: all(one.role is not Role.ROLLOUT for one in gpu.ledger.engines().values()), "slot freed")
+    assert gpu.ledger.num_free == NUM_SLABS - gpu.held(Role.SERVING)
+    assert all(request.exception() is not None or request.result().stop_reason for request in lost)
+    gpu.ensure_running()  # a new engine joins the pool that was taken over
+    gpu.settle()
+    assert len(gpu.engine(Role.ROLLOUT).complete(prompt("heir", 300), 8).tokens) == 8

@@ -1,18 +1,27 @@
-"""What the pool tests share: the size of their pool, and engines in processes of their own."""
+"""What the pool tests share: the size of their pool, ways in, and engines in processes of their own."""
 
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import rose
+from rose.memory.daemon import DaemonHandle, start_daemon
+from rose.memory.ledger import Ledger
+from rose.memory.pool import PoolClient
+from rose.memory.wire import Kind
+from rose.types import Role
 
 POOL = "p"
 NUM_SLABS = 16
 SLAB_BYTES = 64 * 1024
 HEADROOM_SLABS = 4
+PATIENCE_S = 60.0
+"""For what takes milliseconds, on a machine that is busy with something else."""
 
 
 class EngineProcess:
@@ -52,3 +61,44 @@ class EngineProcess:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+StartEngine = Callable[..., EngineProcess]
+
+
+def start_pool(runtime_dir: Path, **sizes: int) -> DaemonHandle:
+    """A daemon of pool ``POOL``, of the usual size unless told otherwise."""
+    usual = {"num_slabs": NUM_SLABS, "slab_bytes": SLAB_BYTES, "headroom_slabs": HEADROOM_SLABS}
+    return start_daemon(POOL, runtime_dir=runtime_dir, **{**usual, **sizes})
+
+
+def observe(runtime_dir: Path) -> PoolClient:
+    return PoolClient.observe(POOL, runtime_dir=runtime_dir)
+
+
+def attach(
+    runtime_dir: Path,
+    role: Role = Role.ROLLOUT,
+    engine_id: str = "here",
+    *,
+    kind: Kind = Kind.SCHEDULER,
+    world_size: int = 1,
+    timeout_s: float = PATIENCE_S,
+) -> PoolClient:
+    return PoolClient.attach(
+        POOL,
+        role=role,
+        engine_id=engine_id,
+        kind=kind,
+        world_size=world_size,
+        runtime_dir=runtime_dir,
+        timeout_s=timeout_s,
+    )
+
+
+def wait_until(ledger: Ledger, is_so: Callable[[], bool]) -> None:
+    """Waits for a change of the ledger that makes it so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "the daemon did not react"
+        ledger.wait_change(ledger.change_seq, 0.01)

@@ -7,56 +7,31 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from pool_setup import HEADROOM_SLABS, NUM_SLABS, POOL, SLAB_BYTES, EngineProcess
+from pool_setup import (
+    HEADROOM_SLABS,
+    NUM_SLABS,
+    PATIENCE_S,
+    POOL,
+    SLAB_BYTES,
+    StartEngine,
+    attach,
+    observe,
+    wait_until,
+)
 
-from rose._vmm import Range
 from rose.errors import ConfigError, PoolError
+from rose.memory import ledger as ledger_module
 from rose.memory.daemon import DaemonHandle, start_daemon
-from rose.memory.ledger import Ledger, Word
-from rose.memory.pool import PoolClient, PoolSize, describe_pool
+from rose.memory.ledger import Word
+from rose.memory.owner import MAX_CLIENTS
+from rose.memory.pool import describe_pool
+from rose.memory.pool_memory import PoolSize
 from rose.memory.wire import Kind
 from rose.types import Role
-
-StartEngine = Callable[..., EngineProcess]
-
-PATIENCE_S = 60.0
-"""For what takes milliseconds, on a machine that is busy with something else."""
-
-
-def observe(runtime_dir: Path) -> PoolClient:
-    return PoolClient.observe(POOL, runtime_dir=runtime_dir)
-
-
-def attach(
-    runtime_dir: Path,
-    role: Role = Role.ROLLOUT,
-    engine_id: str = "here",
-    *,
-    kind: Kind = Kind.SCHEDULER,
-    world_size: int = 1,
-    timeout_s: float = PATIENCE_S,
-) -> PoolClient:
-    return PoolClient.attach(
-        POOL,
-        role=role,
-        engine_id=engine_id,
-        kind=kind,
-        world_size=world_size,
-        runtime_dir=runtime_dir,
-        timeout_s=timeout_s,
-    )
-
-
-def wait_until(ledger: Ledger, is_so: Callable[[], bool]) -> None:
-    """Waits for a change of the ledger that makes it so."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, "the daemon did not react"
-        ledger.wait_change(ledger.change_seq, 0.01)
 
 
 def test_slabs_move_between_engines_zeroed(pool: DaemonHandle, start_engine: StartEngine) -> None:
@@ -159,15 +134,6 @@ def test_a_slab_is_free_once_every_rank_released_it(pool: DaemonHandle, start_en
     assert ranks[0].ask("unmap", slabs) == slabs
 
 
-def test_a_broken_connection_alone_frees_nothing(pool: DaemonHandle, runtime_dir: Path) -> None:
-    client = attach(runtime_dir)
-    taken = client.ledger.acquire(client.slot, 2)
-    client._connection.close()
-    with pytest.raises(PoolError, match="is leaving"):
-        attach(runtime_dir, timeout_s=0.2)
-    assert client.ledger.owned(client.slot) == taken
-
-
 def test_close_frees_the_engine_while_its_process_lives(pool: DaemonHandle, runtime_dir: Path) -> None:
     for _ in range(3):
         with attach(runtime_dir) as client:
@@ -207,25 +173,6 @@ def test_second_daemon_is_refused_and_the_first_goes_on(pool: DaemonHandle, runt
     assert describe_pool(POOL, runtime_dir=runtime_dir) == PoolSize(
         num_slabs=NUM_SLABS, slab_bytes=SLAB_BYTES, headroom_slabs=HEADROOM_SLABS
     )
-
-
-def test_clients_go_on_without_the_daemon_and_a_new_one_takes_the_name(
-    pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
-) -> None:
-    serving = start_engine("serving", "s0", "scheduler")
-    rollout = start_engine("rollout", "r0", "scheduler")
-    slabs = rollout.ask("acquire", NUM_SLABS)
-    rollout.ask("map", slabs)
-    os.kill(pool.pid, signal.SIGKILL)
-    pool.stop()
-    assert (runtime_dir / "pool-p.sock").exists()
-    rollout.ask("drain", slabs[:3], 1)
-    assert rollout.ask("unmap", slabs[:3]) == slabs[:3]
-    assert serving.ask("map", serving.ask("acquire", 3)) == 0
-    with pytest.raises(PoolError, match="pool p has no daemon"):
-        attach(runtime_dir, timeout_s=0.1)
-    with start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir):
-        assert describe_pool(POOL, runtime_dir=runtime_dir).num_slabs == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -291,8 +238,15 @@ def test_pool_without_daemon_is_one_clear_line(runtime_dir: Path) -> None:
     ("sizes", "reason"),
     [
         ({"num_slabs": 4, "headroom_slabs": 4}, "--headroom-slabs 4: must be 0..3"),
-        ({"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000}, "power of two .* got 5000"),
-        ({"num_slabs": 0, "headroom_slabs": 0}, "--num-slabs"),
+        (
+            {"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000},
+            "multiple of the granularity of 4096 bytes, got 5000: use 8192",
+        ),
+        ({"num_slabs": 0, "headroom_slabs": 0}, "--num-slabs 0: .* use 2 or more"),
+        (
+            {"num_slabs": 1, "headroom_slabs": 0},
+            "--num-slabs 1: .* hold one slab each for good; use 2 or more",
+        ),
     ],
 )
 def test_bad_sizes_are_refused_and_leave_nothing(
@@ -301,6 +255,37 @@ def test_bad_sizes_are_refused_and_leave_nothing(
     with pytest.raises(PoolError, match=reason):
         start_daemon(POOL, runtime_dir=runtime_dir, **sizes)
     assert list(runtime_dir.iterdir()) == []
+
+
+def test_too_few_open_files_are_refused_with_the_numbers(runtime_dir: Path) -> None:
+    command = f"{sys.executable} -m rose.memory.daemon {POOL} --num-slabs 4 --headroom-slabs 1"
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 64; exec {command} --runtime-dir {runtime_dir}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, list(runtime_dir.iterdir())) == (2, [])
+    assert "pool p with 4 slabs and up to 64 clients: needs 134 more open files" in done.stderr
+    assert "the limit is 64, at most 64: run `ulimit -n 2" in done.stderr
+
+
+def test_a_client_of_another_version_is_told_both_versions(
+    pool: DaemonHandle, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "VERSION", 3)
+    with pytest.raises(PoolError, match=r"version 2, this rose knows .* version 3: restart the pool daemon"):
+        attach(runtime_dir)
+
+
+def test_clients_beyond_the_limit_are_refused(pool: DaemonHandle, runtime_dir: Path) -> None:
+    with ExitStack() as stack:
+        for _ in range(MAX_CLIENTS):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(runtime_dir / "pool-p.sock"))
+        with pytest.raises(PoolError, match="pool p has 64 clients, its limit; stop some"):
+            describe_pool(POOL, runtime_dir=runtime_dir, timeout_s=0.2)
+    # The daemon may still be hearing that they are gone: waited for.
+    assert describe_pool(POOL, runtime_dir=runtime_dir).num_slabs == NUM_SLABS
 
 
 def test_command_line_exits_with_status_2_and_one_line(pool: DaemonHandle, runtime_dir: Path) -> None:
@@ -317,7 +302,10 @@ def test_command_line_exits_with_status_2_and_one_line(pool: DaemonHandle, runti
     [
         (b"GET / HTTP/1.1\n", "bad Hello line"),
         (b'{"engine_id": "x", "kind": "king", "pid": 1}\n', "kind"),
-        (b'{"engine_id": "x", "kind": "worker", "pid": 1, "protocol": 9}\n', "protocol 9"),
+        (
+            b'{"engine_id": "x", "kind": "worker", "pid": 1, "protocol": 9, "new": 1}\n',
+            "protocol 9, the pool's daemon 2",
+        ),
         (b'{"engine_id": "x", "kind": "worker", "pid": 1, "rank": 2, "world_size": 2}\n', "rank 2 of 2"),
     ],
 )
@@ -353,4 +341,4 @@ def test_client_brings_slabs_ledger_and_board(pool: DaemonHandle, runtime_dir: P
         assert (len(two.board_words), two.board_words.load(5)) == (512, 42)
         assert {engine.role for engine in two.ledger.engines().values()} == set(Role)
         assert one.slab_file.num_slabs == NUM_SLABS
-        assert Range(two.slab_file, 3).num_bytes == 3 * SLAB_BYTES
+        assert two.slab_file.reserve(3).num_bytes == 3 * SLAB_BYTES

@@ -184,16 +184,15 @@ def test_policy_changes_notify_and_serving_figures_do_not() -> None:
     other = Ledger(memory)
     seen = ledger.change_seq
     ledger.begin_rl_step(3, 5)
-    assert (other.rollout_budget_slabs, other.pressure, other.rl_step) == (5, Pressure.NORMAL, 3)
+    assert other.policy == PolicyState(rl_step=3, rollout_budget_slabs=5)
     assert other.change_seq == seen + 1
     assert ledger.swap_policy(ledger.policy, ledger.policy)
-    ledger.rollout_budget_slabs = 5
     assert other.change_seq == seen + 1
-    ledger.pressure = Pressure.FROZEN
-    ledger.rl_step = 4
-    assert other.policy == PolicyState(rl_step=4, rollout_budget_slabs=5, pressure=Pressure.FROZEN)
-    assert other.change_seq == seen + 3
-    seen += 2
+    frozen = PolicyState(rl_step=4, rollout_budget_slabs=5, pressure=Pressure.FROZEN)
+    assert ledger.swap_policy(ledger.policy, frozen)
+    assert other.policy == frozen
+    assert other.change_seq == seen + 2
+    seen += 1
     ledger.serving_used_slabs = 4
     ledger.serving_recent_peak_slabs = 6
     assert other.change_seq == seen + 1
@@ -258,6 +257,22 @@ def test_engine_slots_show_who_is_there() -> None:
     }
     ledger.set_engine(1, None)
     assert list(ledger.engines()) == [2]
+
+
+def test_slabs_of_a_leaving_engine_are_quarantined_whatever_their_state() -> None:
+    ledger, memory = make_ledger()
+    ledger.acquire(1, 2)
+    slabs = ledger.acquire(2, 3)
+    ledger.drain(slabs[:1], 2)
+    assert ledger.num_quarantined == 0
+    rollout = ledger.engines()[2]
+    ledger.set_engine(2, dataclasses.replace(rollout, is_leaving=True))
+    assert (Ledger(memory).num_quarantined, Ledger(memory).engines()[2].is_leaving) == (3, True)
+    ledger.force_free(2)
+    assert ledger.num_quarantined == 0
+    ledger.set_engine(2, None)
+    ledger.set_engine(2, rollout)
+    assert not ledger.engines()[2].is_leaving
 
 
 def test_bad_arguments_are_the_callers_mistake() -> None:

@@ -46,6 +46,53 @@ def test_slot_is_vacated_with_the_last_process() -> None:
     roster.check_integrity()
 
 
+def test_whoever_comes_back_is_present_again() -> None:
+    roster = Roster("p")
+    slot = roster.admit(1, hello(rank=0, world_size=2), pid=11)
+    roster.admit(2, hello(rank=1, world_size=2), pid=12)
+    back = hello(rank=0, world_size=2).model_copy(update={"slot": slot})
+    assert roster.lose(1) == slot
+    assert roster.engine(slot).is_leaving
+    assert roster.find(back, 11) == 1
+    roster.replace(1, 3)
+    assert not roster.engine(slot).is_leaving
+    assert roster.find(back, 11) == 3
+    roster.bury(3)
+    roster.lose(2)
+    roster.replace(2, 4)
+    assert roster.engine(slot).is_leaving and roster.broken_slots() == [slot]
+    roster.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "change", [{"rank": 1}, {"kind": Kind.SCHEDULER}, {"engine_id": "r1"}, {"slot": 2}, {"world_size": 1}]
+)
+def test_nobody_comes_back_as_somebody_else(change: dict[str, object]) -> None:
+    roster = Roster("p")
+    slot = roster.admit(1, hello(rank=0, world_size=2), pid=11)
+    back = hello(rank=0, world_size=2).model_copy(update={"slot": slot})
+    with pytest.raises(AttachRefused, match="with pid 12"):
+        roster.find(back, 12)
+    with pytest.raises(AttachRefused, match="the pool was made anew; restart the engine") as refusal:
+        roster.find(back.model_copy(update=change), 11)
+    assert not refusal.value.is_transient
+
+
+def test_a_restored_roster_equals_the_one_that_was_saved() -> None:
+    roster = Roster("p")
+    for connection, one in enumerate((hello(world_size=2), hello(rank=1, world_size=2), hello(Role.SERVING))):
+        roster.admit(connection, one, pid=10 + connection)
+    heir = Roster("p")
+    for connection, one in roster.members():
+        heir.restore(connection, one, one.pid, is_broken=False)
+    assert list(heir.members()) == list(roster.members())
+    for connection, one in roster.members():
+        assert heir.engine(one.slot).is_leaving
+        heir.replace(connection, connection + 10)
+    assert [heir.engine(slot) for slot in (1, 2)] == [roster.engine(slot) for slot in (1, 2)]
+    heir.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
@@ -65,7 +112,7 @@ def test_conflicts_are_refused_for_good(second: Hello, reason: str) -> None:
 
 
 def test_answers_survive_the_wire() -> None:
-    welcome = Welcome(slot=1, num_slabs=4, slab_bytes=4096, headroom_slabs=1, ledger_words=132, daemon_pid=9)
+    welcome = Welcome(slot=1, num_fds=3, daemon_pid=9)
     refusal = Refusal(refused="no", is_transient=True)
     assert read_answer(welcome.to_line()) == welcome
     assert read_answer(refusal.to_line()) == refusal

@@ -26,6 +26,7 @@ STATUS = WorkerStatus.model_validate(
         "num_waiting": 2,
         "kv_slabs_owned": 40,
         "kv_slabs_budget": 64,
+        "pool_slabs_quarantined": 7,
         "pressure": "pressure",
         "gate": {"mode": "dual", "admitted_steps": 1, "declined_steps": 3},
         "reclaimed_requests": 4,
@@ -58,6 +59,10 @@ def sample(taken_at_s: float, tokens: int) -> Sample:
 def test_a_row_shows_what_the_engine_says(cell: str) -> None:
     earlier = sample(taken_at_s=10.0, tokens=1000)
     assert cell in render([sample(taken_at_s=12.0, tokens=1600)], {earlier.worker: earlier})
+
+
+def test_slabs_in_quarantine_are_told_of() -> None:
+    assert "http://127.0.0.1:8001: 7 slabs of its pool in quarantine" in render([sample(0.0, 0)], {})
 
 
 def test_a_restarted_engine_has_no_rate() -> None:
