@@ -95,3 +95,5 @@ class Profile(BaseModel):
 
     file: str
     model: dict[str, float]
+    observations: list[tuple[int, int, int, float]]
+    """Of each step: prefill tokens, decodes, their context tokens, seconds."""

@@ -1,4 +1,4 @@
-"""Step-time profiles: which steps to measure, and the files that keep the fits.
+"""Step-time profiles: which steps to measure, the files that keep the fits, and their plot.
 
 Owns the measuring plan and the profile files. Never runs an engine: its caller measures the points.
 """
@@ -7,10 +7,11 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from typing import Any
 
-from rose.admission.step_time import StepObservation, StepTimeModel, fit, fit_errors
+from rose.admission.step_time import StepObservation, StepTimeModel, drop_warm_up, fit, fit_errors
 from rose.errors import ConfigError
 
 FORMAT_VERSION = 1
@@ -82,11 +83,17 @@ def fit_profile(observations: Sequence[StepObservation], key: ProfileKey, direct
     """
     model = fit(observations)
     errors = fit_errors(model, observations)
-    body = {"format": FORMAT_VERSION, "key": asdict(key), "model": model.to_json(), "errors": asdict(errors)}
+    body = {
+        "format": FORMAT_VERSION,
+        "key": asdict(key),
+        "model": model.to_json(),
+        "errors": asdict(errors),
+        "observations": [astuple(one) for one in observations],
+    }
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / key.file_name
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(body, indent=2) + "\n")
+    draft.write_text(json.dumps(body) + "\n")
     draft.replace(path)
     return model
 
@@ -96,6 +103,14 @@ def load_profile(directory: Path, key: ProfileKey) -> StepTimeModel | None:
 
     Raises ConfigError on a file that can't be read as a profile: delete it or profile again.
     """
+    stored = load_measured_profile(directory, key)
+    return stored[0] if stored is not None else None
+
+
+def load_measured_profile(
+    directory: Path, key: ProfileKey
+) -> tuple[StepTimeModel, list[StepObservation]] | None:
+    """The stored fit with the steps that it was made from; otherwise as ``load_profile``."""
     path = directory / key.file_name
     if not path.exists():
         return None
@@ -103,32 +118,62 @@ def load_profile(directory: Path, key: ProfileKey) -> StepTimeModel | None:
         body = json.loads(path.read_text())
         if body["format"] != FORMAT_VERSION or body["key"] != asdict(key):
             return None
-        return StepTimeModel.from_json(body["model"])
+        # Files of earlier versions have no observations.
+        observations = [observation_of(one) for one in body.get("observations", [])]
+        return StepTimeModel.from_json(body["model"]), observations
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path}: not a step-time profile ({error}); delete it and profile again"
         ) from error
 
 
+def observation_of(fields: Sequence[float]) -> StepObservation:
+    """Inverse of dataclasses.astuple. Raises ValueError on another number of fields."""
+    prefill_tokens, num_decodes, context_tokens, seconds = fields
+    return StepObservation(
+        prefill_tokens=int(prefill_tokens),
+        num_decodes=int(num_decodes),
+        context_tokens=int(context_tokens),
+        seconds=seconds,
+    )
+
+
 def plot_profile(model: StepTimeModel, observations: Sequence[StepObservation], path: Path) -> None:
-    """Writes predicted against observed step times as an image. Needs matplotlib."""
+    """Writes observed beside fitted step times of prefills and of decodes as an image. Needs matplotlib.
+
+    The shaded band reaches from the fit to what the gate reckons with, which 99 of 100 steps stay within.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 5), layout="constrained")
-    axes = figure.add_subplot()
-    predicted_ms = [
-        1e3 * model.predict(o.prefill_tokens, o.num_decodes, o.context_tokens) for o in observations
-    ]
-    axes.scatter(predicted_ms, [1e3 * o.seconds for o in observations], s=12)
-    top_ms = max(predicted_ms)
-    axes.plot([0, top_ms], [0, top_ms], color="grey", label="predicted")
-    axes.plot(
-        [0, top_ms],
-        [1e3 * model.margin_s, top_ms * model.ratio_q99 + 1e3 * model.margin_s],
-        color="red",
-        label="used by the gate",
-    )
-    axes.set_xlabel("predicted step (ms)")
-    axes.set_ylabel("observed step (ms)")
-    axes.legend()
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    prefill, decode = figure.subplots(1, 2)
+    kept = drop_warm_up(observations)
+    prefills = [o for o in kept if o.num_decodes == 0]
+    _scatter(prefill, "prefill tokens in the step", [(o.prefill_tokens, o.seconds) for o in prefills])
+    _fitted(prefill, model, [(tokens, 0, 0) for tokens in sorted({o.prefill_tokens for o in prefills})], "")
+    decodes = [o for o in kept if o.prefill_tokens == 0]
+    _scatter(decode, "decodes in the step", [(o.num_decodes, o.seconds) for o in decodes])
+    contexts = sorted(o.context_tokens // o.num_decodes for o in decodes)
+    for context in sorted({contexts[0], contexts[-1]}) if contexts else []:
+        shapes = [(0, count, count * context) for count in sorted({o.num_decodes for o in decodes})]
+        _fitted(decode, model, shapes, f", context {context}")
+    for axes in (prefill, decode):
+        axes.set_ylim(bottom=0)
+        axes.legend()
     figure.savefig(path)
+
+
+def _scatter(axes: Any, label: str, points: Sequence[tuple[int, float]]) -> None:
+    axes.scatter(
+        [at for at, _ in points], [1e3 * s for _, s in points], s=12, color="black", label="observed"
+    )
+    axes.set_xlabel(label)
+    axes.set_ylabel("step (ms)")
+
+
+def _fitted(axes: Any, model: StepTimeModel, shapes: Sequence[tuple[int, int, int]], note: str) -> None:
+    at = [prefill + decodes for prefill, decodes, _ in shapes]
+    fitted_ms = [1e3 * model.predict(*shape) for shape in shapes]
+    (line,) = axes.plot(at, fitted_ms, label=f"fitted{note}")
+    safe_ms = [1e3 * model.predict_safe(*shape) for shape in shapes]
+    axes.fill_between(at, fitted_ms, safe_ms, color=line.get_color(), alpha=0.2, label="used by the gate")

@@ -7,12 +7,13 @@ waits for the engine, and that weights change, leave and return one after the ot
 from __future__ import annotations
 
 import asyncio
+from dataclasses import astuple
 
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
 from rose.admission.board import announce_arrival
-from rose.admission.profile import load_profile
+from rose.admission.profile import load_measured_profile
 from rose.config import Settings
 from rose.engine.activation import Activation
 from rose.engine.profiling import run_shapes, shapes_for
@@ -157,10 +158,13 @@ class EngineControl:
         while self._page.get(Field.PROFILE) != ProfileCommand.NONE:
             await asyncio.sleep(0.05)
         key = profile_key(self._client.vllm_config)
-        model = load_profile(self._profile_dir, key)
-        if model is None:
+        stored = load_measured_profile(self._profile_dir, key)
+        if stored is None:
             raise WorkerError("the engine did not store its profile; see its log")
-        return Profile(file=key.file_name, model=model.to_json())
+        model, observations = stored
+        return Profile(
+            file=key.file_name, model=model.to_json(), observations=[astuple(one) for one in observations]
+        )
 
     def announce_arrival(self) -> None:
         """Tell a waiting serving scheduler that a request is on its way through this front end."""

@@ -9,12 +9,17 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from importlib.util import find_spec
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from rose.admission.profile import observation_of, plot_profile
+from rose.admission.step_time import StepTimeModel
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings, parse_config
+from rose.errors import ConfigError
 from rose.messages import Profile
 from rose.node import checks, launch
 from rose.node.config import EngineConfig
@@ -23,6 +28,7 @@ from rose.node.processes import ProcessGroup
 from rose.node.signals import StopOnSignals
 from rose.types import Role
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 PROFILE_TIMEOUT_S = 1800.0
 """A large model on a CPU takes seconds for each of its longest steps."""
 
@@ -30,8 +36,10 @@ PROFILE_TIMEOUT_S = 1800.0
 def main(argv: Sequence[str]) -> int:
     """Prints the fitted model and its file; 130 when a signal came first. Raises: RoseError."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
-    engine = _engine_config(argv)
+    engine, plot_path = _read_flags(argv)
     settings = Settings.from_environment()
+    if plot_path is not None:
+        _check_plot(plot_path)
     checks.check_vllm()
     checks.check_model(engine.model)
     console = Console()
@@ -39,6 +47,10 @@ def main(argv: Sequence[str]) -> int:
         profile = measure(engine, settings, console)
         console.print(profile_page(profile.model))
         console.print(f"stored: {settings.profile_dir / profile.file}", soft_wrap=True)
+        if plot_path is not None:
+            observations = [observation_of(one) for one in profile.observations]
+            plot_profile(StepTimeModel.from_json(profile.model), observations, plot_path)
+            console.print(f"plotted: {plot_path}", soft_wrap=True)
         return 0
     return 130  # a signal
 
@@ -77,13 +89,23 @@ def profile_page(model: Mapping[str, float]) -> Table:
     return table
 
 
-def _engine_config(argv: Sequence[str]) -> EngineConfig:
+def _check_plot(path: Path) -> None:
+    """Raises: ConfigError before minutes are spent on measuring."""
+    if path.suffix not in PLOT_SUFFIXES:
+        raise ConfigError(f"--plot {path}: want a name that ends with {', '.join(PLOT_SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: no such folder; create {path.absolute().parent} first")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed; run: pip install matplotlib")
+
+
+def _read_flags(argv: Sequence[str]) -> tuple[EngineConfig, Path | None]:
     parser = _parser()
     arguments, vllm_args = parser.parse_known_args(argv)
     if argv[0] != arguments.model:
         parser.error("MODEL comes first: rose profile MODEL ... (flags of vLLM would swallow it)")
     given = {"model": arguments.model, "role": arguments.role, "port": checks.free_port()}
-    return parse_config({**given, "vllm_args": vllm_args}, EngineConfig, "flags")
+    return parse_config({**given, "vllm_args": vllm_args}, EngineConfig, "flags"), arguments.plot
 
 
 def _parser() -> CommandParser:
@@ -95,6 +117,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a model directory or hub id; comes first")
     parser.add_argument("--role", choices=list(Role), default=Role.SERVING, help="default %(default)s")
+    parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw observed and fitted step times")
     return parser
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rose.admission.profile import ProfileKey, ProfilePlan, fit_profile, load_profile, plot_profile
+from rose.admission.profile import (
+    ProfileKey,
+    ProfilePlan,
+    fit_profile,
+    load_measured_profile,
+    load_profile,
+    plot_profile,
+)
 from rose.admission.step_time import MIN_OBSERVATIONS, StepObservation, StepTimeModel
 from rose.errors import ConfigError
 
@@ -77,6 +84,12 @@ def test_a_profile_of_another_format_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / KEY.file_name
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     assert load_profile(tmp_path, KEY) is None
+
+
+def test_a_profile_keeps_the_steps_that_it_was_made_from(tmp_path: Path) -> None:
+    fit_profile(measured(), KEY, tmp_path)
+    stored = load_measured_profile(tmp_path, KEY)
+    assert stored is not None and stored[1] == measured()
 
 
 def test_a_plot_is_written(tmp_path: Path) -> None:

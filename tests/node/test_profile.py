@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from tiny_models import make_serving_model
 
+from rose.errors import ConfigError
 from rose.node.profile import main, profile_page
 
 MODEL = {
@@ -27,6 +28,16 @@ def test_the_page_shows_every_part_of_the_model(figure: str) -> None:
     assert figure in terminal.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("path", "problem"), [("x.docx", "ends with .png, .svg, .pdf"), ("nowhere/x.png", "no such folder")]
+)
+def test_a_plot_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, path: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        main(["model", "--plot", str(tmp_path / path)])
+
+
 @pytest.mark.vllm
 def test_an_engine_profiles_itself_and_the_profile_stays(
     tmp_path: Path,
@@ -37,8 +48,12 @@ def test_an_engine_profiles_itself_and_the_profile_stays(
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
     model = make_serving_model(tmp_path / "model")
     flags = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
-    assert main([str(model), "--role", "serving", *flags]) == 0
+    plot = tmp_path / "profile.png"
+    assert main([str(model), "--role", "serving", "--plot", str(plot), *flags]) == 0
+    assert plot.stat().st_size > 1000
     (stored,) = (tmp_path / "cache" / "profiles").glob("*.json")
-    assert json.loads(stored.read_text())["model"]["base_s"] >= 0
+    profile = json.loads(stored.read_text())
+    assert profile["model"]["base_s"] >= 0
+    assert len(profile["observations"]) > 32
     assert str(stored) in capsys.readouterr().out
     assert list(runtime_dir.glob("engine-*.page")) == []
