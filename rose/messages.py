@@ -30,6 +30,8 @@ class WorkerStatus(BaseModel):
     kv_slabs_in_use: int
     kv_slabs_budget: int
     kv_cached_blocks: int
+    kv_live_blocks: int
+    """Blocks in use or holding prefix cache; with the slabs owned it says how well memory is used."""
     pressure: str
     """normal, pressure or frozen (ROSE §4.1)."""
     gate: GateStatus

@@ -35,6 +35,7 @@ class Field(IntEnum):
     LEASES_EXPIRED = 15
     GATE_MODE = 16
     SLABS_IN_USE = 17
+    KV_LIVE_BLOCKS = 18
     # Commands: written by the endpoint, read by the scheduler.
     RL_STEP = 32
     WANTED_GATE_MODE = 33
