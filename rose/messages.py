@@ -32,6 +32,8 @@ class WorkerStatus(BaseModel):
     pool_slabs_quarantined: int = 0
     """Of engines of the same pool that died: free once the last of their processes has ended."""
     kv_cached_blocks: int
+    kv_live_blocks: int
+    """Blocks in use or holding prefix cache; with the slabs owned it says how well memory is used."""
     pressure: str
     """normal, pressure or frozen (ROSE §4.1)."""
     gate: GateStatus

@@ -44,6 +44,8 @@ class SlabBlockPool(BlockPool):
     num_used: npt.NDArray[np.int32]
     num_hashed: npt.NDArray[np.int32]
     """Blocks of each position that prefix cache can be found in, in use or not."""
+    num_free_cached: int
+    """Blocks that nobody uses and that prefix cache can be found in."""
     listener: IdleListener | None
 
     @classmethod
@@ -68,6 +70,7 @@ class SlabBlockPool(BlockPool):
         pool.slab_of = [None] * num_positions
         pool.num_used = np.zeros(num_positions, dtype=np.int32)
         pool.num_hashed = np.zeros(num_positions, dtype=np.int32)
+        pool.num_free_cached = 0
         pool.listener = None
         # An id in a gap never names a block: all share one object, or large pools would keep millions.
         gap = KVCacheBlock(-1, ref_cnt=1, pool=pool)
@@ -115,8 +118,17 @@ class SlabBlockPool(BlockPool):
     def num_cached_blocks(self) -> int:
         return len(self.cached_block_hash_to_block)
 
+    def num_live_blocks(self) -> int:
+        """Blocks whose content somebody may still read: in use, or holding prefix cache."""
+        return int(self.num_used.sum()) + self.num_free_cached
+
     def is_caching(self, position: int) -> bool:
         return bool(self.num_hashed[position])
+
+    def empty_positions(self) -> list[int]:
+        """Backed positions that hold nothing live, without the pinned one, ascending."""
+        holds_nothing = np.flatnonzero((self.num_used == 0) & (self.num_hashed == 0)).tolist()
+        return [p for p in holds_nothing if p != PINNED_POSITION and self.slab_of[p] is not None]
 
     def _unpark(self, position: int, slab: int) -> None:
         blocks = self.blocks_at(position)
@@ -169,18 +181,21 @@ class SlabBlockPool(BlockPool):
         super()._insert_block_hash(block_hash_with_group_id, block, num_tokens)
         if not was_hashed and block.block_hash is not None:
             self.num_hashed[self.layout.position_of(block.block_id)] += 1
+            self.num_free_cached += block.ref_cnt == 0
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
         was_hashed = block.block_hash is not None
         removed = super()._remove_cached_block_hashes(block)
         if was_hashed and block.block_hash is None:
             self.num_hashed[self.layout.position_of(block.block_id)] -= 1
+            self.num_free_cached -= block.ref_cnt == 0
         return removed
 
     def reset_prefix_cache(self) -> bool:
         is_done = super().reset_prefix_cache()
         if is_done:
             self.num_hashed[:] = 0
+            self.num_free_cached = 0
         return is_done
 
     # Use counts: every way a block starts or stops being referenced ------------------------------
@@ -200,27 +215,31 @@ class SlabBlockPool(BlockPool):
         for block in blocks:
             position = self.layout.position_of(block.block_id)
             self.num_used[position] += 1
+            self.num_free_cached -= block.block_hash is not None
             if self.num_used[position] == 1 and self.listener is not None:
                 self.listener.position_busy(position)
 
     def _count_idle(self, block: KVCacheBlock) -> None:
         position = self.layout.position_of(block.block_id)
         self.num_used[position] -= 1
+        self.num_free_cached += block.block_hash is not None
         if self.num_used[position] == 0 and self.listener is not None:
             self.listener.position_idle(position)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where counts and blocks disagree. For tests and idle engines."""
-        num_backed = 1
+        num_backed, num_free_cached = 1, 0
         for position, slab in enumerate(self.slab_of):
             blocks = self.blocks_at(position)
             if slab is None:
                 assert all(b.ref_cnt == 1 and b.block_hash is None for b in blocks), position
                 continue
             num_backed += len(blocks)
+            num_free_cached += sum(b.ref_cnt == 0 and b.block_hash is not None for b in blocks)
             assert self.num_used[position] == sum(b.ref_cnt > 0 for b in blocks), position
             assert self.num_hashed[position] == sum(b.block_hash is not None for b in blocks), position
         assert num_backed == self.num_gpu_blocks, (num_backed, self.num_gpu_blocks)
+        assert num_free_cached == self.num_free_cached, (num_free_cached, self.num_free_cached)
 
 
 class SlabKVCacheManager(KVCacheManager):

@@ -78,6 +78,7 @@ class EngineControl:
             kv_slabs_budget=get(Field.KV_SLABS_BUDGET),
             pool_slabs_quarantined=get(Field.SLABS_QUARANTINED),
             kv_cached_blocks=get(Field.KV_CACHED_BLOCKS),
+            kv_live_blocks=get(Field.KV_LIVE_BLOCKS),
             pressure=Pressure(get(Field.PRESSURE)).name.lower(),
             gate=GateStatus(
                 mode=GATE_MODES[get(Field.GATE_MODE)],

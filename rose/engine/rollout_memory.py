@@ -1,7 +1,8 @@
 """Rollout's half of the memory policy (ROSE §4.1): stay within the budget, keep prefix cache on a lease.
 
 Owns when rollout acts; the rules are rose.memory's. Promises that what a cut takes is on its way back within
-one scheduling pass, in the order idle, expired lease, LRU cached, abort.
+one scheduling pass, in the order idle, expired lease, LRU cached, abort; and that slabs without use or cache
+don't wait for their lease to go back.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from rose.memory.policy import BudgetPolicy
 from rose.memory.victims import choose_victims
 
 logger = logging.getLogger(__name__)
+
+RETURN_RETRY_S = 0.05
+"""Pause between two paced returns of an idle engine."""
 
 
 class RolloutMemory:
@@ -41,10 +45,15 @@ class RolloutMemory:
         logger.info("rl step=%d budget=%d", step, budget)
 
     def tick(self, now: float, running: Sequence[Request], waiting: Sequence[Request]) -> float | None:
-        """Expire, shrink, grow; the time at which an idle engine must look again, or None."""
+        """Expire, shrink, grow, return; the time at which an idle engine must look again, or None."""
         self._expire(now)
         self._shrink(now, running)
-        self._grow(running, waiting)
+        wanted = self._tenant.blocks_wanted(running, waiting)
+        missing = self._tenant.missing_slabs(wanted)
+        if missing:
+            self._grow(missing)
+        elif self._return_empty(wanted):
+            return now + RETURN_RETRY_S
         return self._leases.next_expiry()
 
     def give_everything_back(self) -> None:
@@ -71,11 +80,8 @@ class RolloutMemory:
         tenant.give_back(plan.slabs)
         logger.info("budget cut slabs=%d aborted=%d", len(plan.slabs), len(plan.aborted_requests))
 
-    def _grow(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
+    def _grow(self, missing: int) -> None:
         tenant, ledger = self._tenant, self._tenant.ledger
-        missing = tenant.missing_slabs(tenant.blocks_wanted(running, waiting))
-        if missing == 0:
-            return
         allowed = self._policy.rollout_growth(
             free=ledger.num_free,
             serving_used=ledger.serving_used_slabs,
@@ -83,3 +89,12 @@ class RolloutMemory:
             budget=ledger.policy.rollout_budget_slabs,
         )
         tenant.grow(min(missing, allowed))
+
+    def _return_empty(self, wanted_blocks: int) -> int:
+        """What cached nothing when its last request ended, or was taken for a prompt that hit the cache."""
+        tenant = self._tenant
+        empty = tenant.pool.empty_positions()
+        surplus = self._policy.rollout_release(
+            owned=tenant.num_owned, empty=len(empty), wanted=tenant.slabs_for(wanted_blocks)
+        )
+        return tenant.give_back(empty[len(empty) - surplus :])

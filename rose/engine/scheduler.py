@@ -222,6 +222,7 @@ class RoseScheduler(Scheduler):
             page.put(Field.SLABS_IN_USE, pool.num_positions_in_use())
             page.put(Field.KV_SLABS_BUDGET, ledger.policy.rollout_budget_slabs)
             page.put(Field.KV_CACHED_BLOCKS, pool.num_cached_blocks())
+            page.put(Field.KV_LIVE_BLOCKS, pool.num_live_blocks())
             page.put(Field.PRESSURE, ledger.policy.pressure)
             page.put(Field.SLABS_QUARANTINED, ledger.num_quarantined)
             page.put(Field.CUTS, ledger.count(Word.CUTS, 0))

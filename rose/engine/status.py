@@ -38,6 +38,7 @@ class Field(IntEnum):
     IS_INACTIVE = 18
     """1 once the scheduler obeyed WANTED_INACTIVE: no request and no slab but the pinned one is left."""
     SLABS_QUARANTINED = 19
+    KV_LIVE_BLOCKS = 20
     # Commands: written by the endpoint, read by the scheduler.
     RL_STEP = 32
     WANTED_GATE_MODE = 33

@@ -106,11 +106,7 @@ class Tenant:
             return 0
         free = self.pool.get_num_free_blocks()
         if free >= num_blocks:
-            free -= sum(
-                1
-                for block in self.pool.free_block_queue.get_all_free_blocks()
-                if block.block_hash is not None
-            )
+            free -= self.pool.num_free_cached
         return self.slabs_for(max(0, num_blocks - free))
 
     def grow(self, num_slabs: int) -> int:

@@ -11,6 +11,7 @@ A GPU's slabs at the start of an RL step, and serving's growth into them:
                                        watermark*H: pressure, cut the budget in half
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,7 +20,12 @@ from itertools import pairwise
 from rose.memory.ledger import Pressure
 
 RETURN_PACE_SLABS = 8
-"""Slabs that serving returns per step: unmapping a populated 2 MiB slab took 70 us, so about 0.6 ms."""
+"""Slabs that an engine returns per step outside pressure: unmapping a populated 2 MiB slab took 70 us, so
+about 0.6 ms."""
+
+ROLLOUT_SPARE_SHARE = 16
+"""Rollout keeps one slab in so many that it owns empty for the next turn: turns end and begin all the time,
+and each slab that leaves and comes back is an unmap, a map and a zeroing."""
 
 
 class BudgetEvent(StrEnum):
@@ -100,6 +106,15 @@ class BudgetPolicy:
         spare = self.num_slabs - rollout_owned - serving_used - self.headroom_slabs
         wanted = max(min(budget - rollout_owned, spare), self.min_slabs - rollout_owned)
         return max(min(wanted, free), 0)
+
+    def rollout_release(self, *, owned: int, empty: int, wanted: int) -> int:
+        """How many of rollout's ``empty`` slabs (idle, caching nothing) should go back in this step, paced.
+
+        They keep no prefix hit, so nothing is gained by holding them for their lease. What the next steps
+        want stays, and a small spare.
+        """
+        spare = math.ceil(owned / ROLLOUT_SPARE_SHARE)
+        return max(min(empty - wanted - spare, RETURN_PACE_SLABS), 0)
 
     def serving_target(self, *, used: int, recent_peak: int) -> int:
         """How many slabs serving should keep mapped; the rest belongs into the pool."""

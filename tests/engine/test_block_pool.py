@@ -95,6 +95,12 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.busy == {p for p, used in enumerate(self.pool.num_used) if used}
         in_use = {id(block) for blocks in self.held for block in blocks}
         assert self.pool.num_gpu_blocks - self.pool.get_num_free_blocks() == 1 + len(in_use)
+        live = {b.block_id for b in self.pool.blocks if id(b) in in_use or b.block_hash is not None}
+        assert self.pool.num_live_blocks() == len(live)
+        holding = {LAYOUT.position_of(block_id) for block_id in live}
+        assert self.pool.empty_positions() == [
+            p for p in self.pool.backed_positions() if p not in holding and p != PINNED_POSITION
+        ]
 
 
 TestAnyOrderOfCalls = PoolMachine.TestCase

@@ -111,6 +111,24 @@ def test_serving_keeps_its_recent_peak_and_returns_the_rest_paced(
 
 
 @pytest.mark.parametrize(
+    ("owned", "empty", "wanted", "released"),
+    [
+        (32, 6, 0, 4),
+        (32, 6, 3, 1),
+        (32, 6, 5, 0),
+        (32, 2, 0, 0),
+        (4, 2, 0, 1),
+        (100, 60, 0, RETURN_PACE_SLABS),
+        (1, 0, 0, 0),
+    ],
+)
+def test_rollout_returns_slabs_that_cache_nothing_but_those_wanted_and_a_spare(
+    owned: int, empty: int, wanted: int, released: int
+) -> None:
+    assert POLICY.rollout_release(owned=owned, empty=empty, wanted=wanted) == released
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"headroom_slabs": 100},
