@@ -19,7 +19,6 @@ STATUS = WorkerStatus.model_validate(
         "num_waiting": 2,
         "kv_slabs_owned": 40,
         "kv_slabs_budget": 64,
-        "pool_slabs_quarantined": 7,
         "pressure": "pressure",
         "gate": {"mode": "dual", "admitted_steps": 1, "declined_steps": 3},
         "reclaimed_requests": 4,
@@ -50,7 +49,10 @@ def test_a_row_shows_what_the_engine_says(cell: str) -> None:
 
 
 def test_slabs_in_quarantine_are_told_of() -> None:
-    assert "http://127.0.0.1:8001: 7 slabs of its pool in quarantine" in render([sample(0.0, 0)], {})
+    status = STATUS.model_copy(update={"pool_slabs_quarantined": 7})
+    page = render([Sample(worker="http://x:1", taken_at_s=0.0, status=status)], {})
+    assert "http://x:1: 7 slabs of its pool in quarantine" in page
+    assert "quarantine" not in render([sample(0.0, 0)], {})
 
 
 def test_a_restarted_engine_has_no_rate() -> None:
