@@ -54,7 +54,7 @@ class SharedEngines:
     """The pool, its ledger and its engines, under one folder. A context manager."""
 
     def __init__(self, folder: Path, setup: Setup | None = None) -> None:
-        """``folder``: for models, logs, sockets and profiles. Its path is short: a socket's may have 107 bytes."""
+        """``folder``: for models, logs, profiles, and sockets, whose path may have 107 bytes."""
         self.setup = setup if setup is not None else Setup()
         self._folder = folder
         self._environment = {
