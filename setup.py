@@ -1,6 +1,7 @@
 """Builds the C++ extensions; everything else is declared in pyproject.toml.
 
-No CUDA toolkit is needed: the host twin of the memory backend is plain POSIX.
+No CUDA toolkit is needed: the host backend of slab memory is plain POSIX, and the CUDA backend loads the
+driver at run time.
 """
 
 from glob import glob
@@ -16,9 +17,10 @@ def extension(name: str) -> Pybind11Extension:
     return Pybind11Extension(
         f"rose._{name}",
         sorted(glob(f"csrc/{name}/*.cpp")),
-        depends=sorted(glob("csrc/*/*.hpp")),
+        depends=sorted(glob("csrc/*/*.hpp") + glob("csrc/*/*.h")),
         cxx_std=20,
         extra_compile_args=["-O3", "-fvisibility=hidden", "-Wall", "-Wextra"],
+        libraries=["dl"],  # part of libc since glibc 2.34; we support older
     )
 
 

@@ -93,6 +93,23 @@ class Rig:
         self._controls.append(control)
         return control
 
+    def start_stock_engine(self, name: str, role: Role, *vllm_args: str) -> ServerProcess:
+        """vLLM without ROSE, as it comes, with a KV cache of its own. Wait for it with ``wait_stock``."""
+        argv = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model(role))),
+            *("--port", str(free_port()), *self.vllm_flags(str(role)), *vllm_args),
+        ]
+        server = ServerProcess(
+            argv, name, self.folder / f"{name}.log", env={**ENGINE_ENV, "VLLM_PLUGINS": ""}
+        )
+        return self._group.start(server)
+
+    def wait_stock(self, server: ServerProcess) -> str:
+        """Its URL, once it serves."""
+        url = f"http://127.0.0.1:{server.argv[server.argv.index('--port') + 1]}"
+        server.wait_ready(f"{url}/health", launch.READY_TIMEOUT_S)
+        return url
+
     def run(self, argv: list[str], name: str, cpus: tuple[int, ...] | None = None) -> ServerProcess:
         """A Python process beside the engines, its output in ``<name>.log`` of the folder."""
         process = ServerProcess([sys.executable, *argv], name, self.folder / f"{name}.log", cpus=cpus)

@@ -20,6 +20,16 @@ class PoolExhausted(PoolError):
     """Not enough free slabs; caught by whoever owns the shortage."""
 
 
+class VmmError(PoolError, OSError):
+    """A system or driver call on slab memory failed; ``errno`` and ``strerror`` as of any OSError.
+
+    The message names the call, its error, the slab or position, and the sizes.
+    """
+
+    def __str__(self) -> str:
+        return str(self.strerror)  # "[Errno 5]" says nothing of a CUDA error
+
+
 class BoardError(RoseError):
     """The slack board is missing or was written by another layout version."""
 

@@ -41,6 +41,15 @@ class WorkerStatus(BaseModel):
     cuts: int
     generated_tokens: int
     busy_s: float
+    is_active: bool
+    """Whether the weights are on the device; an inactive engine refuses turns with 503."""
+    activated_at_s: float
+    """Unix time of the last activation, or of the start."""
+    device_weights_bytes: int
+    device_kv_bytes: int
+    """Of the slabs it owns; without a pool vLLM's own cache counts under fixed."""
+    device_fixed_bytes: int
+    """All else that it holds on the device. On a CPU: the rest of the engine core's anonymous memory."""
 
 
 class RlStep(BaseModel):
@@ -71,6 +80,14 @@ class WeightUpdated(BaseModel):
 
     version: str
     state_hash: str
+
+
+class ActivationChange(BaseModel):
+    """Answer of ``POST /rose/v1/activate`` and ``/rose/v1/deactivate``."""
+
+    is_active: bool
+    took_s: float
+    """0 where nothing had to change."""
 
 
 class Profile(BaseModel):

@@ -18,6 +18,8 @@ class StopReason(StrEnum):
     """Its KV slabs went back to serving (ROSE §4.1, emergency cut)."""
     STALLED = "rose_stall"
     """No token progress for the stall timeout while serving held the GPU (ROSE §4.1)."""
+    DEACTIVATED = "rose_deactivated"
+    """The engine gave its weights and KV back until the next rollout phase."""
 
 
 class GateMode(StrEnum):

@@ -70,11 +70,21 @@ def fill_from_checkpoint(planes: WeightPlanes, path: Path) -> None:
 
 
 def checkpoint_state_hash(path: Path) -> StateHash:
-    """The state hash of the tensors in a checkpoint: what a worker compares with the publisher's."""
-    layout = Layout(spec for spec, _ in read_checkpoint(path).values())
-    planes = WeightPlanes(layout)
-    fill_from_checkpoint(planes, path)
-    return planes.state_hash
+    """The state hash of the tensors in a checkpoint: what a worker compares with the publisher's.
+
+    Reads it piece by piece and keeps nothing: the worker may have no memory for a second copy.
+    """
+    tensors = read_checkpoint(path)
+    layout = Layout(spec for spec, _ in tensors.values())
+    total = StateHash()
+    for bucket in layout.buckets:
+        for piece in layout.pieces(bucket):
+            width = DTYPE_BYTES[bucket.dtype]
+            raw = tensors[piece.tensor.name][1][piece.begin * width : piece.end * width]
+            # Copied, as a tensor may lie unaligned in its file.
+            bits = np.frombuffer(raw.tobytes(), bits_dtype(bucket.dtype))
+            total += StateHash.of(bits, bucket.first_index + piece.at)
+    return total
 
 
 def _header(layout: Layout, order: list[str], metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -1,168 +1,185 @@
 #include "range.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <stdexcept>
-#include <string>
-#include <system_error>
+
+#include "failure.hpp"
 
 namespace rose {
 namespace {
 
-constexpr int kGuardFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-
-[[noreturn]] void throw_errno(const std::string& what) {
-  throw std::system_error(errno, std::generic_category(), what);
-}
-
-std::string text(std::size_t n) { return std::to_string(n); }
+const std::string kUndoFailed = "; undoing it failed too: ";
+constexpr unsigned char kPoison = 0xFF;  // repeated, it is a NaN as fp8, bf16, fp16, fp32 and fp64
 
 void check_distinct(std::vector<std::size_t> values, const std::string& what) {
   std::sort(values.begin(), values.end());
   auto twice = std::adjacent_find(values.begin(), values.end());
-  if (twice != values.end()) throw std::invalid_argument(what + " " + text(*twice) + " given twice");
+  if (twice != values.end()) throw_bad_argument(what + " " + text(*twice) + " given twice");
+}
+
+// Neighbours together: one driver call serves a whole run.
+Runs runs_of(std::vector<std::size_t> positions) {
+  std::sort(positions.begin(), positions.end());
+  Runs runs;
+  for (std::size_t position : positions) {
+    if (!runs.empty() && position == runs.back().first + runs.back().count) {
+      ++runs.back().count;
+    } else {
+      runs.push_back({position, 1});
+    }
+  }
+  return runs;
 }
 
 }  // namespace
 
-Range::Range(std::shared_ptr<SlabFile> slabs, std::size_t num_positions)
-    : slabs_(std::move(slabs)), slab_bytes_(slabs_->slab_bytes()), owner_pid_(getpid()) {
+Range::Range(std::shared_ptr<const Slabs> slabs, std::size_t num_positions, rose_vmm_range_options options)
+    : slabs_(std::move(slabs)), options_(options) {
   constexpr std::size_t kMaxBytes = std::size_t{1} << 46;  // half of a user address space
-  if (num_positions == 0 || num_positions > kMaxBytes / slab_bytes_) {
-    throw std::invalid_argument("num_positions must be 1.." + text(kMaxBytes / slab_bytes_) + ", got " +
-                                text(num_positions));
+  std::size_t most = kMaxBytes / slabs_->slab_bytes();
+  if (num_positions == 0 || num_positions > most) {
+    throw_bad_argument("num_positions must be 1.." + text(most) + ", got " + text(num_positions));
   }
   slab_at_.assign(num_positions, kNone);
   position_of_.assign(slabs_->num_slabs(), kNone);
-  reserve();
+  space_ = slabs_->reserve(num_positions);
+  if (options_.guard) space_->guard(0, num_positions);
 }
 
-Range::~Range() {
-  // A forked child has the guard but not the mappings (see back()); others may live there by now.
-  if (base_ != nullptr && getpid() == owner_pid_) munmap(base_, num_bytes());
-}
-
-// Reserves one slab too many and gives the ends back, so that the range starts at a slab boundary:
-//   [ head | range .......................... | tail ]
-//          ^ multiple of slab_bytes
-void Range::reserve() {
-  std::size_t reserved = num_bytes() + slab_bytes_;
-  void* start = mmap(nullptr, reserved, PROT_NONE, kGuardFlags, -1, 0);
-  if (start == MAP_FAILED) throw_errno("reserve " + text(reserved) + " bytes of address space");
-  std::size_t misfit = reinterpret_cast<std::uintptr_t>(start) % slab_bytes_;
-  std::size_t head = misfit == 0 ? 0 : slab_bytes_ - misfit;
-  base_ = static_cast<char*>(start) + head;
-  // Failing to trim costs address space only.
-  if (head > 0) munmap(start, head);
-  if (slab_bytes_ - head > 0) munmap(base_ + num_bytes(), slab_bytes_ - head);
-}
-
-void Range::map_many(const std::vector<std::size_t>& positions, const std::vector<std::size_t>& slabs) {
+void Range::map(const std::vector<std::size_t>& positions, const std::vector<std::size_t>& slabs, bool zero) {
   std::lock_guard lock(mutex_);
   check_map(positions, slabs);
-  std::size_t done = 0;
+  Runs runs = runs_of(positions);
   try {
-    for (; done < positions.size(); ++done) back(positions[done], slabs[done]);
-  } catch (...) {
-    for (std::size_t i = 0; i < done; ++i) guard(positions[i]);
+    for (std::size_t i = 0; i < positions.size(); ++i) attach(positions[i], slabs[i]);
+    for (const Run& run : runs) space_->allow(run.first, run.count);
+    if (zero) fill(runs, 0);
+  } catch (Failure& failure) {
+    failure.add(undo_map(positions));
     throw;
   }
 }
 
-void Range::unmap_many(const std::vector<std::size_t>& positions) {
+void Range::unmap(const std::vector<std::size_t>& positions, bool fence) {
   std::lock_guard lock(mutex_);
-  check_unmap(positions);
-  for (std::size_t position : positions) guard(position);
-}
-
-void Range::zero(std::size_t position) {
-  std::lock_guard lock(mutex_);
-  check_unmap({position});
-  std::memset(at(position), 0, slab_bytes_);
-}
-
-std::optional<std::size_t> Range::slab_at(std::size_t position) const {
-  std::lock_guard lock(mutex_);
-  check_position(position);
-  std::size_t slab = slab_at_[position];
-  return slab == kNone ? std::nullopt : std::optional(slab);
-}
-
-std::vector<std::pair<std::size_t, std::size_t>> Range::mapped() const {
-  std::lock_guard lock(mutex_);
-  std::vector<std::pair<std::size_t, std::size_t>> pairs;
-  for (std::size_t position = 0; position < slab_at_.size(); ++position) {
-    if (slab_at_[position] != kNone) pairs.emplace_back(position, slab_at_[position]);
+  check_mapped(positions);
+  std::vector<std::size_t> slabs(positions.size());
+  std::transform(positions.begin(), positions.end(), slabs.begin(),
+                 [&](std::size_t position) { return slab_at_[position]; });
+  Runs runs = runs_of(positions);
+  if (fence) space_->fence();
+  if (options_.poison) fill(runs, kPoison);
+  try {
+    for (std::size_t position : positions) detach(position);
+    guard_empty(runs);
+  } catch (Failure& failure) {
+    failure.add(undo_unmap(positions, slabs));
+    throw;
   }
-  return pairs;
+}
+
+void Range::zero(const std::vector<std::size_t>& positions) {
+  std::lock_guard lock(mutex_);
+  check_mapped(positions);
+  fill(runs_of(positions), 0);
+}
+
+void Range::fence() {
+  std::lock_guard lock(mutex_);
+  space_->fence();
+}
+
+std::vector<std::size_t> Range::mapped() const {
+  std::lock_guard lock(mutex_);
+  return slab_at_;
+}
+
+void Range::attach(std::size_t position, std::size_t slab) {
+  space_->attach(position, slab);
+  slab_at_[position] = slab;
+  position_of_[slab] = position;
+}
+
+void Range::detach(std::size_t position) {
+  space_->detach(position);
+  position_of_[slab_at_[position]] = kNone;
+  slab_at_[position] = kNone;
+}
+
+void Range::fill(const Runs& runs, unsigned char byte) {
+  for (const Run& run : runs) space_->fill(run.first, run.count, byte);
+  space_->settle();
+}
+
+void Range::guard_empty(const Runs& runs) {
+  if (!options_.guard) return;
+  for (const Run& run : runs) space_->guard(run.first, run.count);
+}
+
+std::string Range::undo_map(const std::vector<std::size_t>& positions) {
+  std::string trouble;
+  try {
+    space_->fence();  // a fill may still be running
+  } catch (const std::exception& error) {
+    trouble += kUndoFailed + error.what();
+  }
+  for (std::size_t position : positions) {
+    try {
+      if (slab_at_[position] != kNone) detach(position);
+      guard_empty({{position, 1}});
+    } catch (const std::exception& error) {
+      trouble += kUndoFailed + error.what();
+    }
+  }
+  return trouble;
+}
+
+std::string Range::undo_unmap(const std::vector<std::size_t>& positions,
+                              const std::vector<std::size_t>& slabs) {
+  std::string trouble;
+  for (std::size_t i = 0; i < positions.size(); ++i) {
+    if (slab_at_[positions[i]] != kNone) continue;
+    try {
+      attach(positions[i], slabs[i]);
+      space_->allow(positions[i], 1);
+    } catch (const std::exception& error) {
+      trouble += kUndoFailed + error.what();
+    }
+  }
+  return trouble;
 }
 
 void Range::check_map(const std::vector<std::size_t>& positions,
                       const std::vector<std::size_t>& slabs) const {
-  if (positions.size() != slabs.size()) {
-    throw std::invalid_argument(text(positions.size()) + " positions for " + text(slabs.size()) + " slabs");
-  }
   check_distinct(positions, "position");
   check_distinct(slabs, "slab");
   for (std::size_t i = 0; i < positions.size(); ++i) {
     check_position(positions[i]);
     if (slabs[i] >= position_of_.size()) {
-      throw std::invalid_argument("slab " + text(slabs[i]) + " of " + text(position_of_.size()));
+      throw_bad_argument("slab " + text(slabs[i]) + " of " + text(position_of_.size()));
     }
     if (slab_at_[positions[i]] != kNone) {
-      throw std::invalid_argument("position " + text(positions[i]) + " already holds slab " +
-                                  text(slab_at_[positions[i]]) + ", can't map slab " + text(slabs[i]));
+      throw_bad_argument("position " + text(positions[i]) + " already holds slab " +
+                         text(slab_at_[positions[i]]) + ", can't map slab " + text(slabs[i]));
     }
     if (position_of_[slabs[i]] != kNone) {
-      throw std::invalid_argument("slab " + text(slabs[i]) + " is already mapped at position " +
-                                  text(position_of_[slabs[i]]) + ", can't map it at " + text(positions[i]));
+      throw_bad_argument("slab " + text(slabs[i]) + " is already mapped at position " +
+                         text(position_of_[slabs[i]]) + ", can't map it at " + text(positions[i]));
     }
   }
 }
 
-void Range::check_unmap(const std::vector<std::size_t>& positions) const {
+void Range::check_mapped(const std::vector<std::size_t>& positions) const {
   check_distinct(positions, "position");
   for (std::size_t position : positions) {
     check_position(position);
-    if (slab_at_[position] == kNone) {
-      throw std::invalid_argument("position " + text(position) + " holds no slab");
-    }
+    if (slab_at_[position] == kNone) throw_bad_argument("position " + text(position) + " holds no slab");
   }
 }
 
 void Range::check_position(std::size_t position) const {
   if (position >= slab_at_.size()) {
-    throw std::invalid_argument("position " + text(position) + " of " + text(slab_at_.size()));
+    throw_bad_argument("position " + text(position) + " of " + text(slab_at_.size()));
   }
-}
-
-// Zeroing: on 2 MiB slabs, populate + memset took 220 us, punching a hole and faulting fresh pages in
-// 1,300-1,400 us, because the latter frees and reallocates 512 pages.
-void Range::back(std::size_t position, std::size_t slab) {
-  void* address = at(position);
-  void* got = mmap(address, slab_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE,
-                   slabs_->fd(), static_cast<off_t>(slab * slab_bytes_));
-  if (got == MAP_FAILED) throw_errno("map slab " + text(slab) + " at position " + text(position));
-  slab_at_[position] = slab;
-  position_of_[slab] = position;
-  // A child that outlives us would keep writing into a slab that already belongs to somebody else.
-  if (madvise(address, slab_bytes_, MADV_DONTFORK) != 0) {
-    int error = errno;
-    guard(position);
-    throw std::system_error(error, std::generic_category(), "keep slab " + text(slab) + " from forks");
-  }
-  std::memset(address, 0, slab_bytes_);
-}
-
-void Range::guard(std::size_t position) {
-  void* got = mmap(at(position), slab_bytes_, PROT_NONE, kGuardFlags | MAP_FIXED, -1, 0);
-  if (got == MAP_FAILED) throw_errno("unmap position " + text(position));
-  position_of_[slab_at_[position]] = kNone;
-  slab_at_[position] = kNone;
 }
 
 }  // namespace rose

@@ -25,7 +25,6 @@ __all__ = [
     "busy_share",
     "collect_env",
     "compute_figures",
-    "equal_outputs",
     "percentile",
     "pooled_requests",
     "reward_ends",
@@ -139,18 +138,6 @@ def busy_share(windows: Sequence[PhaseResult]) -> float | None:
     """Share of the time in which the serving engine ran steps."""
     seconds = sum(window.duration_s for window in windows)
     return sum(window.serving_busy_s for window in windows) / seconds if seconds > 0 else None
-
-
-def equal_outputs(reference: Iterable[RequestRecord], tested: Iterable[RequestRecord]) -> tuple[int, int]:
-    """(compared, equal) over requests that both runs completed, matched by id and number of tokens asked."""
-    known = {(r.request_id, r.max_tokens): r.output_token_ids for r in reference if r.is_complete}
-    compared = equal = 0
-    for request in tested:
-        expected = known.get((request.request_id, request.max_tokens))
-        if request.is_complete and expected is not None:
-            compared += 1
-            equal += request.output_token_ids == expected
-    return compared, equal
 
 
 def compute_figures(result: DemoResult, env: Environment) -> DemoFigures:

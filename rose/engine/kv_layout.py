@@ -5,40 +5,60 @@ scheduler both apply it to their own copy, and it is a pure function of the copy
 Never allocates memory.
 """
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    SlidingWindowSpec,
+)
 
 from rose.errors import ConfigError
 from rose.memory.layout import SlabLayout
+
+SUPPORTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Dense and grouped-query attention, MLA (a kind of full attention), and windows of either."""
 
 
 def place_on_slabs(config: KVCacheConfig, *, slab_bytes: int, num_positions: int) -> SlabLayout:
     """Rewrite ``config`` in place for an address range of ``num_positions`` slabs; return the layout.
 
-    Block ids become sparse: of the ``slab_bytes // block_bytes`` ids of a position only the first
-    ``layout.blocks_per_slab`` are ever used (see rose/memory/layout.py).
+    Every cache group's layers (full attention, MLA, sliding window, chunked) are laid from the slab's start:
+    groups overlay each other, as in vLLM's own layouts, because a block belongs to one group at a time. Block
+    ids become sparse: only the ids of ``layout.block_ids`` are ever used (see rose/memory/layout.py).
 
     Raises:
-        ConfigError: the model's KV cache can't live in slabs (several cache groups, sliding window or
-            state-space layers, or blocks that don't fit).
+        ConfigError: the model's KV cache can't live in slabs (state-space or cross-attention layers, layers
+            whose blocks differ in size, or blocks that don't fit).
     """
-    tensor, spec = _only_tensor(config)
     layout = SlabLayout.plan(
-        block_bytes_per_layer=spec.page_size_bytes, num_layers=len(tensor.layers), slab_bytes=slab_bytes
+        block_bytes_per_layer=_block_bytes(config),
+        num_layers=max(len(tensor.layers) for tensor in config.kv_cache_tensors),
+        slab_bytes=slab_bytes,
     )
-    tensor.size = num_positions * slab_bytes
-    tensor.offset = 0
-    tensor.layer_stride = layout.layer_stride
-    tensor.block_stride = layout.block_stride
-    config.num_blocks = (num_positions - 1) * layout.ids_per_slab + layout.blocks_per_slab
+    for tensor in config.kv_cache_tensors:
+        tensor.size = num_positions * slab_bytes
+        tensor.offset = 0
+        tensor.layer_stride = layout.layer_stride
+        tensor.block_stride = layout.block_stride
+    config.num_blocks = layout.num_ids(num_positions)
     return layout
 
 
-def _only_tensor(config: KVCacheConfig) -> tuple[KVCacheTensor, FullAttentionSpec]:
-    groups, tensors = config.kv_cache_groups, config.kv_cache_tensors
-    if len(groups) != 1 or len(tensors) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+def _block_bytes(config: KVCacheConfig) -> int:
+    """Bytes of one block in one layer, the same in every layer. Raises: ConfigError."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    kinds = ", ".join(sorted({type(spec).__name__ for spec in specs})) or "none"
+    if not specs or not all(isinstance(spec, SUPPORTED) for spec in specs):
         raise ConfigError(
-            f"a slab pool holds models with full attention in one KV cache group; this one has "
-            f"{len(groups)} groups ({', '.join(kinds)}) in {len(tensors)} tensors: serve it without --pool"
+            f"a slab pool holds models whose layers all keep attention KV; this one has {kinds}: serve it "
+            f"without --pool"
         )
-    return tensors[0], groups[0].kv_cache_spec
+    sizes = sorted({spec.page_size_bytes for spec in specs})
+    if len(sizes) > 1 or len(config.kv_cache_tensors) != len(specs):
+        raise ConfigError(
+            f"a slab pool holds models whose layers all have KV blocks of one size; this one ({kinds}) has "
+            f"blocks of {', '.join(map(str, sizes))} bytes in {len(config.kv_cache_tensors)} tensors: serve "
+            f"it without --pool"
+        )
+    alignment = max(spec.get_block_stride_alignment() for spec in specs)
+    return -(-sizes[0] // alignment) * alignment

@@ -15,7 +15,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from rose._vmm import Range
 from rose.engine.block_pool import PINNED_POSITION
 from rose.engine.kv_layout import place_on_slabs
 from rose.errors import PoolError
@@ -46,7 +45,7 @@ class KVRange:
         self._client = PoolClient.attach(
             name, role=role, engine_id=engine_id, kind=Kind.WORKER, rank=rank, world_size=world_size
         )
-        self._range = Range(self._client.slab_file, self._client.num_slabs)
+        self._range = self._client.slab_file.reserve(self._client.num_slabs)
         self._range.map(PINNED_POSITION, pinned_slab(self._client, acquire=rank == 0))
 
     def place(self, config: KVCacheConfig) -> None:

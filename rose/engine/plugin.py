@@ -5,6 +5,7 @@ plugin whose import fails, so whatever can fail, fails inside :func:`register` w
 """
 
 import logging
+from importlib.util import find_spec
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ def register() -> None:
     patches.configure_from_additional_config()
     patches.give_scheduler_its_input_queue()
     _register_weight_backend()
+    _register_sleep_backend()
 
 
 def vllm_version() -> str:
@@ -65,3 +67,17 @@ def _register_weight_backend() -> None:
     # register() runs once per load_general_plugins() call in a process; a second registration raises.
     if "rose" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("rose", "rose.engine.weights", "StagedWeightEngine")
+
+
+def has_sleep_backends() -> bool:
+    """Whether this vLLM lets plugins say how an engine gives its weights' memory back."""
+    return find_spec("vllm.device_allocator.sleep_mode_backend") is not None
+
+
+def _register_sleep_backend() -> None:
+    if not has_sleep_backends():
+        return  # such an engine answers that it can't be deactivated (activation.py)
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    if "rose" not in SleepModeBackendFactory._registry:
+        SleepModeBackendFactory.register_backend("rose", "rose.engine.sleep", "HostWeightsBackend")

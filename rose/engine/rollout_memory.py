@@ -47,6 +47,12 @@ class RolloutMemory:
         self._grow(running, waiting)
         return self._leases.next_expiry()
 
+    def give_everything_back(self) -> None:
+        """Return every slab but the pinned one, with the prefix cache in it. No request may hold a block."""
+        if idle := self._tenant.idle_positions():
+            self._tenant.give_back(idle)
+            logger.info("everything given back slabs=%d", len(idle))
+
     def _expire(self, now: float) -> None:
         expired = self._leases.expired(now)
         if expired:

@@ -48,14 +48,35 @@ class RolloutScheduler(RoseScheduler):
     # Ahead of the step ----------------------------------------------------------------------------------
 
     def before_step(self, now: float) -> None:
-        self._end_stalled(now)
-        if self._memory is None:
-            return
+        memory = self._memory
         wanted_step = self.page.get(Field.RL_STEP)
-        if wanted_step != self._rl_step:
+        if memory is not None and wanted_step != self._rl_step:
             self._rl_step = wanted_step
-            self._memory.begin_rl_step(wanted_step)
-        self.wake_at(self._memory.tick(now, self.running, self.waiting_requests()))
+            memory.begin_rl_step(wanted_step)
+        if self._is_wanted_inactive:
+            self._stand_down()
+            return
+        self.page.put(Field.IS_INACTIVE, 0)
+        self._end_stalled(now)
+        if memory is not None:
+            self.wake_at(memory.tick(now, self.running, self.waiting_requests()))
+
+    @property
+    def _is_wanted_inactive(self) -> bool:
+        return self.page.get(Field.WANTED_INACTIVE) == 1
+
+    def _stand_down(self) -> None:
+        """Hold nothing: also a request that was on its way while the engine was told so ends at once."""
+        if self.requests:
+            self.end_requests(list(self.requests), StopReason.DEACTIVATED)
+        if self._memory is not None:
+            self._memory.give_everything_back()
+            self.wake_at(None)
+        self.page.put(Field.IS_INACTIVE, 1)
+
+    def has_requests(self) -> bool:
+        # vLLM pauses a sleeping engine, and a paused one does not step for a request that waits.
+        return super().has_requests() or (self._is_wanted_inactive and bool(self.requests))
 
     def _end_stalled(self, now: float) -> None:
         # A request that could have a slot now waits for compute or memory, not for a slot.

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 0.05
 """Longest time until an idle engine notices a command on its status page."""
+COMMANDS = (Field.RL_STEP, Field.WANTED_GATE_MODE, Field.PROFILE, Field.WANTED_INACTIVE)
 GATE_MODES = list(GateMode)
 
 
@@ -182,7 +183,7 @@ class RoseScheduler(Scheduler):
         return self.tenant.ledger.wait_change(seen, timeout_s)
 
     def _commands(self) -> tuple[int, ...]:
-        return tuple(self.page.get(one) for one in (Field.RL_STEP, Field.WANTED_GATE_MODE, Field.PROFILE))
+        return tuple(self.page.get(one) for one in COMMANDS)
 
     # Small parts ------------------------------------------------------------------------------------
 

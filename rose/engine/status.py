@@ -35,12 +35,16 @@ class Field(IntEnum):
     LEASES_EXPIRED = 15
     GATE_MODE = 16
     SLABS_IN_USE = 17
-    SLABS_QUARANTINED = 18
+    IS_INACTIVE = 18
+    """1 once the scheduler obeyed WANTED_INACTIVE: no request and no slab but the pinned one is left."""
+    SLABS_QUARANTINED = 19
     # Commands: written by the endpoint, read by the scheduler.
     RL_STEP = 32
     WANTED_GATE_MODE = 33
     PROFILE = 34
     """A ``ProfileCommand``; the scheduler sets it back to NONE when it has obeyed FIT."""
+    WANTED_INACTIVE = 35
+    """1 while the engine shall hold no requests and no KV."""
 
 
 class ProfileCommand(IntEnum):

@@ -15,10 +15,11 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from rose.engine.block_pool import PINNED_POSITION, SlabBlockPool
+from rose.engine.block_pool import PINNED_POSITION, SlabBlockPool, SlabKVCacheManager
 from rose.engine.kv_layout import place_on_slabs
 from rose.engine.kv_range import SlabOps, pinned_slab
 from rose.memory.leases import LeaseTable
+from rose.memory.placement import Placement
 from rose.memory.pool import PoolClient
 from rose.memory.victims import SlabUse
 from rose.memory.wire import Kind
@@ -53,9 +54,14 @@ class Tenant:
 
     def adopt(self, manager: KVCacheManager) -> None:
         """Take over vLLM's block pool. Call once, right after the scheduler was made."""
-        self._manager = manager
+        SlabKVCacheManager.adopt(manager)
+        self._groups = manager.coordinator.single_type_managers
         self._pool = SlabBlockPool.adopt(
-            manager.block_pool, self.layout, self.client.num_slabs, pinned_slab(self.client, acquire=False)
+            manager.block_pool,
+            self.layout,
+            self.client.num_slabs,
+            pinned_slab(self.client, acquire=False),
+            Placement.DENSE if self.leases is None else Placement.AFFINE,
         )
         self._pool.listener = self
 
@@ -82,15 +88,16 @@ class Tenant:
 
     def blocks_wanted(self, running: Iterable[Request], waiting: Iterable[Request]) -> int:
         """Blocks that the next steps need beyond those held: one more for each running request about to
-        cross into a new block, and the whole prompt of each waiting one (prefix hits not subtracted)."""
-        manager = self._manager.coordinator.single_type_managers[0]
-        block_size, held = manager.block_size, manager.req_to_blocks
+        cross into a new block, and the whole prompt of each waiting one (prefix hits not subtracted). Every
+        cache group counts; a sliding window's are counted as if it kept all its tokens."""
+        running, waiting = list(running), list(waiting)
         wanted = 0
-        for request in running:
-            have = len(held[request.request_id]) if request.request_id in held else 0
-            wanted += max(0, math.ceil((request.num_tokens + 1) / block_size) - have)
-        for request in waiting:
-            wanted += math.ceil((request.num_tokens + 1) / block_size)
+        for group in self._groups:
+            held = group.req_to_blocks
+            for request in running:
+                have = len(held[request.request_id]) if request.request_id in held else 0
+                wanted += max(0, math.ceil((request.num_tokens + 1) / group.block_size) - have)
+            wanted += sum(math.ceil((request.num_tokens + 1) / group.block_size) for request in waiting)
         return wanted
 
     def missing_slabs(self, num_blocks: int) -> int:
@@ -143,11 +150,13 @@ class Tenant:
 
     def uses(self, requests: Iterable[Request]) -> list[SlabUse]:
         """What each backed position holds, for choosing victims. Positions stand for slabs."""
-        held = self._manager.coordinator.single_type_managers[0].req_to_blocks
         users: dict[int, set[str]] = {}
         for request in requests:
-            for block in held.get(request.request_id, ()):
-                users.setdefault(self.layout.position_of(block.block_id), set()).add(request.request_id)
+            for group in self._groups:
+                for block in group.req_to_blocks.get(request.request_id, ()):
+                    if not block.is_null:
+                        position = self.layout.position_of(block.block_id)
+                        users.setdefault(position, set()).add(request.request_id)
         return [
             SlabUse(
                 slab=position,

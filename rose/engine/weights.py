@@ -1,15 +1,18 @@
 """vLLM's weight-transfer backend ``rose``: loads a checkpoint that the subscriber staged in shared memory.
 
-Owns the step from a staged file to live weights. Fetching and decoding happen in the subscriber's process,
-off the engine's path. Promises that the file's content is checked against the expected state hash *before*
-the first parameter changes, so a bad file leaves the old weights serving.
+Owns the step from a staged file to live weights, and where the weights come from when they are needed again
+(sleep.py). Fetching and decoding happen in the subscriber's process, off the engine's path. Promises that the
+file's content is checked against the expected state hash *before* the first parameter changes, so a bad file
+leaves the old weights serving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -46,6 +49,12 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
     init_info_cls = StagedInit
     update_info_cls = StagedUpdate
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_resident = True
+        """Whether the device holds the weights now; set by sleep.py."""
+        self._staged: _StagedFile | None = None
+
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """No rendezvous is needed."""
 
@@ -53,19 +62,40 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         """Layerwise reload starts in :meth:`receive_weights`, once the file is known to be good."""
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        """Check, then load, every tensor of the staged checkpoint.
+        """Check, then load, every tensor of the staged checkpoint; an inactive engine loads it later.
 
         Raises:
             FrameError: the file's state hash differs from the announced one; nothing was changed.
         """
+        staged = _StagedFile(update_info.path)
+        try:
+            staged.check(update_info.state_hash)
+            if self.is_resident:
+                self._load(staged.tensors())
+        except BaseException:
+            staged.close()
+            raise
+        self._forget_staged()
+        self._staged = staged
+
+    def load(self) -> None:
+        """Load the last update again, or the model's own files where there was none."""
+        if self._staged is not None:
+            self._load(self._staged.tensors())
+            return
+        from vllm.model_executor.model_loader import get_model_loader
+
+        loader: Any = get_model_loader(self.vllm_config.load_config)
+        self._load(loader.get_all_weights(self.model_config, self.model))
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )
 
-        _check(update_info)
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(_tensors(update_info.path))
+        self.model.load_weights(tensors)
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_heads(self.model)
 
@@ -73,7 +103,35 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         """Nothing is left to do: :meth:`receive_weights` finalizes."""
 
     def shutdown(self) -> None:
-        """Holds no resources between updates."""
+        self._forget_staged()
+
+    def _forget_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
+
+
+class _StagedFile:
+    """A staged checkpoint, kept open: it stays readable when the subscriber has removed its name."""
+
+    def __init__(self, path: str) -> None:
+        self._name = path
+        self._fd = os.open(path, os.O_RDONLY)
+        self._path = Path(f"/proc/self/fd/{self._fd}")
+
+    def check(self, state_hash: str) -> None:
+        """Raises: FrameError."""
+        found = str(checkpoint_state_hash(self._path))
+        if found != state_hash:
+            raise FrameError(f"{self._name}: state hash {found}, expected {state_hash}; weights kept")
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with safe_open(self._path, framework="pt", device="cpu") as checkpoint:
+            for name in checkpoint.keys():  # noqa: SIM118 - safe_open is no mapping
+                yield name, checkpoint.get_tensor(name)
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
@@ -89,13 +147,20 @@ def _repack_heads(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _check(update: StagedUpdate) -> None:
-    found = str(checkpoint_state_hash(Path(update.path)))
-    if found != update.state_hash:
-        raise FrameError(f"{update.path}: state hash {found}, expected {update.state_hash}; weights kept")
+def device_bytes(model: torch.nn.Module) -> int:
+    """What the model's weights take on the device: parameters, and on a CPU their packed copies."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    packed = 0
+    for module in model.modules():
+        if getattr(module, "cpu_linear", None) is not None:
+            parameters, _ = get_layerwise_info(module).restore_metadata
+            packed += parameters["weight"].nbytes
+    return packed + sum(storage.nbytes() for storage in storages(model))
 
 
-def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(path, framework="pt", device="cpu") as checkpoint:
-        for name in checkpoint.keys():  # noqa: SIM118 - safe_open is no mapping
-            yield name, checkpoint.get_tensor(name)
+def storages(model: torch.nn.Module) -> list[torch.UntypedStorage]:
+    """Of all parameters, each once: a head tied to the embedding shares its storage."""
+    # A parameter is on meta where a reload failed half-way.
+    found = (each.untyped_storage() for each in model.parameters() if not each.is_meta)
+    return list({storage._cdata: storage for storage in found}.values())

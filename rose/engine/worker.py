@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm.config import set_current_vllm_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rose.engine.kv_range import KVRange, SlabOps
 from rose.engine.settings import EngineSettings
+from rose.engine.weights import StagedWeightEngine, device_bytes
+from rose.types import Role
+
+if TYPE_CHECKING:
+    from rose.engine.sleep import HostWeightsBackend
 
 
 class RoseCPUWorker(CPUWorker):
@@ -29,6 +35,8 @@ class RoseCPUWorker(CPUWorker):
         settings = EngineSettings.parse(self.vllm_config.additional_config)
         assert settings is not None, "worker class chosen without rose settings"
         self._settings = settings
+        # No engine argument leads here; vLLM looks the backend up by this name when first told to sleep.
+        self.model_config.sleep_mode_backend = "rose"
         super().init_device()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -70,6 +78,34 @@ class RoseCPUWorker(CPUWorker):
             return super().sample_tokens(grammar_output)
         finally:
             generators.update(hidden)
+
+    # Activation ---------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        if self._settings.role is Role.ROLLOUT:
+            self._weights_backend().suspend(level)
+        else:
+            super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        if self._settings.role is Role.ROLLOUT:
+            with set_current_vllm_config(self.vllm_config):
+                self._weights_backend().resume(tags)
+        else:
+            super().wake_up(tags)
+
+    def weights_on_device(self) -> int:
+        """Bytes; called through vLLM's collective_rpc."""
+        return device_bytes(self.get_model())
+
+    def _weights_backend(self) -> HostWeightsBackend:
+        from rose.engine.sleep import HostWeightsBackend  # not every supported vLLM has its base class
+
+        backend = self.sleep_mode_backend
+        assert isinstance(backend, HostWeightsBackend)
+        assert isinstance(self.weight_transfer_engine, StagedWeightEngine)
+        backend.attach(self.weight_transfer_engine)
+        return backend
 
     def shutdown(self) -> None:
         super().shutdown()

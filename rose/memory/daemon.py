@@ -167,7 +167,7 @@ def _make_parser() -> CommandParser:
     parser.add_argument("name", help="pool name, as in `rose serve --pool NAME`")
     parser.add_argument("--num-slabs", type=int, required=True, help="size of the pool")
     parser.add_argument(
-        "--slab-bytes", type=int, default=SLAB_BYTES, help="power of two (default %(default)s)"
+        "--slab-bytes", type=int, default=SLAB_BYTES, help="multiple of 4096 (default %(default)s)"
     )
     parser.add_argument("--headroom-slabs", type=int, required=True, help="kept for serving's bursts")
     parser.add_argument("--runtime-dir", type=Path, help="folder of the socket (default: $ROSE_RUNTIME_DIR)")

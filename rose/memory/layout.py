@@ -5,18 +5,21 @@ model and any tensor-parallel shard. Promises that no block crosses a slab. Neve
 
 With ``bs`` bytes per block per layer, ``L`` layers and slabs of ``H`` bytes, position ``k`` covers
 
-    k*H                                                                                      (k+1)*H
-    | layer 0: blocks 0..G-1 | layer 1: blocks 0..G-1 | ... | layer L-1: blocks 0..G-1 | waste |
-    |<-------- G*bs -------->|                                                         |<- H - L*G*bs
-    | b0 | b1 | ... | b(G-1) |
-    |<bs>|
+    k*H                                                                                          (k+1)*H
+    | skew | layer 0: blocks 0..G-1 | layer 1: blocks 0..G-1 | ... | layer L-1: blocks 0..G-1 | waste |
+           |<-------- G*bs -------->|
+           | b0 | b1 | ... | b(G-1) |
+           |<bs>|
 
-Block ids count in steps of ``bs`` from the range's start, so position k owns the ids
-[k*H/bs, (k+1)*H/bs), of which only the first G are valid; the rest fall into other layers or the waste:
+Block ids count in steps of ``bs`` from the range's start, so position k's first block is ``ceil(k*H / bs)``,
+and its skew is what that leaves: 0 at every position where blocks divide slabs, and less than ``bs`` always.
+Position k owns the ids up to the next position's first one, of which only the first G are valid; the rest
+fall into other layers or the waste:
 
     address(id, layer) = id*bs + layer*G*bs
 """
 
+import math
 from dataclasses import dataclass
 
 from rose.errors import ConfigError
@@ -32,8 +35,6 @@ class SlabLayout:
     """Bytes per block per layer."""
     blocks_per_slab: int
     """G: blocks that one slab backs, each in all layers."""
-    ids_per_slab: int
-    """Block ids from one position to the next, of which the first ``blocks_per_slab`` are valid."""
 
     @classmethod
     def plan(cls, *, block_bytes_per_layer: int, num_layers: int, slab_bytes: int) -> "SlabLayout":
@@ -44,25 +45,19 @@ class SlabLayout:
                 f"num_layers={num_layers} slab_bytes={slab_bytes}"
             )
         all_layers_bytes = block_bytes_per_layer * num_layers
-        if all_layers_bytes > slab_bytes:
-            at_least = 1 << (all_layers_bytes - 1).bit_length()
+        largest_skew = block_bytes_per_layer - math.gcd(slab_bytes, block_bytes_per_layer)
+        if all_layers_bytes + largest_skew > slab_bytes:
+            at_least = 1 << (all_layers_bytes + largest_skew - 1).bit_length()
             raise ConfigError(
                 f"a KV block needs {block_bytes_per_layer} bytes in each of {num_layers} layers = "
                 f"{all_layers_bytes}, a slab has {slab_bytes}: start the pool with --slab-bytes {at_least} "
                 f"or larger, or lower --block-size"
             )
-        if slab_bytes % block_bytes_per_layer != 0:
-            raise ConfigError(
-                f"slabs of {slab_bytes} bytes are not a whole number of KV blocks of "
-                f"{block_bytes_per_layer} bytes per layer: choose a --block-size that makes the block a "
-                f"power of two"
-            )
         return cls(
             slab_bytes=slab_bytes,
             num_layers=num_layers,
             block_stride=block_bytes_per_layer,
-            blocks_per_slab=slab_bytes // all_layers_bytes,
-            ids_per_slab=slab_bytes // block_bytes_per_layer,
+            blocks_per_slab=(slab_bytes - largest_skew) // all_layers_bytes,
         )
 
     @property
@@ -75,34 +70,42 @@ class SlabLayout:
         """Bytes of each slab that hold no block."""
         return self.slab_bytes - self.num_layers * self.layer_stride
 
+    def first_id(self, position: int) -> int:
+        """The first valid block id of a position."""
+        return -(-position * self.slab_bytes // self.block_stride)
+
     def block_ids(self, position: int) -> range:
         """The valid block ids of a position."""
-        first = position * self.ids_per_slab
+        first = self.first_id(position)
         return range(first, first + self.blocks_per_slab)
 
     def num_ids(self, num_positions: int) -> int:
         """Size of the id space of a range: one more than its last valid block id."""
-        return (num_positions - 1) * self.ids_per_slab + self.blocks_per_slab
+        return self.first_id(num_positions - 1) + self.blocks_per_slab
 
     def is_valid(self, block_id: int) -> bool:
         """Whether the id names a block, as opposed to a gap between two positions' blocks."""
-        return block_id >= 0 and block_id % self.ids_per_slab < self.blocks_per_slab
+        return (
+            block_id >= 0 and 0 <= block_id - self.first_id(self._slab_with(block_id)) < self.blocks_per_slab
+        )
 
     def position_of(self, block_id: int) -> int:
         """The position that backs a block. Raises: ValueError for an id in a gap."""
-        position, offset = divmod(block_id, self.ids_per_slab)
-        if position < 0 or offset >= self.blocks_per_slab:
+        position = self._slab_with(block_id)
+        first = self.first_id(position)
+        if position < 0 or not 0 <= block_id - first < self.blocks_per_slab:
             raise ValueError(
-                f"block {block_id} lies in a gap: valid are "
-                f"k*{self.ids_per_slab} + [0, {self.blocks_per_slab})"
+                f"block {block_id} lies in a gap: position {position} has {first} to "
+                f"{first + self.blocks_per_slab - 1}"
             )
         return position
 
     def address(self, block_id: int, layer: int) -> int:
         """Byte offset of a block's part in one layer from the start of the address range."""
         if not self.is_valid(block_id) or not 0 <= layer < self.num_layers:
-            raise ValueError(
-                f"no block {block_id} in layer {layer}: {self.num_layers} layers, ids "
-                f"k*{self.ids_per_slab} + [0, {self.blocks_per_slab})"
-            )
+            raise ValueError(f"no block {block_id} in layer {layer} of {self.num_layers}")
         return block_id * self.block_stride + layer * self.layer_stride
+
+    def _slab_with(self, block_id: int) -> int:
+        """The position that the id's address lies in; only valid ids have a block there."""
+        return block_id * self.block_stride // self.slab_bytes

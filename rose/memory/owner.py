@@ -19,8 +19,9 @@ from typing import Self
 
 from rose.errors import PoolError
 from rose.memory.event_loop import EventLoop
+from rose.memory.fd_limit import ensure_fd_limit
 from rose.memory.ledger import Word
-from rose.memory.passing import Inbox, check_fd_limit, send_line
+from rose.memory.passing import Inbox, send_line
 from rose.memory.pool_lock import PoolLock
 from rose.memory.pool_memory import PoolMemory, PoolSize
 from rose.memory.pool_state import MemberState, PoolState, read_state, write_state
@@ -37,7 +38,6 @@ HAND_OVER_TIMEOUT_S = 20.0
 """A surviving engine knocks every 0.1 to 1 s; one that loads weights may hold its interpreter for seconds."""
 _SEND_TIMEOUT_S = 1.0
 """A reply of 200 bytes fits any socket buffer; a client that can't take it is broken."""
-_SPARE_FDS = 16
 
 
 @dataclass(slots=True)
@@ -64,8 +64,8 @@ class PoolOwner:
         self._name = name
         self._size = size
         # The memory's descriptors twice: a client that comes back brings them along.
-        num_fds = 2 * size.num_fds + 2 * MAX_CLIENTS + _SPARE_FDS
-        check_fd_limit(num_fds, f"pool {name} with {size.num_slabs} slabs and up to {MAX_CLIENTS} clients")
+        num_fds = 2 * size.num_fds + 2 * MAX_CLIENTS
+        ensure_fd_limit(num_fds, f"pool {name} with {size.num_slabs} slabs and up to {MAX_CLIENTS} clients")
         self._lock = PoolLock(self._path.with_suffix(".lock"), name)
         try:
             self._listener = _listen(self._path)
@@ -228,7 +228,9 @@ class PoolOwner:
             if uid != os.getuid():
                 raise AttachRefused(f"pool {self._name} belongs to uid {os.getuid()}, you are uid {uid}")
             if len(self._connections) >= MAX_CLIENTS:
-                raise AttachRefused(f"pool {self._name} has {MAX_CLIENTS} clients, its limit; stop some")
+                raise AttachRefused(
+                    f"pool {self._name} has {MAX_CLIENTS} clients, its limit; stop some", is_transient=True
+                )
             pidfd = open_pidfd(pid)
             started = start_ticks(pid)
         except PoolError as error:

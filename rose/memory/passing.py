@@ -10,7 +10,7 @@ import resource
 import socket
 from collections.abc import Sequence
 
-from rose.errors import ConfigError, PoolError
+from rose.errors import PoolError
 
 MAX_LINE_BYTES = 16 * 1024
 _MAX_FDS_PER_MESSAGE = 253  # SCM_MAX_FD
@@ -79,14 +79,3 @@ class Inbox:
     def close(self) -> None:
         for fd in self.take_fds():
             os.close(fd)
-
-
-def check_fd_limit(num_needed: int, what: str) -> None:
-    """Raises: ConfigError unless this process may open ``num_needed`` more files, for ``what``."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    num_open = len(os.listdir("/proc/self/fd"))
-    if num_open + num_needed > limit:
-        raise ConfigError(
-            f"{what}: needs {num_needed} more open files, {num_open} are open and the limit is {limit}; "
-            f"raise it: ulimit -n {num_open + num_needed}"
-        )

@@ -8,6 +8,7 @@ Never: restarts anything by itself: a serving engine that dies needs its operato
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,13 +35,12 @@ def main(argv: Sequence[str]) -> int:
     node = load_yaml(arguments.file, NodeConfig)
     _check(node, settings, arguments.file)
     log_dir = arguments.log_dir if arguments.log_dir is not None else settings.make_runtime_dir() / "logs"
-    try:
-        with StopOnSignals(), ProcessGroup() as group:
-            engines = _start(node, settings, log_dir, group)
-            _watch(group, engines)
-    finally:
+    with ExitStack() as when_ended:
         for engine in node.engines:
-            launch.remove_staging_dir(engine, settings)
+            when_ended.callback(launch.remove_staging_dir, engine, settings)
+        with StopOnSignals(), ProcessGroup() as group:
+            engines = _start(node, settings, log_dir, group, when_ended)
+            _watch(group, engines)
     return 0  # a signal
 
 
@@ -62,7 +62,9 @@ def _check_pool_unowned(pool: str, settings: Settings) -> None:
         )
 
 
-def _start(node: NodeConfig, settings: Settings, log_dir: Path, group: ProcessGroup) -> list[ServerProcess]:
+def _start(
+    node: NodeConfig, settings: Settings, log_dir: Path, group: ProcessGroup, when_ended: ExitStack
+) -> list[ServerProcess]:
     """Starts pool, serving engines, rollout engines, each ready before the next; returns the engines."""
     daemon = group.start(launch.pool_process(node.pool, log_dir / f"pool-{node.pool.name}.log"))
     daemon.wait_until(
@@ -71,6 +73,7 @@ def _start(node: NodeConfig, settings: Settings, log_dir: Path, group: ProcessGr
     servers = []
     for engine in sorted(node.engines, key=lambda each: each.role is Role.ROLLOUT):
         server = group.start(launch.engine_process(engine, log_dir / f"{engine.name}.log"))
+        when_ended.callback(launch.remove_status_page, engine, server, settings)
         launch.wait_engine_ready(server, engine, settings)
         logger.info("ready name=%s url=%s", engine.name, engine.url)
         servers.append(server)

@@ -1,4 +1,4 @@
-"""Control calls to one engine: status, gate, profile, plain completions.
+"""Control calls to one engine: status, gate, activation, profile, plain completions.
 
 Owns the HTTP calls on ``/rose/v1``. Promises WorkerError with the URL where the engine refuses or is gone.
 Small and synchronous; never carries measured traffic.
@@ -11,11 +11,13 @@ import httpx
 
 from rose.config import Settings
 from rose.errors import WorkerError
-from rose.messages import GateChange, Profile, WorkerStatus
+from rose.messages import ActivationChange, GateChange, Profile, WorkerStatus
 from rose.types import GateMode
 
 PROFILE_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 30.0
+ACTIVATION_TIMEOUT_S = 600.0
+"""A large model's files may have to come from the disk again."""
 
 
 class EngineControl:
@@ -40,6 +42,14 @@ class EngineControl:
 
     def begin_rl_step(self, step: int) -> None:
         self._call("POST", "/rose/v1/rl_step", {"step": step})
+
+    def activate(self) -> ActivationChange:
+        answer = self._call("POST", "/rose/v1/activate", {}, ACTIVATION_TIMEOUT_S)
+        return ActivationChange.model_validate(answer)
+
+    def deactivate(self) -> ActivationChange:
+        answer = self._call("POST", "/rose/v1/deactivate", {}, ACTIVATION_TIMEOUT_S)
+        return ActivationChange.model_validate(answer)
 
     def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], str]]:
         """Greedy continuations: (token ids, finish reason) per prompt, in order."""

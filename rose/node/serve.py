@@ -8,6 +8,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from rose.arguments import CommandParser, run_command
@@ -33,11 +34,10 @@ def main(argv: Sequence[str]) -> int:
     if engine.pool is not None:
         checks.check_pool(settings, engine.pool)
     check_engine(engine)
-    try:
+    with ExitStack() as when_ended:
+        when_ended.callback(launch.remove_staging_dir, engine, settings)
         with StopOnSignals(), ProcessGroup() as group:
-            return _run(engine, settings, group)
-    finally:
-        launch.remove_staging_dir(engine, settings)
+            return _run(engine, settings, group, when_ended)
     return 0  # a signal
 
 
@@ -49,8 +49,9 @@ def check_engine(engine: EngineConfig) -> None:
     checks.check_model(engine.model)
 
 
-def _run(engine: EngineConfig, settings: Settings, group: ProcessGroup) -> int:
+def _run(engine: EngineConfig, settings: Settings, group: ProcessGroup, when_ended: ExitStack) -> int:
     server = group.start(launch.engine_process(engine, log_path=None))
+    when_ended.callback(launch.remove_status_page, engine, server, settings)
     launch.wait_engine_ready(server, engine, settings)
     logger.info("ready url=%s role=%s pool=%s", engine.url, engine.role, engine.pool)
     subscriber = launch.subscriber_process(engine, settings, log_path=None)

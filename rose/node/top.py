@@ -1,7 +1,7 @@
-"""`rose top`: a live table of running engines, read from their /rose/v1/status.
+"""`rose top`: live tables of running engines, from their /rose/v1/status, and of this host's pools.
 
 Owns: the page on the terminal. Promises: a worker that does not answer shows as such; the view goes on.
-Never: changes anything on a worker.
+Never: changes anything on a worker or in a pool.
 """
 
 import sys
@@ -21,6 +21,7 @@ from rich.text import Text
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings
 from rose.messages import WorkerStatus
+from rose.node.pool_page import pools_page, sample_pools
 from rose.node.signals import StopOnSignals
 
 REQUEST_TIMEOUT_S = 2.0
@@ -38,25 +39,29 @@ class Sample:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Refreshes until a signal comes; with --once prints one table, and returns 1 if no worker answered."""
-    arguments = _parser().parse_args(list(argv))
-    key = Settings.from_environment().key
-    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+    """Refreshes until a signal comes; with --once prints the tables, and returns 1 if nothing answered."""
+    parser = _parser()
+    arguments = parser.parse_args(list(argv))
+    settings = Settings.from_environment()
+    headers = {"Authorization": f"Bearer {settings.key}"} if settings.key is not None else {}
     console = Console()
+    pools = sample_pools(settings)
+    if not arguments.worker and not pools:
+        parser.error(f"no pool in {settings.runtime_dir}; name engines with --worker URL, or start a pool")
     with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
         samples = [take_sample(client, worker) for worker in arguments.worker]
+        page = Group(status_page(samples, {}), pools_page(pools))
         if arguments.once:
-            console.print(status_page(samples, {}))
-            return int(all(sample.status is None for sample in samples))
-        with (
-            StopOnSignals(),
-            Live(status_page(samples, {}), console=console, screen=console.is_terminal) as live,
-        ):
+            console.print(page)
+            failures = [*(sample.error for sample in samples), *(pool.error for pool in pools)]
+            return int(None not in failures)
+        with StopOnSignals(), Live(page, console=console, screen=console.is_terminal) as live:
             while True:
                 time.sleep(arguments.interval_s)
                 before = {sample.worker: sample for sample in samples}
                 samples = [take_sample(client, worker) for worker in arguments.worker]
-                live.update(status_page(samples, before), refresh=True)
+                pools = sample_pools(settings)
+                live.update(Group(status_page(samples, before), pools_page(pools)), refresh=True)
     return 0
 
 
@@ -81,8 +86,8 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
     """One row per engine, one line per worker that didn't answer; rates are against ``before``.
 
     queue: running and waiting requests. slabs: owned of budget. gate: mode and the share of steps that it
-    let through. lost: requests that ROSE reclaimed or reported as stalled. Below: slabs of a dead engine in a
-    worker's pool that wait for the last of its processes to end.
+    let through, or that the engine is deactivated. lost: requests that ROSE reclaimed or reported as stalled.
+    Below: slabs of a dead engine that wait for the last of its processes to end.
     """
     table = Table(title="rose top", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in COLUMNS:
@@ -106,7 +111,7 @@ def _row(status: WorkerStatus) -> list[str]:
         f"{status.num_running}+{status.num_waiting}",
         f"{status.kv_slabs_owned}/{status.kv_slabs_budget}",
         status.pressure,
-        f"{status.gate.mode}{share}",
+        f"{status.gate.mode}{share}" if status.is_active else "inactive",
         str(status.reclaimed_requests + status.stalled_requests),
     ]
 
@@ -122,14 +127,14 @@ def _rate(sample: Sample, before: Sample | None) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose top",
-        "Shows the engines live: load, slabs, pressure, gate, weights. Ends with Ctrl-C.",
+        "Shows engines live (load, slabs, pressure, gate, weights) and this host's pools. Ends with Ctrl-C.",
         "rose top --worker http://127.0.0.1:8000 --worker http://127.0.0.1:8001",
     )
     parser.add_argument(
-        "--worker", action="append", required=True, metavar="URL", help="an engine; may be repeated"
+        "--worker", action="append", default=[], metavar="URL", help="an engine; may be repeated"
     )
     parser.add_argument("--interval-s", type=float, default=1.0, help="seconds between refreshes (default 1)")
-    parser.add_argument("--once", action="store_true", help="print one table and end")
+    parser.add_argument("--once", action="store_true", help="print the tables and end")
     return parser
 
 

@@ -36,6 +36,8 @@ class EndKind(StrEnum):
     """The engine aborted it: its memory went back to serving."""
     ENGINE_STALL = "engine_stall"
     """The engine aborted it: the gate admitted no step for too long."""
+    DEACTIVATED = "deactivated"
+    """The engine aborted it: its weights leave the GPU until the next rollout phase."""
     STALLED = "stalled"
     """No token came for too long."""
     LOST = "lost"
@@ -171,6 +173,8 @@ class Attempt:
             return Ending(kind=EndKind.RECLAIMED, detail=f"{self._worker.id} reclaimed its memory")
         if seen.finish_reason == "abort" and seen.stop_reason == StopReason.STALLED:
             return Ending(kind=EndKind.ENGINE_STALL, detail=f"{self._worker.id} reported a stall")
+        if seen.finish_reason == "abort" and seen.stop_reason == StopReason.DEACTIVATED:
+            return Ending(kind=EndKind.DEACTIVATED, detail=f"{self._worker.id} was deactivated")
         return Ending(
             kind=EndKind.FINISHED,
             finish_reason=seen.finish_reason,

@@ -225,6 +225,8 @@ class DataPlane:
             worker.suspect(now, self.config)
         if ending.kind in _YIELDS:
             worker.has_yielded = True
+        if ending.kind is EndKind.DEACTIVATED:
+            worker.is_active = False  # until a heartbeat says otherwise
         if ending.kind in _COUNTED_FAILURES:
             journey.num_failures += 1
             if journey.num_failures >= self.config.max_failures:

@@ -18,7 +18,7 @@ from rose.scheduler.rollout.registry import Watch, Worker, openai_headers
 from rose.scheduler.rollout.resume import Json
 from rose.types import StopReason
 
-_ROSE_STOPS = (StopReason.RECLAIMED.value, StopReason.STALLED.value)
+_ROSE_STOPS = tuple(reason.value for reason in StopReason)
 _UNSALTED = ("/v1/chat/completions/render",)
 
 

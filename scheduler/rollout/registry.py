@@ -45,6 +45,8 @@ class WorkerStatus(BaseModel):
     num_waiting: int = 0
     pressure: str | None = None
     gate: GateStatus | None = None
+    is_active: bool = True
+    """False: its weights are off the GPU until the next rollout phase, and it refuses turns."""
 
 
 def parse_version(text: str | None) -> WeightVersion | None:
@@ -98,6 +100,7 @@ class Worker:
         self.id = spec.id
         self.cap = config.turns_per_gpu * spec.gpus
         self.is_alive = False
+        self.is_active = True
         self.is_on_probation = False
         self.has_rose_routes = True
         self.last_seen: float | None = None
@@ -128,7 +131,7 @@ class Worker:
         return WorkerView(
             id=self.id,
             kind=self.spec.kind,
-            alive=self.is_alive,
+            alive=self.is_alive and self.is_active,
             in_flight=self.in_flight,
             cap=cap,
             eligible=self.is_eligible,
@@ -177,6 +180,9 @@ class Worker:
             and gate.admitted_steps == before.admitted_steps
         )
         self.has_yielded = False
+        if status.is_active != self.is_active:
+            logger.info("worker active=%s worker=%s", status.is_active, self.id)
+        self.is_active = status.is_active
         self.status = status
 
     def seen(self, now: float) -> None:
@@ -205,6 +211,7 @@ class Worker:
             "url": self.spec.url,
             "kind": self.spec.kind.value,
             "alive": self.is_alive,
+            "active": self.is_active,
             "problem": self.problem,
             "on_probation": self.is_on_probation,
             "eligible": view.eligible,

@@ -10,19 +10,20 @@ from vllm.v1.request import Request
 
 from rose.engine.block_pool import SlabBlockPool
 from rose.memory.layout import SlabLayout
+from rose.memory.placement import Placement
 
 BLOCK_TOKENS = 4
 NUM_POSITIONS = 6
 PINNED_SLAB = 100
 # Four blocks of two layers fill a slab exactly, so valid ids are 8k + [0, 4).
 LAYOUT = SlabLayout.plan(block_bytes_per_layer=128, num_layers=2, slab_bytes=1024)
-assert (LAYOUT.blocks_per_slab, LAYOUT.ids_per_slab) == (4, 8)
+assert [LAYOUT.block_ids(k).start for k in (0, 1)] == [0, 8] and LAYOUT.blocks_per_slab == 4
 
 
-def adopted_pool() -> SlabBlockPool:
+def adopted_pool(placement: Placement = Placement.DENSE) -> SlabBlockPool:
     """A pool with only the pinned position backed."""
     pool = BlockPool(LAYOUT.num_ids(NUM_POSITIONS), enable_caching=True, hash_block_size=BLOCK_TOKENS)
-    return SlabBlockPool.adopt(pool, LAYOUT, NUM_POSITIONS, pinned_slab=PINNED_SLAB)
+    return SlabBlockPool.adopt(pool, LAYOUT, NUM_POSITIONS, PINNED_SLAB, placement)
 
 
 def cache(pool: SlabBlockPool, blocks: Sequence[KVCacheBlock], seed: int) -> None:

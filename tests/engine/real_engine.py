@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from tiny_models import MAX_MODEL_LEN
 
-from rose.messages import Profile, WeightUpdate, WorkerStatus
+from rose.messages import ActivationChange, Profile, WeightUpdate, WorkerStatus
 from rose.node.config import EngineConfig
 from rose.node.launch import engine_process
 from rose.types import GateMode, Role
@@ -120,6 +120,12 @@ class RealEngine:
 
     def update_weights(self, update: WeightUpdate) -> httpx.Response:
         return self.post("weights", update.model_dump())
+
+    def activate(self) -> ActivationChange:
+        return ActivationChange.model_validate(self.post("activate", {}).raise_for_status().json())
+
+    def deactivate(self) -> ActivationChange:
+        return ActivationChange.model_validate(self.post("deactivate", {}).raise_for_status().json())
 
     def post(self, route: str, body: dict[str, Any]) -> httpx.Response:
         return self._http.post(f"/rose/v1/{route}", json=body)

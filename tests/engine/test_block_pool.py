@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from rose.engine.block_pool import PINNED_POSITION, SlabBlockPool
+from rose.memory.placement import Placement
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -18,9 +19,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     pool: SlabBlockPool
 
-    @initialize()
-    def adopt(self) -> None:
-        self.pool = adopted_pool()
+    @initialize(placement=st.sampled_from(Placement))
+    def adopt(self, placement: Placement) -> None:
+        self.pool = adopted_pool(placement)
         self.pool.listener = self
         self.busy: set[int] = set()
         self.held: list[list[KVCacheBlock]] = []
@@ -52,8 +53,9 @@ class PoolMachine(RuleBasedStateMachine):
         slab = self.pool.slab_of[position]
         assert self.pool.unback(position) == slab
 
-    @rule(count=st.integers(1, 9))
-    def get_new_blocks(self, count: int) -> None:
+    @rule(count=st.integers(1, 9), beside=st.none() | st.integers(0, NUM_POSITIONS - 1))
+    def get_new_blocks(self, count: int, beside: int | None) -> None:
+        self.pool.beside = beside
         if count > self.pool.get_num_free_blocks():
             with pytest.raises(ValueError, match=f"Cannot get {count} free blocks"):
                 self.pool.get_new_blocks(count)
@@ -135,4 +137,48 @@ def test_vllms_own_cache_reset_succeeds_with_parked_blocks() -> None:
     pool.free_blocks(blocks)
     assert pool.reset_prefix_cache()
     assert pool.num_cached_blocks() == 0
+    pool.check_integrity()
+
+
+def positions_of(blocks: list[KVCacheBlock]) -> list[int]:
+    return [LAYOUT.position_of(block.block_id) for block in blocks]
+
+
+def test_affine_placement_keeps_two_requests_in_slabs_of_their_own() -> None:
+    pool = adopted_pool(Placement.AFFINE)
+    for slab in range(3):
+        pool.back(slab)
+    first = pool.get_new_blocks(2)
+    second = pool.get_new_blocks(2)
+    pool.beside = positions_of(first)[-1]
+    first += pool.get_new_blocks(2)
+    pool.beside = positions_of(second)[-1]
+    second += pool.get_new_blocks(2)
+    assert not set(positions_of(first)) & set(positions_of(second))
+    assert len(set(positions_of(second))) == 1
+
+
+def test_dense_placement_leaves_whole_slabs_to_give_back() -> None:
+    pool = adopted_pool(Placement.DENSE)
+    for slab in range(3):
+        pool.back(slab)
+    pool.get_new_blocks(3)  # what the pinned slab has beside block 0
+    gone = pool.get_new_blocks(3)
+    stays = pool.get_new_blocks(3)
+    assert pool.num_positions_in_use() == 3
+    pool.free_blocks(gone)
+    assert set(positions_of(pool.get_new_blocks(2))) == {positions_of(stays)[-1]}
+
+
+def test_prefix_cache_is_evicted_last() -> None:
+    pool = adopted_pool(Placement.AFFINE)
+    pool.back(7)
+    cached = pool.get_new_blocks(4)
+    cache(pool, cached, seed=0)
+    pool.free_blocks(cached)
+    fresh = pool.get_new_blocks(pool.get_num_free_blocks() - 4)
+    assert all(block.block_hash is not None for block in cached)
+    pool.get_new_blocks(1)
+    assert sum(block.block_hash is None for block in cached) == 1
+    assert len({id(block) for block in fresh}) == len(fresh)
     pool.check_integrity()

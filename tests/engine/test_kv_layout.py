@@ -6,10 +6,13 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 import torch
 from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -21,14 +24,23 @@ SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torc
 PAGE_BYTES = 2 * 16 * 2 * 32 * 4
 
 
-def config_of(*groups: KVCacheGroupSpec, num_tensors: int = 1) -> KVCacheConfig:
-    """As vLLM makes it: layer after layer, 1,000 blocks each."""
-    tensor = KVCacheTensor(
-        size=3000 * PAGE_BYTES, layers=LAYERS, layer_stride=1000 * PAGE_BYTES, block_stride=PAGE_BYTES
-    )
-    return KVCacheConfig(
-        num_blocks=1000, kv_cache_tensors=[tensor] * num_tensors, kv_cache_groups=list(groups)
-    )
+WINDOW = SlidingWindowSpec(
+    block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
+)
+
+
+def config_of(*groups: KVCacheGroupSpec) -> KVCacheConfig:
+    """As vLLM makes it: a tensor for each group, layer after layer, 1,000 blocks each."""
+    tensors = [
+        KVCacheTensor(
+            size=3000 * group.kv_cache_spec.page_size_bytes,
+            layers=group.layer_names,
+            layer_stride=1000 * group.kv_cache_spec.page_size_bytes,
+            block_stride=group.kv_cache_spec.page_size_bytes,
+        )
+        for group in groups
+    ]
+    return KVCacheConfig(num_blocks=1000, kv_cache_tensors=tensors, kv_cache_groups=list(groups))
 
 
 def test_every_layer_of_a_block_lies_in_its_slab() -> None:
@@ -67,31 +79,58 @@ def test_two_processes_place_alike() -> None:
     assert first == second
 
 
+def test_cache_groups_overlay_each_other() -> None:
+    """A block belongs to one group at a time, so the slab holds the larger group's layers, not the sum."""
+    full, window = KVCacheGroupSpec(LAYERS[:1], SPEC), KVCacheGroupSpec(LAYERS[1:], WINDOW)
+    config = config_of(full, window)
+    layout = place_on_slabs(config, slab_bytes=8 * PAGE_BYTES, num_positions=4)
+    assert (layout.num_layers, layout.blocks_per_slab) == (2, 4)
+    first, second = config.kv_cache_tensors
+    assert (first.offset, first.layer_stride, first.block_stride, first.size) == (
+        *(second.offset, second.layer_stride, second.block_stride),
+        second.size,
+    )
+
+
+def test_mla_blocks_of_any_size_fit() -> None:
+    spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    config = config_of(KVCacheGroupSpec(LAYERS, spec))
+    layout = place_on_slabs(config, slab_bytes=1 << 21, num_positions=4)
+    assert (layout.block_stride, layout.blocks_per_slab) == (73_728, 9)
+    last = config.num_blocks - 1
+    assert layout.address(last, 2) + layout.block_stride <= 4 << 21
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("groups", "message"),
     [
         (
-            config_of(KVCacheGroupSpec(LAYERS[:1], SPEC), KVCacheGroupSpec(LAYERS[1:], SPEC)),
-            "2 groups (FullAttentionSpec) in 1 tensors: serve it without --pool",
+            [KVCacheGroupSpec(LAYERS, MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)))],
+            "all keep attention KV; this one has MambaSpec: serve it without --pool",
         ),
         (
-            config_of(
+            [
                 KVCacheGroupSpec(
                     LAYERS,
-                    SlidingWindowSpec(
-                        block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
-                    ),
+                    CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32),
                 )
-            ),
-            "SlidingWindowSpec",
+            ],
+            "CrossAttentionSpec",
         ),
-        (config_of(KVCacheGroupSpec(LAYERS, SPEC), num_tensors=2), "in 2 tensors"),
+        (
+            [
+                KVCacheGroupSpec(LAYERS[:1], SPEC),
+                KVCacheGroupSpec(LAYERS[1:], SPEC.copy_with_new_block_size(32)),
+            ],
+            f"blocks of {PAGE_BYTES}, {2 * PAGE_BYTES} bytes in 2 tensors",
+        ),
+        ([], "this one has none"),
     ],
-    ids=["groups", "window", "tensors"],
+    ids=["state-space", "cross-attention", "sizes", "none"],
 )
-def test_models_that_slabs_cannot_hold_are_refused(config: KVCacheConfig, message: str) -> None:
+def test_models_that_slabs_cannot_hold_are_refused(groups: list[KVCacheGroupSpec], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        place_on_slabs(config, slab_bytes=8 * PAGE_BYTES, num_positions=4)
+        place_on_slabs(config_of(*groups), slab_bytes=8 * PAGE_BYTES, num_positions=4)
     assert message in str(error.value)
 
 

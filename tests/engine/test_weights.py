@@ -10,14 +10,12 @@ from probes import PROBE_TOKENS, probes, prompt
 from real_engine import Answer, RealEngine, until
 from references import ModelDirs, StockAnswers
 from shared_gpu import LEASE_S, SharedGpu
-from tiny_models import BLOCK_TOKENS, staged_update
+from tiny_models import staged_update
+from weight_probes import probe, update
 
-from rose.messages import WeightUpdated
 from rose.types import Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
-
-Probed = list[tuple[list[int], list[float]]]
 
 
 @pytest.fixture(scope="module")
@@ -28,26 +26,6 @@ def dedicated(engines_dir: Path, models: ModelDirs) -> Iterator[RealEngine]:
         yield engine.wait_ready()
     finally:
         engine.stop()
-
-
-def probe(engine: RealEngine) -> Probed:
-    """Greedy tokens and logprobs; the second prompt round must find its own prefixes and nothing else."""
-    answers = []
-    for turn in probes():
-        answer = engine.complete(turn, PROBE_TOKENS)
-        assert answer.num_cached_tokens == 0
-        assert engine.complete(turn, 1).num_cached_tokens == len(turn) // BLOCK_TOKENS * BLOCK_TOKENS
-        answers.append((answer.tokens, answer.logprobs))
-    return answers
-
-
-def update(engine: RealEngine, folder: Path, number: int) -> None:
-    wanted = staged_update(folder, f"test/{number}")
-    response = engine.update_weights(wanted)
-    assert response.status_code == 200, response.text
-    done = WeightUpdated.model_validate(response.json())
-    assert (done.version, done.state_hash) == (wanted.version, wanted.state_hash)
-    assert engine.status().weight_version == wanted.version
 
 
 def go_through_versions(engine: RealEngine, folders: list[Path]) -> None:

@@ -38,6 +38,14 @@ def make_rollout_model(folder: Path, *, version: int = 0, is_tied: bool = False)
     return _write(folder, config, seed=100 + version, dtype="bfloat16" if is_tied else "float32")
 
 
+def make_heavy_model(folder: Path, *, version: int = 0) -> Path:
+    """A tied Qwen3 whose weights, 50 MiB in bfloat16, show in the memory of its process."""
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(num_hidden_layers=4, tie_word_embeddings=True, **_shape(hidden_size=1024))
+    return _write(folder, config, seed=200 + version, dtype="bfloat16")
+
+
 def staged_update(folder: Path, version: str) -> WeightUpdate:
     """What a subscriber posts once the checkpoint in ``folder`` is staged."""
     (path,) = folder.glob("*.safetensors")

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from pool_setup import EngineProcess, start_pool
+from vmm_worlds import World, build_stand_in
 
+from rose.memory.backend import CUDA_DRIVER
 from rose.memory.daemon import DaemonHandle
 
 
@@ -38,3 +40,20 @@ def start_engine(runtime_dir: Path) -> Iterator[Callable[..., EngineProcess]]:
     yield start
     for engine in started:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def stand_in_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in CUDA driver, compiled."""
+    return build_stand_in(tmp_path_factory.mktemp("stand-in"))
+
+
+@pytest.fixture(params=["host", "stand-in", pytest.param("gpu", marks=pytest.mark.gpu)])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Every backend in turn: host memory, CUDA on the stand-in driver, CUDA on a GPU."""
+    if request.param == "stand-in":
+        made = World(str(request.getfixturevalue("stand_in_library")))
+    else:
+        made = World(CUDA_DRIVER if request.param == "gpu" else None)
+    yield made
+    made.close()

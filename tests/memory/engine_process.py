@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from rose._vmm import Range
 from rose.memory.pool import PoolClient
 from rose.memory.wire import Kind
 from rose.types import Role
@@ -26,7 +25,7 @@ from rose.types import Role
 class Engine:
     def __init__(self, client: PoolClient) -> None:
         self.client = client
-        self.range = Range(client.slab_file, 4 * client.num_slabs)
+        self.range = client.slab_file.reserve(4 * client.num_slabs)
         self.bytes = np.frombuffer(memoryview(self.range), dtype=np.uint8)
 
     def content(self, slab: int) -> Any:

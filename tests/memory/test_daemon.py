@@ -23,7 +23,6 @@ from pool_setup import (
     wait_until,
 )
 
-from rose._vmm import Range
 from rose.errors import ConfigError, PoolError
 from rose.memory import ledger as ledger_module
 from rose.memory.daemon import DaemonHandle, start_daemon
@@ -239,7 +238,10 @@ def test_pool_without_daemon_is_one_clear_line(runtime_dir: Path) -> None:
     ("sizes", "reason"),
     [
         ({"num_slabs": 4, "headroom_slabs": 4}, "--headroom-slabs 4: must be 0..3"),
-        ({"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000}, "power of two .* got 5000"),
+        (
+            {"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000},
+            "multiple of the granularity of 4096 bytes, got 5000: use 8192",
+        ),
         ({"num_slabs": 0, "headroom_slabs": 0}, "--num-slabs 0: .* use 2 or more"),
         (
             {"num_slabs": 1, "headroom_slabs": 0},
@@ -264,8 +266,8 @@ def test_too_few_open_files_are_refused_with_the_numbers(runtime_dir: Path) -> N
         check=False,
     )
     assert (done.returncode, list(runtime_dir.iterdir())) == (2, [])
-    assert "pool p with 4 slabs and up to 64 clients: needs 150 more open files" in done.stderr
-    assert "the limit is 64; raise it: ulimit -n 1" in done.stderr
+    assert "pool p with 4 slabs and up to 64 clients: needs 134 more open files" in done.stderr
+    assert "the limit is 64, at most 64: run `ulimit -n 2" in done.stderr
 
 
 def test_a_client_of_another_version_is_told_both_versions(
@@ -281,7 +283,8 @@ def test_clients_beyond_the_limit_are_refused(pool: DaemonHandle, runtime_dir: P
         for _ in range(MAX_CLIENTS):
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(runtime_dir / "pool-p.sock"))
         with pytest.raises(PoolError, match="pool p has 64 clients, its limit; stop some"):
-            describe_pool(POOL, runtime_dir=runtime_dir)
+            describe_pool(POOL, runtime_dir=runtime_dir, timeout_s=0.2)
+    # The daemon may still be hearing that they are gone: waited for.
     assert describe_pool(POOL, runtime_dir=runtime_dir).num_slabs == NUM_SLABS
 
 
@@ -338,4 +341,4 @@ def test_client_brings_slabs_ledger_and_board(pool: DaemonHandle, runtime_dir: P
         assert (len(two.board_words), two.board_words.load(5)) == (512, 42)
         assert {engine.role for engine in two.ledger.engines().values()} == set(Role)
         assert one.slab_file.num_slabs == NUM_SLABS
-        assert Range(two.slab_file, 3).num_bytes == 3 * SLAB_BYTES
+        assert two.slab_file.reserve(3).num_bytes == 3 * SLAB_BYTES

@@ -73,8 +73,10 @@ def test_node_reports_a_killed_engine_and_leaves_nothing_running(
     with ServerProcess(argv, "node", log) as node:
         node.wait_until(lambda: f"ready name=serving-{port}" in log.read_text(), "engine", READY_TIMEOUT_S)
         assert "serving" in top(f"http://127.0.0.1:{port}")
+        assert len(list(runtime_dir.glob("engine-*.page"))) == 1
         os.kill(pid_of(f"serving-{port}", log), signal.SIGKILL)
         assert node.wait(60) == 1
+    assert list(runtime_dir.glob("engine-*.page")) == []
     text = log.read_text()
     assert text.count("ERROR") == 1 and f"died name=serving-{port} status=-9" in text
     assert "rose: error: node: every engine of this node has died" in text
@@ -120,4 +122,5 @@ def test_serve_ends_cleanly_on_sigterm(model: Path, runtime_dir: Path, tmp_path:
             assert answer.json()["usage"]["completion_tokens"] == 4
             server.send_signal(signal.SIGTERM)
             assert server.wait(60) == 0
+            assert list(runtime_dir.glob("engine-*.page")) == []
         wait_until(lambda: processes_with(str(model)) == [])

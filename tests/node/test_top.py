@@ -1,12 +1,19 @@
 """The page of `rose top`, from statuses as engines send them."""
 
 import io
+from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+from rose.config import Settings
+from rose.memory.daemon import start_daemon
+from rose.memory.pool import PoolClient
+from rose.memory.wire import Kind
 from rose.messages import WorkerStatus
-from rose.node.top import Sample, status_page
+from rose.node.pool_page import pools_page, sample_pools
+from rose.node.top import Sample, main, status_page
+from rose.types import Role
 
 STATUS = WorkerStatus.model_validate(
     {name: 0 for name in WorkerStatus.model_fields}
@@ -24,13 +31,18 @@ STATUS = WorkerStatus.model_validate(
         "reclaimed_requests": 4,
         "stalled_requests": 1,
         "generated_tokens": 1000,
+        "is_active": True,
     }
 )
 
 
 def render(samples: list[Sample], before: dict[str, Sample]) -> str:
+    return printed(status_page(samples, before))
+
+
+def printed(page: RenderableType, width: int = 80) -> str:
     terminal = io.StringIO()
-    Console(width=80, file=terminal).print(status_page(samples, before))
+    Console(width=width, file=terminal).print(page)
     return terminal.getvalue()
 
 
@@ -63,3 +75,34 @@ def test_a_restarted_engine_has_no_rate() -> None:
 def test_a_worker_without_answer_leaves_the_others_visible() -> None:
     page = render([Sample(worker="http://x:1", taken_at_s=0.0, error="refused"), sample(0.0, 0)], {})
     assert "http://x:1: refused" in page and "lake/7" in page
+
+
+def test_a_deactivated_engine_shows_as_such() -> None:
+    status = STATUS.model_copy(update={"is_active": False})
+    page = render([Sample(worker="http://x:1", taken_at_s=0.0, status=status)], {})
+    assert "inactive" in page and "dual" not in page
+
+
+def test_the_pools_of_this_host_are_shown_beside_the_engines(runtime_dir: Path) -> None:
+    settings = Settings.from_environment()
+    daemon = start_daemon("topped", num_slabs=12, slab_bytes=2 << 20, headroom_slabs=2)
+    try:
+        attached = PoolClient.attach("topped", role=Role.ROLLOUT, engine_id="e", kind=Kind.SCHEDULER)
+        with attached as engine:
+            engine.ledger.begin_rl_step(1, 7)
+            engine.ledger.acquire(engine.slot, 3)
+            (sample,) = sample_pools(settings)
+            # slabs, free, serving, rollout, draining, budget, pressure
+            assert sample.cells[:7] == ("12", "9", "0", "3", "0", "7", "normal")
+            assert "topped" in printed(pools_page([sample]), width=100)
+            assert main(["--once"]) == 0
+    finally:
+        daemon.stop()
+
+
+def test_a_pool_whose_daemon_is_gone_shows_as_such(runtime_dir: Path) -> None:
+    (runtime_dir / "pool-gone.sock").touch()
+    (sample,) = sample_pools(Settings.from_environment())
+    assert sample.error is not None
+    assert "gone: pool gone has no daemon" in printed(pools_page([sample]), width=300)
+    assert main(["--once"]) == 1

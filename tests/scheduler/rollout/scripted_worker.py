@@ -31,7 +31,7 @@ class Fault:
     """What goes wrong with one request, after so many tokens."""
 
     kind: str
-    """abort_reclaimed | abort_stall | abort_plain | swallowed | hang | late | disconnect | error | status"""
+    """abort_(reclaimed | stall | deactivated | plain), swallowed, hang, late, disconnect, error, status"""
     after_tokens: int = 0
     status: int = 500
 
@@ -43,6 +43,7 @@ class ScriptedWorker:
     faults: deque[Fault] = field(default_factory=deque)
     version: str | None = None
     pressure: str = "normal"
+    is_active: bool = True
     has_rose_routes: bool = True
     token_delay_s: float = 0.0
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -86,7 +87,8 @@ class ScriptedWorker:
 
     async def _status(self, _request: web.Request) -> web.Response:
         gate = {"mode": "slack", "admitted_steps": 1, "declined_steps": 0, "share": 1.0}
-        return web.json_response({"weight_version": self.version, "pressure": self.pressure, "gate": gate})
+        status = {"weight_version": self.version, "pressure": self.pressure, "gate": gate}
+        return web.json_response({**status, "is_active": self.is_active})
 
     async def _rl_step(self, request: web.Request) -> web.Response:
         self.steps.append((await request.json())["step"])
@@ -183,7 +185,12 @@ class ScriptedWorker:
             error = {"message": "engine died", "type": "InternalServerError", "code": 500}
             await _send(response, {"error": error})
         elif fault.kind != "swallowed":
-            stops = {"abort_reclaimed": "rose_reclaimed", "abort_stall": "rose_stall", "abort_plain": None}
+            stops = {
+                "abort_reclaimed": "rose_reclaimed",
+                "abort_stall": "rose_stall",
+                "abort_deactivated": "rose_deactivated",
+                "abort_plain": None,
+            }
             choice = {"index": 0, "text": "", "token_ids": [], "finish_reason": "abort"}
             choice["stop_reason"] = stops[fault.kind]
             await _send(response, {"model": "scripted", "choices": [choice]})

@@ -36,6 +36,7 @@ def assert_whole(choice: dict[str, Any], num_tokens: int = 9, prompt: list[int] 
     [
         ("abort_reclaimed", "reclaimed"),
         ("abort_stall", "engine_stall"),
+        ("abort_deactivated", "deactivated"),
         ("swallowed", "reclaimed"),
         ("hang", "stalled"),
         ("late", "stalled"),

@@ -52,6 +52,16 @@ def test_a_worker_that_yielded_gets_no_turn_before_its_next_status() -> None:
     assert one.view().eligible
 
 
+def test_a_deactivated_worker_gets_no_turn_until_it_is_active_again() -> None:
+    one = worker()
+    one.take_status(status(is_active=False))
+    assert not one.view().has_room
+    one.seen(1.0)
+    assert not one.view().has_room
+    one.take_status(status(is_active=True))
+    assert one.view().has_room
+
+
 @pytest.mark.parametrize(
     ("seconds_per_token", "interval"), [(None, 1), (0.001, 16), (0.1, 5), (3.0, 1), (0.0, 16)]
 )

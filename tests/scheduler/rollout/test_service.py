@@ -110,6 +110,16 @@ async def test_serving_under_pressure_gets_no_turn(start_router: StartRouter) ->
 
 
 @pytest.mark.asyncio
+async def test_turns_wait_while_the_only_worker_is_inactive(start_router: StartRouter) -> None:
+    async with ScriptedWorker(is_active=False) as worker, start_router(worker) as client:
+        turn = asyncio.create_task(client.complete(BODY))
+        await until(lambda: client.router.plane.dispatcher.num_queued == 1)
+        assert not worker.requests
+        worker.is_active = True
+        await turn
+
+
+@pytest.mark.asyncio
 async def test_a_full_queue_is_429_and_a_passed_deadline_504(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker(pressure="pressure") as s,

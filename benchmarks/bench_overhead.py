@@ -1,0 +1,121 @@
+"""A serving engine with ROSE and no rollouts beside it costs nothing that can be told from noise.
+
+Three engines serve the same model, one at a time, in turn: stock vLLM as it comes, stock vLLM with ROSE's
+executor (one rank in the engine's own process), and ROSE with a slab pool and the gate on. Each round gives
+every engine the same requests; a round's figures are ratios of ROSE to stock, and the medians over the rounds
+are reported, so that a drift of the machine cancels out. Nothing is pinned: every engine gets all CPUs.
+
+    python benchmarks/bench_overhead.py --json overhead.json
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass
+
+from harness import median_figure, run_benchmark
+from rig import Rig
+
+from rose.demo.completions import Completion, open_session, stream_completion
+from rose.demo.figures import Figure, percentile
+from rose.types import Role
+
+CONCURRENCY = 8
+PROMPT_TOKENS = 96
+OUTPUT_TOKENS = 48
+VOCABULARY = 8192
+SAME_EXECUTOR = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    tokens_per_s: float
+    tpot_p99_s: float
+    ttft_p99_s: float
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    num_rounds, num_requests = (4, 32) if args.quick else (24, 64)
+    with Rig() as rig:
+        rig.pool("overhead", num_slabs=64, slab_bytes=1 << 20, headroom_slabs=6)
+        engines = {
+            "stock": rig.start_stock_engine("stock", Role.SERVING),
+            "same executor": rig.start_stock_engine("same-executor", Role.SERVING, *SAME_EXECUTOR),
+        }
+        rig.start_engine("rose", Role.SERVING, pool="overhead")
+        urls = {name: rig.wait_stock(server) for name, server in engines.items()}
+        urls["rose"] = rig.wait_engine("rose").url
+        rounds: dict[str, list[_Round]] = {name: [] for name in urls}
+        for index in range(-1, num_rounds):
+            for name in random.Random(args.seed + index).sample(list(urls), len(urls)):
+                result = asyncio.run(_serve(urls[name], num_requests, seed=args.seed + index))
+                if index >= 0:  # the first round warms up
+                    rounds[name].append(result)
+    return [figure for peer in ("stock", "same executor") for figure in _figures(rounds, peer)]
+
+
+def _figures(rounds: dict[str, list[_Round]], peer: str) -> list[Figure]:
+    pairs = list(zip(rounds["rose"], rounds[peer], strict=True))
+    case = "" if peer == "stock" else f"[{peer}]"
+    rates = [one.tokens_per_s for one in rounds[peer]]
+    return [
+        median_figure(
+            f"idle_overhead_throughput{case}",
+            [1 - ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs],
+            "share lost",
+            target="<= 0.01",
+            peers={"tokens/s of the peer": sum(rates) / len(rates)},
+        ),
+        median_figure(
+            f"idle_overhead_tpot_p99{case}",
+            [ours.tpot_p99_s / theirs.tpot_p99_s - 1 for ours, theirs in pairs],
+            "share added",
+            target="<= 0.02",
+        ),
+        median_figure(
+            f"idle_overhead_ttft_p99{case}",
+            [ours.ttft_p99_s / theirs.ttft_p99_s - 1 for ours, theirs in pairs],
+            "share added",
+        ),
+    ]
+
+
+async def _serve(url: str, num_requests: int, seed: int) -> _Round:
+    """The same requests for the same seed, ``CONCURRENCY`` at a time."""
+    rng = random.Random(seed)
+    # Distinct prompts: prefix hits would hide prefill.
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(num_requests)]
+    done: list[tuple[float, Completion]] = []
+
+    async def work(session: object) -> None:
+        while prompts:
+            body = {
+                "model": str(Role.SERVING),
+                "prompt": prompts.pop(),
+                "max_tokens": OUTPUT_TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+                "cache_salt": f"{os.getpid()}-{time.monotonic_ns()}",
+            }
+            completion, sent_s = Completion(), time.monotonic()
+            await stream_completion(session, url, body, completion, now=time.monotonic)  # type: ignore[arg-type]
+            if completion.error is not None:
+                raise RuntimeError(completion.error)
+            done.append((sent_s, completion))
+
+    start_s = time.monotonic()
+    async with open_session() as session:
+        await asyncio.gather(*(work(session) for _ in range(CONCURRENCY)))
+    elapsed_s = time.monotonic() - start_s
+    times = [completion.token_times_s for _, completion in done]
+    tpot_p99 = percentile([(each[-1] - each[0]) / (len(each) - 1) for each in times], 99)
+    ttft_p99 = percentile([c.token_times_s[0] - sent_s for sent_s, c in done], 99)
+    assert tpot_p99 is not None and ttft_p99 is not None
+    return _Round(tokens_per_s=sum(map(len, times)) / elapsed_s, tpot_p99_s=tpot_p99, ttft_p99_s=ttft_p99)
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__ or "", measure))

@@ -1,0 +1,76 @@
+// What a backend provides: physical slabs, and address space to map them into. Mechanism only: the rules
+// are checked in range.cpp, once for all backends.
+
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace rose {
+
+// Addresses for a number of positions. Not thread-safe. Every call leaves things as they were if it throws.
+class AddressSpace {
+ public:
+  virtual ~AddressSpace() = default;  // fences, unmaps what is left, gives the addresses back
+  virtual char* base() const = 0;
+  // Backs an empty or guarded position; it may be touched after allow().
+  virtual void attach(std::size_t position, std::size_t slab) = 0;
+  // Makes a run of attached positions readable and writable.
+  virtual void allow(std::size_t first, std::size_t count) = 0;
+  // Empties a position: a touch faults.
+  virtual void detach(std::size_t position) = 0;
+  // Makes a run of empty positions read as zeros; a write faults.
+  virtual void guard(std::size_t first, std::size_t count) = 0;
+  // Starts to fill a run of allowed positions; it must be settled before any of them is detached.
+  virtual void fill(std::size_t first, std::size_t count, unsigned char byte) = 0;
+  // Waits for the fills.
+  virtual void settle() = 0;
+  // Waits until no work of this process can touch the memory any more.
+  virtual void fence() = 0;
+};
+
+// The physical memory of one pool, as this process sees it.
+class Slabs {
+ public:
+  virtual ~Slabs() = default;
+  virtual std::size_t num_slabs() const = 0;
+  virtual std::size_t slab_bytes() const = 0;
+  virtual std::size_t num_fds() const = 0;
+  virtual int export_fd(std::size_t index) const = 0;
+  virtual std::unique_ptr<AddressSpace> reserve(std::size_t num_positions) const = 0;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual std::size_t granularity() const = 0;
+  virtual std::shared_ptr<const Slabs> create(std::size_t num_slabs, std::size_t slab_bytes,
+                                              const std::string& name) const = 0;
+  virtual std::shared_ptr<const Slabs> import(const std::vector<int>& fds, std::size_t slab_bytes) const = 0;
+};
+
+std::unique_ptr<Backend> open_host();
+std::unique_ptr<Backend> open_cuda(const std::string& library, int device);
+
+// Throws unless there is at least one slab and its size is a positive multiple of the granularity.
+void check_slabs(std::size_t num_slabs, std::size_t slab_bytes, std::size_t granularity);
+
+// Ranges start at a multiple of this: the largest power of two that divides a slab.
+inline std::size_t alignment_of(std::size_t slab_bytes) { return slab_bytes & -slab_bytes; }
+
+// Whether we still are the process that made the object. A forked child inherits neither mappings nor
+// driver state: what it would free is not there, or somebody else's by now.
+class OwnerProcess {
+ public:
+  bool is_this() const { return getpid() == pid_; }
+
+ private:
+  pid_t pid_ = getpid();
+};
+
+}  // namespace rose

@@ -1,0 +1,168 @@
+"""What an engine's HTTP routes do: answer for its status, and pass commands on.
+
+Owns one engine's client, settings and status page on the API server's event loop. Promises that status never
+waits for the engine, and that weights change, leave and return one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.engine.protocol import EngineClient
+
+from rose.admission.board import announce_arrival
+from rose.admission.profile import load_profile
+from rose.config import Settings
+from rose.engine.activation import Activation
+from rose.engine.profiling import run_shapes, shapes_for
+from rose.engine.recorder import profile_key
+from rose.engine.settings import EngineSettings
+from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
+from rose.errors import WorkerError
+from rose.memory.ledger import Pressure
+from rose.memory.pool import PoolClient, describe_pool
+from rose.messages import ActivationChange, GateStatus, Profile, WeightUpdate, WeightUpdated, WorkerStatus
+from rose.types import GateMode, Role
+
+GATE_MODES = list(GateMode)
+
+
+class EngineControl:
+    """What the routes share for one engine: its client, its settings, its status page."""
+
+    def __init__(self, client: EngineClient, settings: EngineSettings, model: str) -> None:
+        self._client = client
+        self._settings = settings
+        self._model = model
+        self._weight_version: str | None = None
+        self._weights_lock = asyncio.Lock()
+        self._slab_bytes = describe_pool(settings.pool).slab_bytes if settings.pool is not None else 0
+        # Kept open: the board's page is mapped through it.
+        self._pool = (
+            PoolClient.observe(settings.pool)
+            if settings.pool is not None and settings.role is Role.SERVING
+            else None
+        )
+        self._board = self._pool.board_words if self._pool is not None else None
+        host = Settings.from_environment()
+        self._profile_dir = host.profile_dir
+        self._page = StatusPage(page_path(host.runtime_dir, settings.engine_id), create=False)
+        self._activation = Activation(client, self._page)
+
+    @property
+    def is_active(self) -> bool:
+        return self._activation.is_active
+
+    async def start(self) -> None:
+        """Call once, when the engine is up."""
+        await self._activation.measure()
+
+    @property
+    def role(self) -> Role:
+        return self._settings.role
+
+    def status(self) -> WorkerStatus:
+        get = self._page.get
+        return WorkerStatus(
+            role=self._settings.role,
+            model=self._model,
+            engine_id=self._settings.engine_id,
+            weight_version=self._weight_version,
+            steps=get(Field.STEPS),
+            num_running=get(Field.NUM_RUNNING),
+            num_waiting=get(Field.NUM_WAITING),
+            kv_slabs_owned=get(Field.KV_SLABS_OWNED),
+            kv_slabs_in_use=get(Field.SLABS_IN_USE),
+            kv_slabs_budget=get(Field.KV_SLABS_BUDGET),
+            pool_slabs_quarantined=get(Field.SLABS_QUARANTINED),
+            kv_cached_blocks=get(Field.KV_CACHED_BLOCKS),
+            pressure=Pressure(get(Field.PRESSURE)).name.lower(),
+            gate=GateStatus(
+                mode=GATE_MODES[get(Field.GATE_MODE)],
+                admitted_steps=get(Field.ADMITTED_STEPS),
+                declined_steps=get(Field.DECLINED_STEPS),
+            ),
+            stalled_requests=get(Field.STALLED_REQUESTS),
+            reclaimed_requests=get(Field.RECLAIMED_REQUESTS),
+            leases_expired=get(Field.LEASES_EXPIRED),
+            cuts=get(Field.CUTS),
+            generated_tokens=get(Field.GENERATED_TOKENS),
+            busy_s=get(Field.BUSY_NS) / 1e9,
+            is_active=self._activation.is_active,
+            activated_at_s=self._activation.activated_at_s,
+            device_weights_bytes=self._activation.weights_bytes,
+            device_kv_bytes=get(Field.KV_SLABS_OWNED) * self._slab_bytes,
+            device_fixed_bytes=self._activation.fixed_bytes(),
+        )
+
+    def begin_rl_step(self, step: int) -> None:
+        self._page.put(Field.RL_STEP, step)
+
+    def set_gate(self, mode: GateMode) -> None:
+        self._page.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))
+
+    async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
+        """Load a staged checkpoint between two steps; the KV of the old weights is dropped with them.
+
+        Requests in flight keep their tokens and are computed again under the new weights. Where loading
+        fails, the old version goes on serving. An inactive engine checks the checkpoint and keeps it at hand:
+        it has no KV, and gets these weights when it is activated.
+        """
+        async with self._weights_lock:
+            if not self._activation.is_active:
+                await self._update_weights(update)
+            else:
+                await self._client.pause_generation(mode="keep", clear_cache=False)
+                try:
+                    await self._update_weights(update)
+                    await self._client.reset_prefix_cache(reset_running_requests=True)
+                finally:
+                    await self._client.resume_generation()
+            self._weight_version = update.version
+        return WeightUpdated(version=update.version, state_hash=update.state_hash)
+
+    async def _update_weights(self, update: WeightUpdate) -> None:
+        # Where update_weights fails, vLLM closes the session itself.
+        await self._client.start_weight_update()
+        await self._client.update_weights(
+            WeightTransferUpdateRequest(update_info={"path": update.path, "state_hash": update.state_hash})
+        )
+        await self._client.finish_weight_update(update.version)
+
+    async def activate(self) -> ActivationChange:
+        """Bring the weights back, at the version of the last update; done when turns may come."""
+        async with self._weights_lock:
+            return await self._activation.activate()
+
+    async def deactivate(self) -> ActivationChange:
+        """End all requests as ``rose_deactivated`` and give KV and weights back."""
+        async with self._weights_lock:
+            is_updated = self._weight_version is not None
+            return await self._activation.deactivate(is_updated=is_updated)
+
+    async def profile(self) -> Profile:
+        """Run the profiling traffic with the gate off; the fit replaces the stored one of this engine.
+
+        Serving traffic at the same time spoils the fit, so profile before traffic comes.
+        """
+        gate = GATE_MODES[self._page.get(Field.GATE_MODE)]
+        self.set_gate(GateMode.OFF)
+        self._page.put(Field.PROFILE, ProfileCommand.RECORD)
+        try:
+            await run_shapes(self._client, shapes_for(self._client))
+        finally:
+            self._page.put(Field.PROFILE, ProfileCommand.FIT)
+            self.set_gate(gate)
+        while self._page.get(Field.PROFILE) != ProfileCommand.NONE:
+            await asyncio.sleep(0.05)
+        key = profile_key(self._client.vllm_config)
+        model = load_profile(self._profile_dir, key)
+        if model is None:
+            raise WorkerError("the engine did not store its profile; see its log")
+        return Profile(file=key.file_name, model=model.to_json())
+
+    def announce_arrival(self) -> None:
+        """Tell a waiting serving scheduler that a request is on its way through this front end."""
+        if self._board is not None:
+            announce_arrival(self._board)

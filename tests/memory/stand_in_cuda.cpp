@@ -1,0 +1,407 @@
+// A stand-in for libcuda.so.1 on machines without a GPU: the driver calls that slabs use, over memfds.
+//
+// It enforces what the CUDA driver API documents about them (granularity, offset 0, whole handles, no double
+// map, no access before cuMemSetAccess, work that is asynchronous until synchronised, a current context), so
+// that our CUDA code runs and its mistakes show. It says nothing about how a GPU or the real driver behaves:
+// passing on it is no evidence that anything works on one, nor how fast.
+//
+// stand_in_* are for the tests: make the n-th call fail, see the calls made, count what is still held.
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "../../csrc/vmm/cuda_api.hpp"
+
+using namespace rose::cuda;
+using Ptr = CUdeviceptr;
+using Handle = CUmemGenericAllocationHandle;
+
+namespace {
+
+constexpr CUresult kInvalidValue = 1, kOutOfMemory = 2, kNotInitialized = 3, kInvalidContext = 201,
+                   kIllegalAddress = 700;
+constexpr std::size_t kGranularity = 64 * 1024;
+constexpr int kNumDevices = 2;
+
+struct Memory {
+  int fd;
+  std::size_t num_bytes;
+  int num_holders;  // handles and mappings
+};
+struct Mapping {
+  std::size_t num_bytes;
+  Memory* memory;
+  int access;
+};
+struct Fill {
+  Ptr start;
+  std::size_t num_bytes;
+  unsigned char byte;
+};
+
+std::recursive_mutex mutex;
+bool is_initialized = false;
+std::map<Handle, Memory*> handles;
+std::map<Ptr, std::size_t> reservations;
+std::map<Ptr, Mapping> mappings;
+std::set<CUstream> streams;
+std::vector<Fill> pending;
+Handle next_handle = 1;
+int num_contexts = 0;
+thread_local std::vector<CUcontext> current;
+
+std::string fail_call;
+int fail_in = 0;
+int num_failing = 0;
+CUresult fail_with = CUDA_SUCCESS;
+std::string log_of_calls;
+
+#define ENTER(call)            \
+  std::lock_guard lock(mutex); \
+  if (CUresult refused = enter(call)) return refused
+
+CUresult enter(const std::string& call) {
+  log_of_calls += call + "\n";
+  bool is_any = fail_call == "*" && call != "cuCtxPopCurrent";  // leaving a context has no way to fail
+  bool is_meant = num_failing > 0 && (is_any || fail_call == call);
+  if (is_meant && --fail_in < 0) {
+    --num_failing;
+    return fail_with;
+  }
+  return !is_initialized && call != "cuInit" ? kNotInitialized : CUDA_SUCCESS;
+}
+
+bool is_whole(std::size_t number) { return number != 0 && number % kGranularity == 0; }
+
+bool fits_prop(const CUmemAllocationProp* prop) {
+  return prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
+         prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && prop->location.id >= 0 &&
+         prop->location.id < kNumDevices && prop->win32HandleMetaData == nullptr;
+}
+
+void let_go(Memory* memory) {
+  if (--memory->num_holders > 0) return;
+  close(memory->fd);
+  delete memory;
+}
+
+void* at(Ptr ptr) { return reinterpret_cast<void*>(ptr); }
+
+// The mappings that make up [start, start + num_bytes) exactly, or none.
+std::vector<Ptr> whole_mappings(Ptr start, std::size_t num_bytes) {
+  std::vector<Ptr> found;
+  Ptr next = start;
+  while (next < start + num_bytes) {
+    auto mapping = mappings.find(next);
+    if (mapping == mappings.end()) return {};
+    found.push_back(next);
+    next += mapping->second.num_bytes;
+  }
+  return next == start + num_bytes ? found : std::vector<Ptr>{};
+}
+
+bool may(int access, Ptr start, std::size_t num_bytes) {
+  for (Ptr next = start; next < start + num_bytes;) {
+    auto mapping = mappings.upper_bound(next);
+    if (mapping == mappings.begin()) return false;
+    --mapping;
+    if (next >= mapping->first + mapping->second.num_bytes) return false;
+    if ((mapping->second.access & access) != access) return false;
+    next = mapping->first + mapping->second.num_bytes;
+  }
+  return true;
+}
+
+bool overlaps_mapping(Ptr start, std::size_t num_bytes) {
+  auto next = mappings.lower_bound(start);
+  if (next != mappings.end() && next->first < start + num_bytes) return true;
+  return next != mappings.begin() && (--next)->first + next->second.num_bytes > start;
+}
+
+bool is_reserved(Ptr start, std::size_t num_bytes) {
+  auto next = reservations.upper_bound(start);
+  return next != reservations.begin() && (--next)->first + next->second >= start + num_bytes;
+}
+
+void do_pending() {
+  for (const Fill& fill : pending) std::memset(at(fill.start), fill.byte, fill.num_bytes);
+  pending.clear();
+}
+
+}  // namespace
+
+extern "C" {
+
+// For the tests ---------------------------------------------------------------------------------------
+
+// After `skip` more calls of `call` ("*": any), the next `count` fail with `error` and do nothing.
+void stand_in_fail(const char* call, int skip, int count, int error) {
+  std::lock_guard lock(mutex);
+  fail_call = call;
+  fail_in = skip;
+  num_failing = count;
+  fail_with = error;
+}
+// The names of all calls since the last stand_in_forget(), one a line.
+const char* stand_in_calls() { return log_of_calls.c_str(); }
+void stand_in_forget() { log_of_calls.clear(); }
+// Handles, reservations, mappings, streams and contexts that were not given back.
+int stand_in_num_held() {
+  return static_cast<int>(handles.size() + reservations.size() + mappings.size() + streams.size()) +
+         num_contexts;
+}
+
+// The driver --------------------------------------------------------------------------------------------
+
+CUresult cuInit(unsigned flags) {
+  ENTER("cuInit");
+  is_initialized = true;
+  return flags == 0 ? CUDA_SUCCESS : kInvalidValue;
+}
+
+CUresult cuGetErrorName(CUresult error, const char** name) {
+  static const std::map<CUresult, const char*> names = {{1, "CUDA_ERROR_INVALID_VALUE"},
+                                                        {2, "CUDA_ERROR_OUT_OF_MEMORY"},
+                                                        {3, "CUDA_ERROR_NOT_INITIALIZED"},
+                                                        {201, "CUDA_ERROR_INVALID_CONTEXT"},
+                                                        {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}};
+  auto found = names.find(error);
+  *name = found != names.end() ? found->second : nullptr;
+  return found != names.end() ? CUDA_SUCCESS : kInvalidValue;
+}
+
+CUresult cuGetErrorString(CUresult error, const char** text) {
+  *text = error == kOutOfMemory ? "out of memory" : "said by the stand-in";
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetCount(int* count) {
+  ENTER("cuDeviceGetCount");
+  *count = kNumDevices;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  ENTER("cuDeviceGet");
+  *device = ordinal;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetAttribute(int* value, int, CUdevice) {
+  ENTER("cuDeviceGetAttribute");
+  *value = 1;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  ENTER("cuDevicePrimaryCtxRetain");
+  ++num_contexts;
+  *context = reinterpret_cast<CUcontext>(static_cast<std::uintptr_t>(device) + 1);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) {
+  ENTER("cuDevicePrimaryCtxRelease");
+  --num_contexts;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxPushCurrent_v2(CUcontext context) {
+  ENTER("cuCtxPushCurrent");
+  if (context == nullptr || num_contexts == 0) return kInvalidContext;
+  current.push_back(context);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+  ENTER("cuCtxPopCurrent");
+  if (current.empty()) return kInvalidContext;
+  *context = current.back();
+  current.pop_back();
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSynchronize() {
+  ENTER("cuCtxSynchronize");
+  if (current.empty()) return kInvalidContext;
+  do_pending();
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamCreate(CUstream* stream, unsigned) {
+  ENTER("cuStreamCreate");
+  if (current.empty()) return kInvalidContext;
+  *stream = reinterpret_cast<CUstream>(new char);
+  streams.insert(*stream);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamDestroy_v2(CUstream stream) {
+  ENTER("cuStreamDestroy");
+  if (streams.erase(stream) == 0) return kInvalidValue;
+  delete reinterpret_cast<char*>(stream);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamSynchronize(CUstream stream) {
+  ENTER("cuStreamSynchronize");
+  if (streams.count(stream) == 0) return kInvalidValue;
+  do_pending();
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemsetD8Async(Ptr start, unsigned char byte, std::size_t num_bytes, CUstream stream) {
+  ENTER("cuMemsetD8Async");
+  if (current.empty()) return kInvalidContext;
+  if (streams.count(stream) == 0 || !may(CU_MEM_ACCESS_FLAGS_PROT_READWRITE, start, num_bytes)) {
+    return kInvalidValue;
+  }
+  pending.push_back({start, num_bytes, byte});
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemcpyDtoH_v2(void* to, Ptr from, std::size_t num_bytes) {
+  ENTER("cuMemcpyDtoH");
+  if (current.empty()) return kInvalidContext;
+  if (!may(CU_MEM_ACCESS_FLAGS_PROT_READ, from, num_bytes)) return kInvalidValue;
+  std::memcpy(to, at(from), num_bytes);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemcpyHtoD_v2(Ptr to, const void* from, std::size_t num_bytes) {
+  ENTER("cuMemcpyHtoD");
+  if (current.empty()) return kInvalidContext;
+  if (!may(CU_MEM_ACCESS_FLAGS_PROT_READWRITE, to, num_bytes)) return kInvalidValue;
+  std::memcpy(at(to), from, num_bytes);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetAllocationGranularity(std::size_t* granularity, const CUmemAllocationProp* prop,
+                                       int option) {
+  ENTER("cuMemGetAllocationGranularity");
+  *granularity = kGranularity;
+  return fits_prop(prop) && option == CU_MEM_ALLOC_GRANULARITY_MINIMUM ? CUDA_SUCCESS : kInvalidValue;
+}
+
+CUresult cuMemCreate(Handle* handle, std::size_t num_bytes, const CUmemAllocationProp* prop,
+                     unsigned long long flags) {
+  ENTER("cuMemCreate");
+  if (!is_whole(num_bytes) || !fits_prop(prop) || flags != 0) return kInvalidValue;
+  int fd = memfd_create("stand-in-cuda", MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, static_cast<off_t>(num_bytes)) != 0) return kOutOfMemory;
+  *handle = next_handle++;
+  handles[*handle] = new Memory{fd, num_bytes, 1};
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemRelease(Handle handle) {
+  ENTER("cuMemRelease");
+  auto found = handles.find(handle);
+  if (found == handles.end()) return kInvalidValue;
+  let_go(found->second);
+  handles.erase(found);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemExportToShareableHandle(void* os_handle, Handle handle, int type, unsigned long long flags) {
+  ENTER("cuMemExportToShareableHandle");
+  auto found = handles.find(handle);
+  if (found == handles.end() || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || flags != 0) {
+    return kInvalidValue;
+  }
+  *static_cast<int*>(os_handle) = dup(found->second->fd);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemImportFromShareableHandle(Handle* handle, void* os_handle, int type) {
+  ENTER("cuMemImportFromShareableHandle");
+  int fd = static_cast<int>(reinterpret_cast<std::intptr_t>(os_handle));
+  struct stat status;
+  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || fstat(fd, &status) != 0 ||
+      !is_whole(static_cast<std::size_t>(status.st_size))) {
+    return kInvalidValue;
+  }
+  *handle = next_handle++;
+  handles[*handle] = new Memory{dup(fd), static_cast<std::size_t>(status.st_size), 1};
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressReserve(Ptr* start, std::size_t num_bytes, std::size_t alignment, Ptr,
+                             unsigned long long flags) {
+  ENTER("cuMemAddressReserve");
+  if (!is_whole(num_bytes) || (alignment & (alignment - 1)) != 0 || flags != 0) return kInvalidValue;
+  // Over-reserved and never trimmed: addresses are plenty.
+  char* got = static_cast<char*>(
+      mmap(nullptr, num_bytes + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  if (got == MAP_FAILED) return kOutOfMemory;
+  *start = (reinterpret_cast<Ptr>(got) + alignment - 1) & ~(alignment - 1);
+  reservations[*start] = num_bytes;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressFree(Ptr start, std::size_t num_bytes) {
+  ENTER("cuMemAddressFree");
+  auto found = reservations.find(start);
+  if (found == reservations.end() || found->second != num_bytes || overlaps_mapping(start, num_bytes)) {
+    return kInvalidValue;
+  }
+  munmap(at(start), num_bytes);
+  reservations.erase(found);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemMap(Ptr start, std::size_t num_bytes, std::size_t offset, Handle handle,
+                  unsigned long long flags) {
+  ENTER("cuMemMap");
+  auto found = handles.find(handle);
+  if (found == handles.end() || offset != 0 || flags != 0 || start % kGranularity != 0 ||
+      num_bytes != found->second->num_bytes || !is_reserved(start, num_bytes) ||
+      overlaps_mapping(start, num_bytes)) {
+    return kInvalidValue;
+  }
+  if (mmap(at(start), num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second->fd, 0) == MAP_FAILED) {
+    return kOutOfMemory;
+  }
+  ++found->second->num_holders;
+  mappings[start] = {num_bytes, found->second, 0};
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemSetAccess(Ptr start, std::size_t num_bytes, const CUmemAccessDesc* access, std::size_t count) {
+  ENTER("cuMemSetAccess");
+  std::vector<Ptr> wholes = whole_mappings(start, num_bytes);
+  if (wholes.empty() || count != 1 || access->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+    return kInvalidValue;
+  int protection = access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_READ | PROT_WRITE : PROT_READ;
+  for (Ptr each : wholes) {
+    mappings[each].access = access->flags;
+    mprotect(at(each), mappings[each].num_bytes, protection);
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemUnmap(Ptr start, std::size_t num_bytes) {
+  ENTER("cuMemUnmap");
+  std::vector<Ptr> wholes = whole_mappings(start, num_bytes);
+  if (wholes.empty()) return kInvalidValue;
+  for (const Fill& fill : pending) {
+    if (fill.start < start + num_bytes && start < fill.start + fill.num_bytes) return kIllegalAddress;
+  }
+  mmap(at(start), num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  for (Ptr each : wholes) {
+    let_go(mappings[each].memory);
+    mappings.erase(each);
+  }
+  return CUDA_SUCCESS;
+}
+
+}  // extern "C"

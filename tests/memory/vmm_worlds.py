@@ -1,0 +1,115 @@
+"""The worlds in which slab backends are tested: the host, the stand-in driver, a real GPU.
+
+Owns how a test looks into memory: directly on the host, by the driver's copies elsewhere.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rose.memory.backend import Backend, CudaBackend, HostBackend, SlabRange
+
+STAND_IN_SOURCE = Path(__file__).with_name("stand_in_cuda.cpp")
+
+
+def build_stand_in(folder: Path) -> Path:
+    """Compiles the stand-in driver; skips the test where there is no compiler."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler for the stand-in CUDA driver")
+    library = folder / "libstand_in_cuda.so"
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([*command, str(STAND_IN_SOURCE), "-o", str(library)], check=True)
+    return library
+
+
+class World:
+    """A backend, and a test's eyes and hands in its memory."""
+
+    def __init__(self, library: str | None = None) -> None:
+        """``library``: the CUDA driver; None is the host."""
+        self.library = library
+        self.backend: Backend = HostBackend() if library is None else CudaBackend(0, library)
+        self.slab_bytes = self.backend.granularity
+        if library is not None:
+            self.driver = ctypes.CDLL(library)
+            self._context = ctypes.c_void_p()
+            assert self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), 0) == 0
+
+    def close(self) -> None:
+        if self.library is not None:
+            self.driver.cuDevicePrimaryCtxRelease_v2(0)
+
+    def read(self, range_: SlabRange, position: int) -> set[int]:
+        """The bytes found at a mapped or guarded position. Raises: OSError where it can't be read."""
+        if self.library is None:
+            content = self._view(range_, position).tobytes()
+        else:
+            content = self._copy_out(range_, position, self.slab_bytes)
+        return set(content)
+
+    def write(self, range_: SlabRange, position: int, byte: int) -> None:
+        """Fills a mapped position. Raises: OSError where it can't be written."""
+        if self.library is None:
+            self._view(range_, position)[:] = byte
+        else:
+            self._copy_in(range_, position, bytes([byte]) * self.slab_bytes)
+
+    def accesses(self, range_: SlabRange) -> list[str]:
+        """What may be done at each position: "rw", "r" or ""."""
+        if self.library is None:
+            return _kernel_accesses(range_)
+        return [self._probe(range_, position) for position in range(range_.num_positions)]
+
+    def _probe(self, range_: SlabRange, position: int) -> str:
+        try:
+            first = self._copy_out(range_, position, 1)
+        except OSError:
+            return ""
+        try:
+            self._copy_in(range_, position, first)
+        except OSError:
+            return "r"
+        return "rw"
+
+    def _view(self, range_: SlabRange, position: int) -> npt.NDArray[np.uint8]:
+        whole = np.frombuffer(memoryview(range_), dtype=np.uint8)  # type: ignore[arg-type]
+        return whole[position * self.slab_bytes : (position + 1) * self.slab_bytes]
+
+    def _copy_out(self, range_: SlabRange, position: int, num_bytes: int) -> bytes:
+        content = ctypes.create_string_buffer(num_bytes)
+        address = ctypes.c_uint64(range_.address + position * self.slab_bytes)
+        self._call("cuMemcpyDtoH_v2", content, address, ctypes.c_size_t(num_bytes))
+        return content.raw
+
+    def _copy_in(self, range_: SlabRange, position: int, content: bytes) -> None:
+        address = ctypes.c_uint64(range_.address + position * self.slab_bytes)
+        self._call("cuMemcpyHtoD_v2", address, content, ctypes.c_size_t(len(content)))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        popped = ctypes.c_void_p()
+        assert self.driver.cuCtxPushCurrent_v2(self._context) == 0
+        try:
+            error = getattr(self.driver, name)(*arguments)
+        finally:
+            self.driver.cuCtxPopCurrent_v2(ctypes.byref(popped))
+        if error != 0:
+            raise OSError(error, f"{name} failed")
+
+
+def _kernel_accesses(range_: SlabRange) -> list[str]:
+    areas = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, flags = line.split()[:2]
+        start, end = (int(each, 16) for each in span.split("-"))
+        areas.append((start, end, flags[:2].rstrip("-")))
+    found = []
+    for position in range(range_.num_positions):
+        at = range_.address + position * range_.slab_bytes
+        found.append(next(flags for start, end, flags in areas if start <= at < end))
+    return found
