@@ -7,41 +7,31 @@ restarted daemon gets every engine back; no serving request is lost by either.
 """
 
 import argparse
-import json
-import statistics
+import os
+import random
+import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from engines import Setup, SharedEngines, random_prompt
-from rich.console import Console
-from rich.table import Table
+from harness import median_figure, run_benchmark
+from rig import Rig
 
-from rose.demo.environment import collect_env
 from rose.demo.figures import Figure
-from rose.errors import RoseError, WorkerError
-from rose.types import Role
+from rose.demo.frozenlake import VOCAB_SIZE
+from rose.errors import WorkerError
+from rose.memory.ledger import Ledger
+from rose.node.control import EngineControl
+from rose.types import GateMode, Role
 
-SETUP = Setup(
-    # One serving block a slab, eight rollout blocks.
-    num_slabs=96,
-    headroom_slabs=24,
-    slab_bytes=1 << 20,
-    settings={
-        # Loose, so that rollouts get turns although two busy engines share a CPU.
-        "slo_ttft_ms": 8000.0,
-        "slo_tpot_ms": 2000.0,
-        "stall_s": 30.0,
-        "serving_window_s": 5.0,
-    },
-)
-NUM_SERVING_AT_ONCE = 4
-SERVING_PROMPT_TOKENS, SERVING_TOKENS = 200, 48
+POOL = f"kill-{os.getpid()}"
+# One serving block a slab, eight rollout blocks.
+NUM_SLABS, SLAB_BYTES, HEADROOM_SLABS = 96, 1 << 20, 24
+NUM_SERVING_AT_ONCE, SERVING_PROMPT_TOKENS, SERVING_TOKENS = 4, 200, 48
 NUM_ROLLOUTS, ROLLOUT_PROMPT_TOKENS, ROLLOUT_TOKENS = 16, 400, 600
 MIN_HELD_SLABS = 6
 """Of the rollout engine, before it is killed."""
@@ -62,154 +52,167 @@ class Samples:
     lost: list[str] = field(default_factory=list)
 
 
-class ServingLoad:
-    """A context manager: keeps some serving requests under way, and judges every answer."""
-
-    def __init__(self, engines: SharedEngines, samples: Samples, seed: int) -> None:
-        self._engines = engines
-        self._samples = samples
-        self._seed = seed
-        self._closing = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(number,), name=f"serving-load-{number}", daemon=True)
-            for number in range(NUM_SERVING_AT_ONCE)
-        ]
-
-    def __enter__(self) -> "ServingLoad":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self, number: int) -> None:
-        control = self._engines.control(Role.SERVING)
-        index = 0
-        while not self._closing.is_set():
-            prompt = random_prompt(f"{self._seed}-{number}-{index}", SERVING_PROMPT_TOKENS)
-            try:
-                ((tokens, reason),) = control.complete([prompt], SERVING_TOKENS)
-                if (len(tokens), reason) != (SERVING_TOKENS, "length"):
-                    self._samples.lost.append(f"{len(tokens)} tokens, {reason}")
-            except WorkerError as error:
-                self._samples.lost.append(str(error))
-            self._samples.num_served += 1
-            index += 1
-
-
-class SlabProbe:
-    """A context manager: takes and returns a slab in serving's name all the time; the longest pause between.
-
-    As the serving scheduler itself does when it grows: one compare-and-swap, without asking anybody.
-    """
-
-    def __init__(self, engines: SharedEngines) -> None:
-        self._ledger = engines.ledger
-        (self._slot,) = (
-            slot for slot, engine in self._ledger.engines().items() if engine.role is Role.SERVING
-        )
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="slab-probe", daemon=True)
-        self.longest_pause_s = 0.0
-
-    def __enter__(self) -> "SlabProbe":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        taken_at_s = time.monotonic()
-        while not self._closing.wait(PROBE_S):
-            taken = self._ledger.acquire(self._slot, 1)
-            now = time.monotonic()
-            self.longest_pause_s = max(self.longest_pause_s, now - taken_at_s)
-            if taken:
-                taken_at_s = now
-                self._ledger.drain(taken, 0)
-
-
-def measure(engines: SharedEngines, num_repeats: int, seed: int) -> Samples:
-    """Kills daemon and rollout engine in turn, ``num_repeats`` times each, under one serving load."""
+def measure(args: argparse.Namespace) -> list[Figure]:
+    """Kills daemon and rollout engine in turn, a few times each, under one serving load."""
     samples = Samples()
-    engines.start(Role.SERVING, Role.ROLLOUT)
-    with ServingLoad(engines, samples, seed):
-        for repeat in range(num_repeats):
-            if repeat:
-                engines.start(Role.ROLLOUT)
-            engines.control(Role.ROLLOUT).begin_rl_step(repeat + 1)
-            prompts = [
-                random_prompt(f"rollout-{seed}-{repeat}-{i}", ROLLOUT_PROMPT_TOKENS)
-                for i in range(NUM_ROLLOUTS)
-            ]
-            rollouts = engines.request(Role.ROLLOUT, prompts, ROLLOUT_TOKENS)
-            wait_until(engines, lambda: engines.held(Role.ROLLOUT) >= MIN_HELD_SLABS, "rollouts hold slabs")
-            kill_daemon(engines, samples)
-            kill_rollout(engines, samples, rollouts)
-    return samples
+    num_repeats = 3 if args.quick else 10
+    with ThreadPoolExecutor(NUM_ROLLOUTS) as threads, Rig() as rig:
+        pool = rig.pool(POOL, num_slabs=NUM_SLABS, slab_bytes=SLAB_BYTES, headroom_slabs=HEADROOM_SLABS)
+        rig.start_engine("serving", Role.SERVING, pool=POOL, gate=GateMode.OFF)
+        rollout = rig.start_engine("rollout-0", Role.ROLLOUT, pool=POOL, gate=GateMode.OFF)
+        with serving_load(rig.wait_engine("serving"), samples, args.seed):
+            for repeat in range(num_repeats):
+                if repeat:
+                    rollout = rig.start_engine(
+                        f"rollout-{repeat}", Role.ROLLOUT, pool=POOL, gate=GateMode.OFF
+                    )
+                control = rig.wait_engine(f"rollout-{repeat}")
+                control.begin_rl_step(repeat + 1)
+                for number in range(NUM_ROLLOUTS):
+                    prompt = random_prompt(f"rollout-{args.seed}-{repeat}-{number}", ROLLOUT_PROMPT_TOKENS)
+                    threads.submit(control.complete, [prompt], ROLLOUT_TOKENS)
+                wait_until(
+                    pool.ledger,
+                    lambda: held(pool.ledger, Role.ROLLOUT) >= MIN_HELD_SLABS,
+                    "rollouts hold slabs",
+                )
+                kill_daemon(rig, pool.ledger, samples)
+                kill_rollout(rollout.pid, pool.ledger, samples)
+    return make_figures(samples)
 
 
-def kill_daemon(engines: SharedEngines, samples: Samples) -> None:
+def kill_daemon(rig: Rig, ledger: Ledger, samples: Samples) -> None:
     """The daemon dies, its successor is started at once."""
-    with SlabProbe(engines) as probe:
+    with slab_probe(ledger, samples):
         killed_at_s = time.monotonic()
-        engines.kill_daemon()
+        rig.kill_daemon(POOL)
         started_at_s = time.monotonic()
-        engines.start_daemon()
+        rig.start_daemon(POOL)
         samples.daemon_start.append(time.monotonic() - started_at_s)
+        # Its ledger shows everybody as leaving who hasn't come back.
         wait_until(
-            engines,
-            lambda: not any(engine.is_leaving for engine in engines.ledger.engines().values()),
-            "every engine is back",
+            ledger, lambda: not any(engine.is_leaving for engine in ledger.engines().values()), "all are back"
         )
         samples.daemon_back.append(time.monotonic() - killed_at_s)
-    samples.daemon_pause.append(probe.longest_pause_s)
-    if len(engines.ledger.engines()) != len(Role):
-        raise WorkerError(f"the restarted daemon knows {engines.ledger.engines()}, two engines live")
+    if {engine.role for engine in ledger.engines().values()} != set(Role):
+        raise WorkerError(f"two engines live, the restarted daemon knows {ledger.engines()}")
 
 
-def kill_rollout(
-    engines: SharedEngines, samples: Samples, rollouts: Sequence[Future[list[tuple[list[int], str]]]]
-) -> None:
-    """The whole rollout engine dies."""
-    ledger = engines.ledger
-    wait_until(engines, lambda: engines.held(Role.ROLLOUT) >= MIN_HELD_SLABS, "rollouts hold slabs")
-    samples.rollout_slabs.append(engines.held(Role.ROLLOUT))
+def kill_rollout(pid: int, ledger: Ledger, samples: Samples) -> None:
+    """The whole rollout engine dies: API server, engine core, whatever they started."""
+    num_held = held(ledger, Role.ROLLOUT)
+    if num_held < MIN_HELD_SLABS:
+        raise WorkerError(f"the rollout engine holds {num_held} slabs, {MIN_HELD_SLABS} are wanted")
+    samples.rollout_slabs.append(num_held)
     killed_at_s = time.monotonic()
-    engines.kill(Role.ROLLOUT)
+    os.killpg(pid, signal.SIGKILL)
     wait_until(
-        engines,
+        ledger,
         lambda: all(one.role is not Role.ROLLOUT for one in ledger.engines().values()),
         "slabs are free",
     )
     samples.rollout_freed.append(time.monotonic() - killed_at_s)
     ledger.check_integrity()
-    engines.forget(Role.ROLLOUT)
-    for rollout in rollouts:
-        rollout.exception()
 
 
-def wait_until(engines: SharedEngines, is_so: Callable[[], bool], what: str) -> None:
+@contextmanager
+def serving_load(control: EngineControl, samples: Samples, seed: int) -> Iterator[None]:
+    """Keeps some serving requests under way, and judges every answer."""
+    closing = threading.Event()
+
+    def run(number: int) -> None:
+        index = 0
+        while not closing.is_set():
+            prompt = random_prompt(f"{seed}-{number}-{index}", SERVING_PROMPT_TOKENS)
+            try:
+                ((tokens, reason),) = control.complete([prompt], SERVING_TOKENS)
+                if (len(tokens), reason) != (SERVING_TOKENS, "length"):
+                    samples.lost.append(f"{len(tokens)} tokens, {reason}")
+            except WorkerError as error:
+                samples.lost.append(str(error))
+            samples.num_served += 1
+            index += 1
+
+    with ThreadPoolExecutor(NUM_SERVING_AT_ONCE) as threads:
+        running = [threads.submit(run, number) for number in range(NUM_SERVING_AT_ONCE)]
+        try:
+            yield
+        finally:
+            closing.set()
+    for each in running:
+        each.result()
+
+
+@contextmanager
+def slab_probe(ledger: Ledger, samples: Samples) -> Iterator[None]:
+    """Takes and returns a slab in serving's name all the time, and notes the longest pause between two.
+
+    As the serving scheduler itself does when it grows: one compare-and-swap, without asking anybody.
+    """
+    (slot,) = (slot for slot, engine in ledger.engines().items() if engine.role is Role.SERVING)
+    closing = threading.Event()
+
+    def run() -> float:
+        taken_at_s, longest_s = time.monotonic(), 0.0
+        while not closing.wait(PROBE_S):
+            taken = ledger.acquire(slot, 1)
+            now = time.monotonic()
+            longest_s = max(longest_s, now - taken_at_s)
+            if taken:
+                taken_at_s = now
+                ledger.drain(taken, 0)
+        return longest_s
+
+    with ThreadPoolExecutor(1) as threads:
+        probing = threads.submit(run)
+        try:
+            yield
+        finally:
+            closing.set()
+    samples.daemon_pause.append(probing.result())
+
+
+def wait_until(ledger: Ledger, is_so: Callable[[], bool], what: str) -> None:
     """Sleeps on the ledger's change word, so that the wait adds microseconds. Raises: WorkerError."""
     deadline = time.monotonic() + PATIENCE_S
-    seen = engines.ledger.change_seq
+    seen = ledger.change_seq
     while not is_so():
         if time.monotonic() > deadline:
             raise WorkerError(f"not within {PATIENCE_S:.0f} s: {what}")
-        seen = engines.ledger.wait_change(seen, 0.01)
+        seen = ledger.wait_change(seen, 0.01)
+
+
+def held(ledger: Ledger, role: Role) -> int:
+    """Slabs that a role's engine owns."""
+    return sum(ledger.num_owned(slot) for slot, engine in ledger.engines().items() if engine.role is role)
+
+
+def random_prompt(seed: str, length: int) -> list[int]:
+    """Token ids that both models know."""
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
 def make_figures(samples: Samples) -> list[Figure]:
+    """Medians over the kills, best and worst as their spread."""
+    for lost in samples.lost:
+        print(f"lost a serving request: {lost}")
     return [
-        _figure("kill_recovery_ms[rollout]", samples.rollout_freed, target="<= 500"),
-        _figure("kill_recovery_ms[daemon]", samples.daemon_pause, target="<= 500"),
+        median_figure(
+            "kill_recovery_ms[rollout]",
+            _ms(samples.rollout_freed),
+            "ms",
+            target="<= 500",
+            peers={"slabs held": float(min(samples.rollout_slabs))},
+        ),
+        median_figure("kill_recovery_ms[daemon]", _ms(samples.daemon_pause), "ms", target="<= 500"),
         # Most of it is a Python process that starts; engines don't wait for it.
-        _figure("daemon_back_ms", samples.daemon_back, peers={"successor's own start": samples.daemon_start}),
+        median_figure(
+            "kill_daemon_back_ms",
+            _ms(samples.daemon_back),
+            "ms",
+            peers={"its successor's start alone": max(_ms(samples.daemon_start))},
+        ),
         Figure(
             name="lost_serving_requests",
             value=float(len(samples.lost)),
@@ -220,68 +223,9 @@ def make_figures(samples: Samples) -> list[Figure]:
     ]
 
 
-def _figure(
-    name: str,
-    seconds: Sequence[float],
-    target: str | None = None,
-    peers: dict[str, list[float]] | None = None,
-) -> Figure:
-    """The median in ms; ``spread`` holds best and worst."""
-    return Figure(
-        name=name,
-        value=statistics.median(seconds) * 1e3,
-        unit="ms",
-        target=target,
-        peers={peer: statistics.median(values) * 1e3 for peer, values in (peers or {}).items()},
-        spread=(min(seconds) * 1e3, max(seconds) * 1e3),
-    )
-
-
-def print_figures(figures: Sequence[Figure], samples: Samples, num_repeats: int) -> None:
-    table = Table(
-        title=f"SIGKILL under serving load, {num_repeats} of each, slabs held {samples.rollout_slabs}"
-    )
-    for column in ("figure", "median", "worst", "unit", "target", "beside it"):
-        table.add_column(column, justify="right" if column in ("median", "worst") else "left")
-    for figure in figures:
-        worst = f"{figure.spread[1]:.1f}" if figure.spread is not None else ""
-        beside = ", ".join(f"{name} {value:.0f}" for name, value in figure.peers.items() if value is not None)
-        table.add_row(figure.name, f"{figure.value:.1f}", worst, figure.unit, figure.target or "", beside)
-    console = Console()
-    console.print(table, markup=False)
-    for lost in samples.lost[:5]:
-        console.print(f"lost: {lost}", markup=False)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints the table, writes the JSON. Status 1 if it could not run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="3 kills of each instead of 10")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write env and figures here")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    env = collect_env(seed=args.seed, quick=args.quick)
-    num_repeats = 3 if args.quick else 10
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="rose-bench-") as folder,
-            SharedEngines(Path(folder), SETUP) as engines,
-        ):
-            samples = measure(engines, num_repeats, args.seed)
-    except RoseError as error:
-        print(f"bench_kill: {error}", file=sys.stderr)
-        return 1
-    figures = make_figures(samples)
-    print_figures(figures, samples, num_repeats)
-    print(env.describe())
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"env": env.to_json(), "figures": [asdict(figure) for figure in figures]}
-        args.json.write_text(json.dumps(content, indent=2) + "\n")
-    return 0
+def _ms(seconds: list[float]) -> list[float]:
+    return [each * 1e3 for each in seconds]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(__doc__ or "", measure))
