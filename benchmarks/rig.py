@@ -4,6 +4,8 @@ Owns the processes of one benchmark and its folder. Promises that leaving the co
 started, by id, also on an error. Never measures.
 """
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -34,7 +36,8 @@ class Rig:
         self._temporary = TemporaryDirectory(prefix="rose-bench-")
         self.folder = Path(self._temporary.name)
         self._group = ProcessGroup()
-        self._daemons: list[DaemonHandle] = []
+        self._daemons: dict[str, DaemonHandle] = {}
+        self._pool_sizes: dict[str, dict[str, int]] = {}
         self._observers: list[PoolClient] = []
         self._controls: list[EngineControl] = []
         self._starting: dict[str, tuple[ServerProcess, EngineConfig]] = {}
@@ -54,12 +57,25 @@ class Rig:
     def pool(self, name: str, *, num_slabs: int, slab_bytes: int, headroom_slabs: int) -> PoolClient:
         """A running pool, as an observer sees it."""
         runtime_dir = self._settings.make_runtime_dir()
-        self._daemons.append(
-            start_daemon(name, num_slabs=num_slabs, slab_bytes=slab_bytes, headroom_slabs=headroom_slabs)
-        )
+        self._pool_sizes[name] = {
+            "num_slabs": num_slabs,
+            "slab_bytes": slab_bytes,
+            "headroom_slabs": headroom_slabs,
+        }
+        self.start_daemon(name)
         observer = PoolClient.observe(name, runtime_dir=runtime_dir)
         self._observers.append(observer)
         return observer
+
+    def start_daemon(self, name: str) -> None:
+        """The daemon of a pool; after ``kill_daemon``, one that takes the pool over."""
+        self._daemons[name] = start_daemon(name, **self._pool_sizes[name])
+
+    def kill_daemon(self, name: str) -> None:
+        """SIGKILL; returns once it is gone."""
+        daemon = self._daemons.pop(name)
+        os.kill(daemon.pid, signal.SIGKILL)
+        daemon.stop()
 
     def start_engine(
         self,
@@ -131,6 +147,6 @@ class Rig:
         finally:
             for closing in (*self._controls, *self._observers):
                 closing.close()
-            for daemon in self._daemons:
+            for daemon in self._daemons.values():
                 daemon.stop()
             self._temporary.cleanup()

@@ -8,7 +8,6 @@ import argparse
 import json
 import logging
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from rose.config import Settings
 from rose.errors import ConfigError, PoolError, RoseError
 from rose.memory.owner import PoolOwner
 from rose.memory.pool_memory import PoolSize
+from rose.memory.processes import is_readable
 
 SLAB_BYTES = 2 << 20
 """The host's default: CUDA's granularity, so both backends fragment alike."""
@@ -93,8 +93,7 @@ def start_daemon(
         finally:
             os.close(writer)
         handle = DaemonHandle(name, process)
-        is_answered, _, _ = select.select([answers], [], [], timeout_s)
-        answer = answers.readline() if is_answered else b""
+        answer = answers.readline() if is_readable(answers.fileno(), timeout_s) else b""
     if answer:
         error = json.loads(answer)["error"]
         if error is None:

@@ -341,7 +341,7 @@ class Ledger:
         if engine is not None:
             self._words.store(at + 1, engine.pid)
             self._words.store(at + 2, engine.world_size)
-            self._words.store(at + 3, engine.is_leaving)
+            self._store_and_notify(at + 3, int(engine.is_leaving))
         self._store_and_notify(at, _ROLES.index(engine.role if engine is not None else None))
 
     # Integrity -----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pathlib import Path
 from rose.errors import PoolError
 from rose.memory.passing import Inbox, send_line
 from rose.memory.pool_memory import PoolMemory
+from rose.memory.processes import is_readable
 from rose.memory.wire import Bye, Hello, Refusal, Welcome, read_answer
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class DaemonLink:
         lost_at = time.monotonic()
         while True:
             is_quick = time.monotonic() - lost_at < _QUICK_FOR_S
-            if select.select([self._closing_fd], [], [], _QUICK_RETRY_S if is_quick else _SLOW_RETRY_S)[0]:
+            if is_readable(self._closing_fd, _QUICK_RETRY_S if is_quick else _SLOW_RETRY_S):
                 return False
             refusal = self._knock()
             if refusal is None:

@@ -275,6 +275,9 @@ class PoolOwner:
 
     def _greet(self, connection: _Connection, hello: Hello) -> None:
         fds: tuple[int, ...] = ()
+        if not hello.slot and (former := self._roster.find_lost(hello, connection.pid)) is not None:
+            # It left, or was not welcomed, while its daemon died: nobody else would ever bury it.
+            self._bury(self._connections[former])
         if hello.slot:
             self._take_back(connection, hello)
         elif self._memory is None:

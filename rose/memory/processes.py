@@ -33,6 +33,13 @@ def start_ticks(pid: int) -> int:
     return int(status.rpartition(")")[2].split()[_START_TIME_FIELD - 3])
 
 
+def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
+    """Whether a descriptor becomes readable within the time. Unlike select() it takes numbers above 1,023."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
 def find_process(pid: int, started: int) -> int | None:
     """A pidfd of the process that has ``pid`` since ``started`` (start_ticks), None if it has ended."""
     try:
@@ -44,7 +51,7 @@ def find_process(pid: int, started: int) -> int | None:
         is_same = start_ticks(pid) == started
     except PoolError:
         is_same = False
-    if is_same and not select.select([pidfd], [], [], 0)[0]:  # readable: a zombie, its memory is gone
+    if is_same and not is_readable(pidfd):  # else a zombie, its memory is gone
         return pidfd
     os.close(pidfd)
     return None

@@ -102,6 +102,14 @@ class Roster:
             f"restart the engine"
         )
 
+    def find_lost(self, hello: Hello, pid: int) -> int | None:
+        """The lost connection of a process that says hello anew: of what it had then, it has nothing left."""
+        for connection, former in self.members():
+            is_same = former.model_copy(update={"slot": 0}) == hello.model_copy(update={"pid": pid})
+            if is_same and not self._engines[former.slot].members[connection].is_present:
+                return connection
+        return None
+
     def replace(self, old: int, new: int) -> None:
         """The process behind connection ``old`` is present again, as ``new``."""
         members = self._engines[self._slot_of(old)].members

@@ -300,6 +300,23 @@ def test_a_broken_connection_heals_and_frees_nothing(daemons: Daemons, runtime_d
     memory.close()
 
 
+def test_a_process_that_says_hello_anew_is_not_waited_for(daemons: Daemons, runtime_dir: Path) -> None:
+    connection, fds = attach_raw(runtime_dir)  # as an engine whose daemon dies before it is welcomed
+    connection.close()
+    for fd in fds:
+        os.close(fd)
+    daemons.kill()
+    with ThreadPoolExecutor() as threads:
+        starting = threads.submit(daemons.start)
+        again, fds = attach_again(runtime_dir)
+        starting.result()
+    with observe(runtime_dir) as watcher:
+        assert (watcher.ledger.num_free, list(watcher.ledger.engines())) == (NUM_SLABS, [1])
+    again.close()
+    for fd in fds:
+        os.close(fd)
+
+
 def test_only_the_pools_own_memory_is_taken_over(daemons: Daemons, runtime_dir: Path) -> None:
     connection, fds = attach_raw(runtime_dir)
     daemons.kill()
@@ -385,6 +402,23 @@ def attach_raw(runtime_dir: Path) -> tuple[socket.socket, list[int]]:
     answer, fds = exchange(connection, runtime_dir / "pool-p.sock", raw_hello())
     assert isinstance(answer, Welcome) and answer.slot == 1
     return connection, fds
+
+
+def attach_again(runtime_dir: Path) -> tuple[socket.socket, list[int]]:
+    """As PoolClient does: until a daemon is there and has memory."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            answer, fds = exchange(connection, runtime_dir / "pool-p.sock", raw_hello())
+            if isinstance(answer, Welcome):
+                return connection, fds
+            assert answer.is_transient, answer
+        except (ConnectionError, FileNotFoundError):
+            pass
+        connection.close()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def come_back(runtime_dir: Path, fds: Sequence[int]) -> tuple[socket.socket, list[int]]:

@@ -64,6 +64,7 @@ def test_slabs_in_quarantine_are_told_of() -> None:
     status = STATUS.model_copy(update={"pool_slabs_quarantined": 7})
     page = render([Sample(worker="http://127.0.0.1:8001", taken_at_s=0.0, status=status)], {})
     assert "http://127.0.0.1:8001: 7 slabs of its pool in quarantine" in page
+    assert "quarantine" not in render([sample(0.0, 0)], {})
 
 
 def test_a_restarted_engine_has_no_rate() -> None:

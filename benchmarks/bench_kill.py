@@ -1,0 +1,231 @@
+"""What a SIGKILL costs: of the rollout engine and of the pool's daemon, in turn, under load on real engines.
+
+Claim: a dead rollout engine's slabs are usable within 500 ms; without a daemon slabs are usable throughout; a
+restarted daemon gets every engine back; no serving request is lost by either.
+
+    python benchmarks/bench_kill.py --quick --json kill.json
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from harness import median_figure, run_benchmark
+from rig import Rig
+
+from rose.demo.figures import Figure
+from rose.demo.frozenlake import VOCAB_SIZE
+from rose.errors import WorkerError
+from rose.memory.ledger import Ledger
+from rose.node.control import EngineControl
+from rose.types import GateMode, Role
+
+POOL = f"kill-{os.getpid()}"
+# One serving block a slab, eight rollout blocks.
+NUM_SLABS, SLAB_BYTES, HEADROOM_SLABS = 96, 1 << 20, 24
+NUM_SERVING_AT_ONCE, SERVING_PROMPT_TOKENS, SERVING_TOKENS = 4, 200, 48
+NUM_ROLLOUTS, ROLLOUT_PROMPT_TOKENS, ROLLOUT_TOKENS = 16, 400, 600
+MIN_HELD_SLABS = 6
+"""Of the rollout engine, before it is killed."""
+PROBE_S = 0.002
+PATIENCE_S = 120.0
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds per kill, and what became of the serving requests."""
+
+    rollout_freed: list[float] = field(default_factory=list)
+    rollout_slabs: list[int] = field(default_factory=list)
+    daemon_pause: list[float] = field(default_factory=list)
+    daemon_back: list[float] = field(default_factory=list)
+    daemon_start: list[float] = field(default_factory=list)
+    num_served: int = 0
+    lost: list[str] = field(default_factory=list)
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    """Kills daemon and rollout engine in turn, a few times each, under one serving load."""
+    samples = Samples()
+    num_repeats = 3 if args.quick else 10
+    with ThreadPoolExecutor(NUM_ROLLOUTS) as threads, Rig() as rig:
+        pool = rig.pool(POOL, num_slabs=NUM_SLABS, slab_bytes=SLAB_BYTES, headroom_slabs=HEADROOM_SLABS)
+        rig.start_engine("serving", Role.SERVING, pool=POOL, gate=GateMode.OFF)
+        rollout = rig.start_engine("rollout-0", Role.ROLLOUT, pool=POOL, gate=GateMode.OFF)
+        with serving_load(rig.wait_engine("serving"), samples, args.seed):
+            for repeat in range(num_repeats):
+                if repeat:
+                    rollout = rig.start_engine(
+                        f"rollout-{repeat}", Role.ROLLOUT, pool=POOL, gate=GateMode.OFF
+                    )
+                control = rig.wait_engine(f"rollout-{repeat}")
+                control.begin_rl_step(repeat + 1)
+                for number in range(NUM_ROLLOUTS):
+                    prompt = random_prompt(f"rollout-{args.seed}-{repeat}-{number}", ROLLOUT_PROMPT_TOKENS)
+                    threads.submit(control.complete, [prompt], ROLLOUT_TOKENS)
+                wait_until(
+                    pool.ledger,
+                    lambda: held(pool.ledger, Role.ROLLOUT) >= MIN_HELD_SLABS,
+                    "rollouts hold slabs",
+                )
+                kill_daemon(rig, pool.ledger, samples)
+                kill_rollout(rollout.pid, pool.ledger, samples)
+    return make_figures(samples)
+
+
+def kill_daemon(rig: Rig, ledger: Ledger, samples: Samples) -> None:
+    """The daemon dies, its successor is started at once."""
+    with slab_probe(ledger, samples):
+        killed_at_s = time.monotonic()
+        rig.kill_daemon(POOL)
+        started_at_s = time.monotonic()
+        rig.start_daemon(POOL)
+        samples.daemon_start.append(time.monotonic() - started_at_s)
+        # Its ledger shows everybody as leaving who hasn't come back.
+        wait_until(
+            ledger, lambda: not any(engine.is_leaving for engine in ledger.engines().values()), "all are back"
+        )
+        samples.daemon_back.append(time.monotonic() - killed_at_s)
+    if {engine.role for engine in ledger.engines().values()} != set(Role):
+        raise WorkerError(f"two engines live, the restarted daemon knows {ledger.engines()}")
+
+
+def kill_rollout(pid: int, ledger: Ledger, samples: Samples) -> None:
+    """The whole rollout engine dies: API server, engine core, whatever they started."""
+    num_held = held(ledger, Role.ROLLOUT)
+    if num_held < MIN_HELD_SLABS:
+        raise WorkerError(f"the rollout engine holds {num_held} slabs, {MIN_HELD_SLABS} are wanted")
+    samples.rollout_slabs.append(num_held)
+    killed_at_s = time.monotonic()
+    os.killpg(pid, signal.SIGKILL)
+    wait_until(
+        ledger,
+        lambda: all(one.role is not Role.ROLLOUT for one in ledger.engines().values()),
+        "slabs are free",
+    )
+    samples.rollout_freed.append(time.monotonic() - killed_at_s)
+    ledger.check_integrity()
+
+
+@contextmanager
+def serving_load(control: EngineControl, samples: Samples, seed: int) -> Iterator[None]:
+    """Keeps some serving requests under way, and judges every answer."""
+    closing = threading.Event()
+
+    def run(number: int) -> None:
+        index = 0
+        while not closing.is_set():
+            prompt = random_prompt(f"{seed}-{number}-{index}", SERVING_PROMPT_TOKENS)
+            try:
+                ((tokens, reason),) = control.complete([prompt], SERVING_TOKENS)
+                if (len(tokens), reason) != (SERVING_TOKENS, "length"):
+                    samples.lost.append(f"{len(tokens)} tokens, {reason}")
+            except WorkerError as error:
+                samples.lost.append(str(error))
+            samples.num_served += 1
+            index += 1
+
+    with ThreadPoolExecutor(NUM_SERVING_AT_ONCE) as threads:
+        running = [threads.submit(run, number) for number in range(NUM_SERVING_AT_ONCE)]
+        try:
+            yield
+        finally:
+            closing.set()
+    for each in running:
+        each.result()
+
+
+@contextmanager
+def slab_probe(ledger: Ledger, samples: Samples) -> Iterator[None]:
+    """Takes and returns a slab in serving's name all the time, and notes the longest pause between two.
+
+    As the serving scheduler itself does when it grows: one compare-and-swap, without asking anybody.
+    """
+    (slot,) = (slot for slot, engine in ledger.engines().items() if engine.role is Role.SERVING)
+    closing = threading.Event()
+
+    def run() -> float:
+        taken_at_s, longest_s = time.monotonic(), 0.0
+        while not closing.wait(PROBE_S):
+            taken = ledger.acquire(slot, 1)
+            now = time.monotonic()
+            longest_s = max(longest_s, now - taken_at_s)
+            if taken:
+                taken_at_s = now
+                ledger.drain(taken, 0)
+        return longest_s
+
+    with ThreadPoolExecutor(1) as threads:
+        probing = threads.submit(run)
+        try:
+            yield
+        finally:
+            closing.set()
+    samples.daemon_pause.append(probing.result())
+
+
+def wait_until(ledger: Ledger, is_so: Callable[[], bool], what: str) -> None:
+    """Sleeps on the ledger's change word, so that the wait adds microseconds. Raises: WorkerError."""
+    deadline = time.monotonic() + PATIENCE_S
+    seen = ledger.change_seq
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise WorkerError(f"not within {PATIENCE_S:.0f} s: {what}")
+        seen = ledger.wait_change(seen, 0.01)
+
+
+def held(ledger: Ledger, role: Role) -> int:
+    """Slabs that a role's engine owns."""
+    return sum(ledger.num_owned(slot) for slot, engine in ledger.engines().items() if engine.role is role)
+
+
+def random_prompt(seed: str, length: int) -> list[int]:
+    """Token ids that both models know."""
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def make_figures(samples: Samples) -> list[Figure]:
+    """Medians over the kills, best and worst as their spread."""
+    for lost in samples.lost:
+        print(f"lost a serving request: {lost}")
+    return [
+        median_figure(
+            "kill_recovery_ms[rollout]",
+            _ms(samples.rollout_freed),
+            "ms",
+            target="<= 500",
+            peers={"slabs held": float(min(samples.rollout_slabs))},
+        ),
+        median_figure("kill_recovery_ms[daemon]", _ms(samples.daemon_pause), "ms", target="<= 500"),
+        # Most of it is a Python process that starts; engines don't wait for it.
+        median_figure(
+            "kill_daemon_back_ms",
+            _ms(samples.daemon_back),
+            "ms",
+            peers={"its successor's start alone": max(_ms(samples.daemon_start))},
+        ),
+        Figure(
+            name="lost_serving_requests",
+            value=float(len(samples.lost)),
+            unit="requests",
+            target="<= 0",
+            peers={"sent": float(samples.num_served)},
+        ),
+    ]
+
+
+def _ms(seconds: list[float]) -> list[float]:
+    return [each * 1e3 for each in seconds]
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__ or "", measure))
