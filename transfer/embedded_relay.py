@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rose.errors import RelayError
+from rose.http import http_client
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +111,7 @@ class EmbeddedRelay:
     """Client of an embedded relay; see rose.transfer.relay.Relay."""
 
     def __init__(self, host: str, port: int, key: str | None = None) -> None:
-        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
-        # A relay is reached directly: a proxy from the environment would only see 64 MB bodies.
-        self._http = httpx.Client(
-            base_url=f"http://{host}:{port}", headers=headers, timeout=_TIMEOUT_S, trust_env=False
-        )
+        self._http = http_client(f"http://{host}:{port}", key=key, timeout=_TIMEOUT_S)
         try:
             self.keys("rose/HEAD_RUN")
         except RelayError:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from rose.config import Settings
 from rose.errors import RoseError, WorkerError
+from rose.http import http_client
 from rose.transfer import manifest as keys
 from rose.transfer.checkpoint import write_checkpoint
 from rose.transfer.follower import AUTO_RUN, Follower
@@ -65,8 +66,7 @@ class Worker:
     """The worker that this subscriber feeds, over HTTP."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=_WORKER_TIMEOUT, trust_env=False)
+        self._http = http_client(url, key=key, timeout=_WORKER_TIMEOUT)
 
     def load(self, update: WeightUpdate) -> None:
         """Returns when the worker runs the update. Raises: WorkerError."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from rose.http import KEEPALIVE_S
+
 Clock = Callable[[], float]
 
 READ_BUFFER_BYTES = 1 << 20
@@ -32,7 +34,7 @@ class Completion:
 def open_session() -> aiohttp.ClientSession:
     """A session without a connection limit or a total timeout: the load decides both."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
         read_bufsize=READ_BUFFER_BYTES,
     )

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rose.demo.frozenlake import FrozenLakeGame
 from rose.errors import WorkerError
+from rose.http import KEEPALIVE_S
 
 SESSION_HEADER = "X-Session-ID"
 TURN_TIMEOUT_S = 120.0
@@ -170,7 +171,7 @@ class HttpEndpoint:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=self._turn_timeout_s),
             )
         return self._session

@@ -41,11 +41,21 @@ class SlabOps:
 class KVRange:
     """One rank's KV address range over pool ``name``; position 0 is mapped for good."""
 
-    def __init__(self, name: str, *, role: Role, engine_id: str, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        role: Role,
+        engine_id: str,
+        rank: int,
+        world_size: int,
+        poison: bool = False,
+    ) -> None:
+        """``poison``: fill a slab with NaN before it leaves."""
         self._client = PoolClient.attach(
             name, role=role, engine_id=engine_id, kind=Kind.WORKER, rank=rank, world_size=world_size
         )
-        self._range = self._client.slab_file.reserve(self._client.num_slabs)
+        self._range = self._client.slab_file.reserve(self._client.num_slabs, poison=poison)
         self._range.map(PINNED_POSITION, pinned_slab(self._client, acquire=rank == 0))
 
     def place(self, config: KVCacheConfig) -> None:

@@ -37,6 +37,8 @@ class EngineSettings(BaseModel):
     lease_s: float = Field(default=10.0, gt=0)
     high_watermark: float = Field(default=0.5, gt=0, le=1)
     """Share of the headroom that serving may eat before the emergency cut."""
+    poison_slabs: bool = False
+    """Fill a slab with NaN before it leaves, so that a later read of it shows; costs 70 us per 2 MiB."""
     serving_window_s: float = Field(default=30.0, gt=0)
     """Window of the recent peak usage that serving keeps mapped, and that rollout budgets set aside."""
     compute_cpus: str | None = None

@@ -47,6 +47,7 @@ class RoseCPUWorker(CPUWorker):
                 engine_id=self._settings.engine_id,
                 rank=self.rank,
                 world_size=self.parallel_config.world_size,
+                poison=self._settings.poison_slabs,
             )
             self._kv.place(kv_cache_config)
         super().initialize_from_config(kv_cache_config)

@@ -11,6 +11,7 @@ import httpx
 
 from rose.config import Settings
 from rose.errors import WorkerError
+from rose.http import http_client
 from rose.messages import ActivationChange, GateChange, Profile, WorkerStatus
 from rose.types import GateMode
 
@@ -24,12 +25,9 @@ class EngineControl:
     """One engine, named by its URL."""
 
     def __init__(self, url: str, model: str) -> None:
-        key = Settings.from_environment().key
-        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         self.url = url
         self.model = model
-        # trust_env off: a proxy in the environment has no business on loopback.
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=CALL_TIMEOUT_S, trust_env=False)
+        self._client = http_client(url, key=Settings.from_environment().key, timeout=CALL_TIMEOUT_S)
 
     def status(self) -> WorkerStatus:
         return WorkerStatus.model_validate(self._call("GET", "/rose/v1/status"))

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings
+from rose.http import http_client
 from rose.messages import WorkerStatus
 from rose.node.pool_page import pools_page, sample_pools
 from rose.node.signals import StopOnSignals
@@ -43,12 +44,11 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(list(argv))
     settings = Settings.from_environment()
-    headers = {"Authorization": f"Bearer {settings.key}"} if settings.key is not None else {}
     console = Console()
     pools = sample_pools(settings)
     if not arguments.worker and not pools:
         parser.error(f"no pool in {settings.runtime_dir}; name engines with --worker URL, or start a pool")
-    with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+    with http_client(key=settings.key, timeout=REQUEST_TIMEOUT_S) as client:
         samples = [take_sample(client, worker) for worker in arguments.worker]
         page = Group(status_page(samples, {}), pools_page(pools))
         if arguments.once:

@@ -20,14 +20,12 @@ from aiohttp import web
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings
 from rose.errors import ConfigError
+from rose.http import KEEPALIVE_S
 from rose.scheduler.rollout.api import Service
 from rose.scheduler.rollout.config import RouterConfig, build_config, parse_worker, read_config_file
 from rose.scheduler.rollout.dataplane import DataPlane
 
 logger = logging.getLogger(__name__)
-
-_KEEPALIVE_S = 2.0
-"""Shorter than the 5 s of vLLM's server: no request is sent on a connection that it is just closing."""
 
 
 class RunningRouter:
@@ -38,7 +36,7 @@ class RunningRouter:
         self.url = ""
 
     async def __aenter__(self) -> "RunningRouter":
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._http = aiohttp.ClientSession(connector=connector)
         self.plane = DataPlane(self._config, self._http)
         self._service = Service(self._config, self.plane)

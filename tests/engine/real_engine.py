@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 from tiny_models import MAX_MODEL_LEN
 
+from rose.http import http_client
 from rose.messages import ActivationChange, Profile, WeightUpdate, WorkerStatus
 from rose.node.config import EngineConfig
 from rose.node.launch import engine_process
@@ -60,7 +61,7 @@ class RealEngine:
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
         self._url = config.url
-        self._http = httpx.Client(base_url=config.url, timeout=CALL_S, trust_env=False)
+        self._http = http_client(config.url, key=None, timeout=CALL_S)
         self._threads = ThreadPoolExecutor(64)
         self.process = engine_process(config, folder / f"{config.name}.log", environment).start()
 

@@ -31,6 +31,7 @@ SETTINGS = {
     "lease_s": LEASE_S,
     "serving_window_s": WINDOW_S,
     "stall_s": STALL_S,
+    "poison_slabs": True,
 }
 
 
@@ -118,6 +119,9 @@ class LedgerLog:
         self._thread = threading.Thread(target=self._run, name="ledger-log", daemon=True)
         self.owners: dict[int, set[Role]] = defaultdict(set)
         """By slab: the roles that owned it."""
+        self.num_moves = 0
+        """Times that a slab was seen with another role than before."""
+        self._last: dict[int, Role] = {}
         self.pressures: set[Pressure] = set()
         self.budgets: list[int] = []
         self.peak: dict[Role, int] = dict.fromkeys(Role, 0)
@@ -135,6 +139,8 @@ class LedgerLog:
                 self.peak[engine.role] = max(self.peak[engine.role], len(owned))
                 for slab in owned:
                     self.owners[slab].add(engine.role)
+                    self.num_moves += self._last.get(slab, engine.role) is not engine.role
+                    self._last[slab] = engine.role
             policy = ledger.policy
             self.pressures.add(policy.pressure)
             if not self.budgets or self.budgets[-1] != policy.rollout_budget_slabs:

@@ -1,0 +1,21 @@
+"""HTTP clients of workers and relays."""
+
+import httpx
+
+KEEPALIVE_S = 2.0
+"""An idle connection is closed after this: sooner than vLLM's server does (5 s), which may otherwise close it
+just as a request is sent."""
+
+
+def http_client(url: str = "", *, key: str | None, timeout: httpx.Timeout | float) -> httpx.Client:
+    """A client for ``url``, with ``key`` as its bearer key; timeouts in seconds.
+
+    It takes no proxy from the environment, which has no business on loopback and would only see 64 MB bodies.
+    """
+    return httpx.Client(
+        base_url=url,
+        headers={"Authorization": f"Bearer {key}"} if key is not None else {},
+        timeout=timeout,
+        limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+        trust_env=False,
+    )
