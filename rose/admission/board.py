@@ -161,6 +161,12 @@ def announce_arrival(words: Words) -> None:
     ring(words, Word.SERVING_BELL)
 
 
+def is_arrival_pending(words: Words, now_ns: int) -> bool:
+    """Whether an announced request has yet to reach serving's scheduler; let go after ARRIVAL_HOLD_S."""
+    arrived_ns = words.load(Word.ARRIVED)
+    return words.load(Word.S_ABSORBED) < arrived_ns and now_ns - arrived_ns < to_ns(ARRIVAL_HOLD_S)
+
+
 def check_page(words: Words) -> None:
     """Formats an all-zero page, or raises BoardError on one of another layout."""
     if len(words) < NUM_WORDS:

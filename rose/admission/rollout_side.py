@@ -10,13 +10,13 @@ import time
 
 from rose._shm import Words
 from rose.admission.board import (
-    ARRIVAL_HOLD_S,
     MAX_TURN_WAIT_S,
     REASONS,
     Phase,
     Word,
     check_page,
     claim_side,
+    is_arrival_pending,
     ring,
     to_ns,
     to_s,
@@ -64,7 +64,7 @@ class RolloutSide:
         seq = words.load(Word.S_SEQ)
         turn = words.load(Word.S_TURN)
         phase = words.load(Word.S_PHASE)
-        is_announced = self._is_arrival_announced(now_ns)
+        is_announced = is_arrival_pending(words, now_ns)
         return ServingView(
             has_work=phase in (Phase.OPEN, Phase.RUNNING),
             has_pending_prefill=is_announced or bool(words.load(Word.S_HAS_PENDING)),
@@ -89,15 +89,19 @@ class RolloutSide:
         words.store(Word.R_STARTED, time.monotonic_ns())
         return True
 
-    def end_step(self, num_tokens: int = 0) -> None:
-        """Hands the GPU back after the step drained; `num_tokens`: rollout tokens it made or prefilled."""
+    def end_step(self, num_tokens: int) -> None:
+        """Hands the GPU back after the step drained; `num_tokens`: rollout tokens it made or prefilled.
+
+        A step of none is not counted, and so ends serving's offers until its next step.
+        """
         words = self._words
         now_ns = time.monotonic_ns()
         started_ns = words.load(Word.R_STARTED)
         assert started_ns > 0, "end_step without try_begin"
         words.store(Word.R_STARTED, 0)
         # Before the phase: serving, once woken, sees from it that its turn was used for a step.
-        words.add(Word.R_STEPS, 1)
+        if num_tokens > 0:
+            words.add(Word.R_STEPS, 1)
         words.store(Word.R_PHASE, Phase.IDLE)
         ring(words, Word.SERVING_BELL)
         words.add(Word.R_BUSY, now_ns - started_ns)
@@ -119,7 +123,7 @@ class RolloutSide:
         while True:
             seen = words.load(Word.ROLLOUT_BELL)
             now_ns = time.monotonic_ns()
-            if self._is_open() and not self._is_arrival_announced(now_ns):
+            if self._is_open() and not is_arrival_pending(words, now_ns):
                 return True
             if now_ns >= until_ns:
                 return False
@@ -149,12 +153,6 @@ class RolloutSide:
         if phase == Phase.OPEN:
             return words.load(Word.S_TURN) != words.load(Word.R_TURN_USED)
         return phase != Phase.RUNNING
-
-    def _is_arrival_announced(self, now_ns: int) -> bool:
-        arrived_ns = self._words.load(Word.ARRIVED)
-        if arrived_ns <= self._words.load(Word.S_ABSORBED):
-            return False
-        return now_ns - arrived_ns < to_ns(ARRIVAL_HOLD_S)
 
     def _check_serving(self, now_ns: int) -> bool:
         if now_ns >= self._next_check_ns:

@@ -6,6 +6,7 @@ grace. Used by one thread, the engine core's; the protocol is in rose.admission.
 
 import logging
 import time
+from collections.abc import Callable
 from enum import StrEnum
 
 from rose._shm import Words
@@ -18,6 +19,7 @@ from rose.admission.board import (
     Word,
     check_page,
     claim_side,
+    is_arrival_pending,
     ring,
     to_ns,
 )
@@ -113,10 +115,14 @@ class ServingSide:
             if words.load(Word.R_WANT):
                 words.wake(Word.ROLLOUT_BELL)
 
-    def absorb_arrival(self) -> None:
-        """The scheduler has taken in a request (its add_request): announcements up to now are served by
-        has_work and has_pending_prefill from here on."""
-        self._words.store(Word.S_ABSORBED, time.monotonic_ns())
+    def absorb_arrival(self, arrival_s: float) -> None:
+        """The scheduler has taken in a request that was at the front end by ``arrival_s`` (time.monotonic).
+
+        Announcements up to then are served by has_work and has_pending_prefill from here on; later ones of
+        the same burst are still on their way.
+        """
+        words = self._words
+        words.store(Word.S_ABSORBED, max(words.load(Word.S_ABSORBED), to_ns(arrival_s)))
 
     def yield_turn(self, latest_start_s: float, handover_s: float, *, grace_s: float = GRACE_S) -> float:
         """Between two steps: lets rollout take one step if it wants one that can fit. Returns the
@@ -134,17 +140,26 @@ class ServingSide:
         words.add(Word.S_YIELD_WAIT, waited_ns)
         return waited_ns / 1e9
 
-    def yield_turns(self, latest_start_s: float, handover_s: float, *, grace_s: float = GRACE_S) -> float:
+    def yield_turns(
+        self,
+        latest_start_s: float,
+        handover_s: float,
+        *,
+        is_called: Callable[[], bool] = lambda: False,
+        grace_s: float = GRACE_S,
+    ) -> float:
         """Turn after turn while rollout uses them and slack is left: a rollout step is often a fraction of
-        the slack. Ends on an announced arrival. Returns the seconds waited."""
+        the slack. Ends on an announced arrival, or when ``is_called`` says that the engine has other work.
+        Returns the seconds waited."""
         words = self._words
         arrivals = words.load(Word.ARRIVALS)
         waited_s = 0.0
-        while True:
+        while not is_called():
             steps = words.load(Word.R_STEPS)
             waited_s += self.yield_turn(latest_start_s, handover_s, grace_s=grace_s)
             if words.load(Word.R_STEPS) == steps or words.load(Word.ARRIVALS) != arrivals:
-                return waited_s
+                break
+        return waited_s
 
     def detach(self) -> None:
         """Leaves the GPU to rollout; the object is of no use afterwards."""
@@ -158,7 +173,7 @@ class ServingSide:
         words = self._words
         if not words.load(Word.R_WANT) or words.load(Word.S_PHASE) != Phase.OPEN:
             return False
-        if words.load(Word.R_EPOCH) == self._dead_epoch:
+        if words.load(Word.R_EPOCH) == self._dead_epoch or is_arrival_pending(words, now_ns):
             return False
         return now_ns + words.load(Word.R_MIN_STEP) <= latest_ns
 

@@ -22,6 +22,10 @@ from rose.engine.scheduler import RoseScheduler
 from rose.engine.status import Field
 from rose.types import GateMode, StopReason
 
+STARVED_RETRY_S = 0.05
+"""Pause between two turns asked for while nothing that waits gets memory."""
+STARVED_WAIT_S = 0.01
+"""Longest sleep of the engine's loop meanwhile; a change of the ledger ends it."""
 MAX_TRIES = 3
 """Serving may publish between our look and our claim; after a few losses, return to the engine's loop."""
 
@@ -40,6 +44,10 @@ class RolloutScheduler(RoseScheduler):
             self._memory = RolloutMemory(self.tenant, policy, self._reclaim)
             self._side = RolloutSide(self.tenant.client.board_words)
         self._is_stepping = False
+        self._starved: tuple[int, ...] | None = None
+        """What _memory_state() was when a turn went unused: asking again before it changes would only cost
+        serving its slack."""
+        self._starved_until_s = 0.0
 
     def set_gate_mode(self, mode: GateMode) -> None:
         super().set_gate_mode(mode)
@@ -105,6 +113,7 @@ class RolloutScheduler(RoseScheduler):
             self.max_num_scheduled_tokens = most
         if self._is_stepping and output.total_num_scheduled_tokens == 0:
             self._end_turn(0)
+            self._starved, self._starved_until_s = self._memory_state(), time.monotonic() + STARVED_RETRY_S
         return output
 
     def _ask_for_turn(self, side: RolloutSide) -> int:
@@ -122,6 +131,8 @@ class RolloutScheduler(RoseScheduler):
             if not decision.is_admitted:
                 side.decline(view, decision.reason)
                 if decision.reason is GateReason.NOTHING_TO_RUN:
+                    if self._is_starved():
+                        self._wait_change(self._change_seq(), STARVED_WAIT_S)
                     return 0
             if attempt + 1 < MAX_TRIES and not side.wait_turn():
                 break
@@ -137,7 +148,16 @@ class RolloutScheduler(RoseScheduler):
     def _decide(self, candidate: RolloutCandidate, view: ServingView) -> GateDecision:
         return self._gate.decide(time.monotonic(), view, candidate, self.recorder.model)
 
+    def _memory_state(self) -> tuple[int, ...]:
+        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return (free_blocks, *self.get_request_counts())
+
+    def _is_starved(self) -> bool:
+        return self._starved == self._memory_state() and time.monotonic() < self._starved_until_s
+
     def _candidate(self) -> RolloutCandidate:
+        if self._is_starved():
+            return RolloutCandidate(prefill_tokens_waiting=0, num_decodes=0, context_tokens=0)
         prefill = decodes = context = 0
         for request in self.running:
             remaining = request.num_tokens - request.num_computed_tokens

@@ -152,6 +152,10 @@ class RoseScheduler(Scheduler):
         self._input_queue = input_queue
         threading.Thread(target=self._watch, name="rose-watch", daemon=True).start()
 
+    def has_input(self) -> bool:
+        """Whether the engine core has something to take in before its next step: a request, an abort."""
+        return self._input_queue is not None and not self._input_queue.empty()
+
     def _watch(self) -> None:
         """Runs in its own thread: turns changes of the ledger, commands and due times into a step."""
         seen_change, seen_command, fired_s = self._change_seq(), self._commands(), None

@@ -67,9 +67,11 @@ class ServingScheduler(RoseScheduler):
         side.publish(view)
         if self._gate.may_yield(now, view):
             # The baseline that alternates gives one step for one; the gate fills the slack.
-            is_strict = self._gate.settings.mode is GateMode.ALTERNATE
-            offer = side.yield_turn if is_strict else side.yield_turns
-            offer(view.latest_start_s, self._gate.settings.handover_s)
+            latest_s, handover_s = view.latest_start_s, self._gate.settings.handover_s
+            if self._gate.settings.mode is GateMode.ALTERNATE:
+                side.yield_turn(latest_s, handover_s)
+            else:
+                side.yield_turns(latest_s, handover_s, is_called=self.has_input)
         side.begin_step()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -129,10 +131,10 @@ class ServingScheduler(RoseScheduler):
     def add_request(self, request: Request) -> None:
         super().add_request(request)
         # arrival_time is wall clock, stamped by the front end; deadlines count in monotonic time.
-        waited_s = max(0.0, time.time() - request.arrival_time)
-        self._deadlines.arrived(request.request_id, time.monotonic() - waited_s, request.num_prompt_tokens)
+        arrival_s = time.monotonic() - max(0.0, time.time() - request.arrival_time)
+        self._deadlines.arrived(request.request_id, arrival_s, request.num_prompt_tokens)
         if self._side is not None:
-            self._side.absorb_arrival()
+            self._side.absorb_arrival(arrival_s)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus

@@ -96,7 +96,7 @@ def test_rollout_steps_at_will_while_serving_is_idle(words: Words) -> None:
     ServingSide(words)
     rollout = RolloutSide(words)
     assert begin(rollout)
-    rollout.end_step()
+    rollout.end_step(1)
     assert begin(rollout)
 
 
@@ -122,7 +122,7 @@ def test_a_turn_admits_one_step(words: Words) -> None:
     serving.publish(work())
     serving.yield_turn(NEVER, 1e-6)
     assert begin(rollout)
-    rollout.end_step()
+    rollout.end_step(1)
     assert not begin(rollout)
 
 
@@ -195,7 +195,7 @@ def test_serving_waits_for_the_running_step_and_goes_before_the_next(words: Word
         time.sleep(0.001)
     time.sleep(0.005)
     assert outcomes == []
-    rollout.end_step()
+    rollout.end_step(1)
     assert not begin(rollout)
     waiting.join()
     assert outcomes == [StepStart.WAITED]
@@ -221,7 +221,7 @@ def test_a_step_taken_on_a_turn_ends_the_handover(words: Words) -> None:
     while not rollout.wait_turn():
         pass
     assert begin(rollout)
-    rollout.end_step()
+    rollout.end_step(1)
     waiting.join()
     assert board.snapshot(words).num_yields == 1
 
@@ -235,7 +235,7 @@ def test_turns_go_on_while_rollout_uses_them(words: Words) -> None:
         while not rollout.wait_turn():
             pass
         assert begin(rollout)
-        rollout.end_step()
+        rollout.end_step(1)
     while not rollout.wait_turn():
         pass
     rollout.decline(rollout.view(), GateReason.NO_SLACK)
@@ -257,8 +257,43 @@ def test_an_announced_arrival_ends_the_handover_and_holds_rollout_back(words: Wo
     board.announce_arrival(words)
     assert rollout.view().has_pending_prefill
     assert not rollout.view().may_start
-    serving.absorb_arrival()
+    serving.absorb_arrival(time.monotonic())
     assert not rollout.view().has_pending_prefill
+
+
+def test_the_first_of_a_burst_does_not_stand_for_the_rest(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    serving.publish(work())
+    board.announce_arrival(words)
+    first_s = time.monotonic()
+    board.announce_arrival(words)
+    serving.absorb_arrival(first_s)
+    assert rollout.view().has_pending_prefill
+    assert serving.yield_turns(NEVER, FAR_S) == 0.0
+    serving.absorb_arrival(time.monotonic())
+    serving.absorb_arrival(first_s)  # out of order
+    assert not rollout.view().has_pending_prefill
+
+
+def test_an_engine_with_other_work_offers_no_more_turns(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    serving.publish(work())
+    assert serving.yield_turns(NEVER, FAR_S, is_called=lambda: True) == 0.0
+    assert board.snapshot(words).num_yields == 0
+
+
+def test_an_unused_turn_ends_the_offers(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    serving.publish(work())
+    waiting = in_thread(serving.yield_turns, NEVER, FAR_S)
+    assert rollout.wait_turn()
+    assert begin(rollout)
+    rollout.end_step(0)
+    waiting.join()
+    assert board.snapshot(words).num_yields == 1
 
 
 def test_an_arrival_that_never_comes_is_let_go(words: Words) -> None:
@@ -375,7 +410,7 @@ def test_rollout_stays_off_the_gpu_after_serving_is_killed_in_a_step(words: Word
     serving = ServingSide(words)  # the restarted engine
     assert rollout.serving_alive()
     assert begin(rollout)
-    rollout.end_step()
+    rollout.end_step(1)
     serving.detach()
 
 

@@ -8,8 +8,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from probes import prompt
 from real_engine import RealEngine, runtime_dir, until
-from tiny_models import SLAB_BYTES
+from tiny_models import BLOCK_TOKENS, SLAB_BYTES
 
 from rose.memory.daemon import start_daemon
 from rose.memory.ledger import Ledger, Pressure
@@ -83,6 +84,8 @@ class SharedGpu:
             engine = self._engines[role].wait_ready()
             if role not in self.profiles:
                 self.profiles[role] = engine.profile()
+                # Logprobs compile at their first use, for longer than a request may stand still.
+                engine.complete(prompt("first", BLOCK_TOKENS), 2)
 
     def settle(self) -> None:
         """Idle engines, default gate, no pressure: where every test starts."""

@@ -8,28 +8,36 @@ from shared_gpu import NUM_SLABS, LedgerLog, SharedGpu
 
 from rose.types import Role, StopReason
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_MOVES = 1000
+BURST_REQUESTS = 8
+"""They want all but a few of the slabs."""
 
 
 def test_greedy_answers_stay_equal_over_a_thousand_moves(
     gpu: SharedGpu, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
 ) -> None:
-    """Every cycle, a serving burst that wants more than the whole pool takes rollout's slabs, and gives them
-    back. Aborted rollouts count as far as they came."""
+    """Every cycle, a serving burst takes most of rollout's slabs and gives them back. Reclaimed rollouts
+    count as far as they came; those that had to wait run on slabs that serving has used."""
     expected = {role: stock.of(str(role)) for role in Role}
-    burst = [given for wave in range(WAVES) for given in wave_prompts(Role.SERVING, wave)]
+    burst = [given for wave in range(WAVES) for given in wave_prompts(Role.SERVING, wave)][:BURST_REQUESTS]
     cycle = num_whole = 0
     with LedgerLog(gpu.ledger) as log:
         while log.num_moves < NUM_MOVES:
             rollouts = wave_prompts(Role.ROLLOUT, cycle % WAVES)
             asked = rollout.start_requests(rollouts, ROLLOUT_TOKENS)
-            until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
+            # Where the machine is busy, all may have stalled before.
+            until(
+                lambda many=asked: (
+                    rollout.status().kv_slabs_in_use > NUM_SLABS // 2 or all(one.done() for one in many)
+                ),
+                "rollouts use half of the pool",
+            )
             served = serving.start_requests(burst, SERVING_TOKENS)
             for given, request in zip(burst, served, strict=True):
                 assert request.result().tokens == expected[Role.SERVING][tuple(given)]["tokens"]
-            # Ends the freeze, which would stall rollouts that wait for slabs.
+            until(lambda: gpu.held(Role.SERVING) == 1, "serving returned its slabs")
             gpu.begin_rl_step()
             for given, request in zip(rollouts, asked, strict=True):
                 answer: Answer = request.result()
@@ -37,7 +45,6 @@ def test_greedy_answers_stay_equal_over_a_thousand_moves(
                 assert answer.finish_reason == "length" or answer.stop_reason in set(StopReason)
                 tokens = expected[Role.ROLLOUT][tuple(given)]["tokens"]
                 assert answer.tokens == tokens[: len(answer.tokens)], (cycle, log.num_moves)
-            cycle += 1; import time; print("CYC", cycle, log.num_moves, num_whole, time.monotonic(), flush=True)
-            gpu.settle()
+            cycle += 1
     assert num_whole > 0
     gpu.ledger.check_integrity()
