@@ -55,7 +55,7 @@ class KVRange:
         self._client = PoolClient.attach(
             name, role=role, engine_id=engine_id, kind=Kind.WORKER, rank=rank, world_size=world_size
         )
-        self._range = self._client.slab_file.reserve(self._client.num_slabs, poison=poison)
+        self._range = self._client.open_slabs().reserve(self._client.num_slabs, poison=poison)
         self._range.map(PINNED_POSITION, pinned_slab(self._client, acquire=rank == 0))
 
     def place(self, config: KVCacheConfig) -> None:
