@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from pool_setup import NUM_SLABS, POOL, EngineProcess, StartEngine, attach, observe, start_pool, wait_until
+from pool_setup import NUM_SLABS, POOL, StartEngine, attach, observe, start_pool, wait_until
 
 from rose.errors import PoolError
 from rose.memory.backend import BackendKind
-from rose.memory.daemon import start_daemon
+from rose.memory.daemon import DaemonHandle, start_daemon
 from rose.memory.ledger import Word
 from rose.memory.wire import Kind
 from rose.types import Role
@@ -43,14 +43,6 @@ def start_any_pool(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterato
             pids[:] = [stack.enter_context(handle).pid]
 
         yield start
-
-
-def tensor_parallel(start_engine: StartEngine, role: str, engine_id: str) -> list[EngineProcess]:
-    """Two workers, then the scheduler."""
-    return [
-        *(start_engine(role, engine_id, "worker", rank, 2) for rank in (0, 1)),
-        start_engine(role, engine_id, "scheduler", 0, 2),
-    ]
 
 
 def test_slabs_move_between_engines_zeroed(start_any_pool: StartPool, start_engine: StartEngine) -> None:
@@ -110,9 +102,8 @@ def test_killed_engine_gives_its_slabs_back_and_the_other_keeps_its_own(
 
 
 def test_killed_in_mid_churn_leaves_a_whole_ledger(
-    start_any_pool: StartPool, start_engine: StartEngine, runtime_dir: Path
+    pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
-    start_any_pool()
     with observe(runtime_dir) as watcher:
         for round_ in range(4):
             engine = start_engine("rollout", f"r{round_}", "scheduler")
@@ -126,78 +117,56 @@ def test_killed_in_mid_churn_leaves_a_whole_ledger(
             assert watcher.ledger.num_free == NUM_SLABS
 
 
-def test_slabs_stay_until_the_last_process_of_an_engine_is_gone(
+def test_ranks_have_slabs_of_their_own_that_move_on_together(
     start_any_pool: StartPool, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
     start_any_pool(num_shards=2)
-    *ranks, scheduler = tensor_parallel(start_engine, "rollout", "r0")
-    slabs = scheduler.ask("acquire", 3)
-    for rank in ranks:
-        rank.ask("map", slabs)
-    with observe(runtime_dir) as watcher:
-        ledger = watcher.ledger
-        scheduler.kill()
+    donors = [start_engine("rollout", "r0", "worker", rank, 2) for rank in (0, 1)]
+    heirs = [start_engine("serving", "s0", "worker", rank, 2) for rank in (0, 1)]
+    with (
+        attach(runtime_dir, engine_id="r0", world_size=2) as rollout,
+        attach(runtime_dir, Role.SERVING, "s0", world_size=2) as serving,
+    ):
+        ledger = rollout.ledger
+        slabs = ledger.acquire(rollout.slot, NUM_SLABS)
+        for number, donor in enumerate(donors):
+            assert donor.ask("map", slabs) == 0
+            donor.ask("fill", 7 + number)
+        assert [donor.ask("read", 1) for donor in donors] == [[7], [8]]
+        ledger.drain([1, 3], 2)
+        assert donors[1].ask("unmap", [1, 3]) == []
+        assert ledger.acquire(serving.slot, 2) == []
+        assert donors[0].ask("unmap", [1, 3]) == [1, 3]
+        assert ledger.acquire(serving.slot, NUM_SLABS) == [1, 3]
+        # What is mapped without being zeroed shows whose memory it was.
+        assert [heir.ask("map", [1], False) for heir in heirs] == [7, 8]
+        assert [heir.ask("map", [3]) for heir in heirs] == [0, 0]
+
+
+def test_a_restarted_daemon_takes_all_shards_over_and_buries_engines_as_before(
+    start_any_pool: StartPool, start_engine: StartEngine, runtime_dir: Path
+) -> None:
+    start_any_pool(num_shards=2)
+    ranks = [start_engine("rollout", "r0", "worker", rank, 2) for rank in (0, 1)]
+    with attach(runtime_dir, engine_id="r0", world_size=2) as scheduler:
+        ledger = scheduler.ledger
+        slabs = ledger.acquire(scheduler.slot, 2)
+        for rank in ranks:
+            rank.ask("map", slabs)
+            rank.ask("fill", 9)
+        start_any_pool(num_shards=2)
+        wait_until(ledger, lambda: not any(engine.is_leaving for engine in ledger.engines().values()))
+        heir = start_engine("serving", "s0", "worker", 1, 2)
         ranks[0].kill()
+        wait_until(ledger, lambda: ledger.num_quarantined == 2)
         with pytest.raises(PoolError, match=r"rollout engine 'r0' .* is leaving"):
             attach(runtime_dir, engine_id="r0", world_size=2, timeout_s=0.2)
-        assert ledger.owned(scheduler.slot) == slabs
-        ranks[1].kill()
-        wait_until(ledger, lambda: ledger.num_free == NUM_SLABS)
-
-
-def test_a_slab_is_free_once_every_rank_released_it(
-    start_any_pool: StartPool, start_engine: StartEngine
-) -> None:
-    start_any_pool(num_shards=2)
-    *ranks, scheduler = tensor_parallel(start_engine, "rollout", "r0")
-    slabs = scheduler.ask("acquire", 2)
-    for rank in ranks:
-        rank.ask("map", slabs)
-    scheduler.ask("drain", slabs, 2)
-    assert ranks[1].ask("unmap", slabs) == []
-    assert scheduler.ask("acquire", NUM_SLABS) == list(range(2, NUM_SLABS))
-    assert ranks[0].ask("unmap", slabs) == slabs
-
-
-def test_every_rank_has_slabs_of_its_own_and_hands_them_on_to_the_same_rank(
-    start_any_pool: StartPool, start_engine: StartEngine
-) -> None:
-    start_any_pool(num_shards=2)
-    *ranks, scheduler = tensor_parallel(start_engine, "rollout", "r0")
-    *heirs, heir_scheduler = tensor_parallel(start_engine, "serving", "s0")
-    slabs = scheduler.ask("acquire", 2)
-    for number, rank in enumerate(ranks):
-        assert rank.ask("map", slabs) == 0
-        rank.ask("fill", 7 + number)
-    assert [rank.ask("read", slabs[1]) for rank in ranks] == [[7], [8]]
-    scheduler.ask("drain", slabs, 2)
-    for rank in ranks:
-        rank.ask("unmap", slabs)
-    assert heir_scheduler.ask("acquire", 2) == slabs
-    # What is mapped without being zeroed shows whose memory it is.
-    assert [heir.ask("map", slabs[:1], False) for heir in heirs] == [7, 8]
-    assert [heir.ask("map", slabs[1:]) for heir in heirs] == [0, 0]
-
-
-def test_a_restarted_daemon_takes_all_shards_over(
-    start_any_pool: StartPool, start_engine: StartEngine, runtime_dir: Path
-) -> None:
-    start_any_pool(num_shards=2)
-    *ranks, scheduler = tensor_parallel(start_engine, "rollout", "r0")
-    slabs = scheduler.ask("acquire", 2)
-    for rank in ranks:
-        rank.ask("map", slabs)
-        rank.ask("fill", 9)
-    start_any_pool(num_shards=2)
-    *heirs, heir_scheduler = tensor_parallel(start_engine, "serving", "s0")
     with observe(runtime_dir) as watcher:
-        ledger = watcher.ledger
-        wait_until(ledger, lambda: not any(engine.is_leaving for engine in ledger.engines().values()))
-        for process in (*ranks, scheduler):
-            process.kill()
-        wait_until(ledger, lambda: ledger.num_free == NUM_SLABS)
-    assert heir_scheduler.ask("acquire", 2) == slabs
-    assert [heir.ask("map", slabs, False) for heir in heirs] == [18, 18]
+        assert watcher.ledger.owned(scheduler.slot) == slabs
+        ranks[1].kill()
+        wait_until(watcher.ledger, lambda: watcher.ledger.num_free == NUM_SLABS)
+    assert heir.ask("acquire", 2) == slabs
+    assert heir.ask("map", slabs, False) == 18
 
 
 def test_an_engine_with_other_ranks_than_the_pool_has_shards_is_refused_with_the_fix(

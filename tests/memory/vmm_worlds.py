@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
 from rose.memory.backend import Backend, CudaBackend, HostBackend, SlabRange
 
 _LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
