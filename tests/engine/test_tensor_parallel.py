@@ -22,10 +22,6 @@ from shared_gpu import NUM_SLABS, LedgerLog, SharedGpu
 from tiny_models import SLAB_BYTES, staged_update
 from weight_probes import probe, update
 
-from rose.engine.patches import _bytes_per_rank
-from rose.errors import ConfigError
-from rose.memory.backend import BackendKind
-from rose.memory.daemon import start_daemon
 from rose.memory.pool_state import read_state
 from rose.memory.wire import Kind
 from rose.types import GateMode, Role, StopReason
@@ -139,18 +135,3 @@ def worker_pid(gpu: SharedGpu, role: Role, rank: int) -> int:
     hellos = [member.hello for member in state.members]
     (pid,) = [each.pid for each in hellos if (each.role, each.kind, each.rank) == (role, Kind.WORKER, rank)]
     return pid
-
-
-def test_an_engine_that_does_not_fit_its_pool_is_refused_before_it_loads_anything(
-    engines_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = runtime_dir(engines_dir)
-    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(folder))
-    with start_daemon("misfit", num_slabs=4, headroom_slabs=1, num_shards=2, runtime_dir=folder):
-        assert _bytes_per_rank("misfit", 2, BackendKind.HOST) == 4 * (2 << 20)
-        with pytest.raises(ConfigError, match=r"of 1 shards, pool misfit has 2: .* --num-shards 1"):
-            _bytes_per_rank("misfit", 1, BackendKind.HOST)
-        with pytest.raises(
-            ConfigError, match=r"pool misfit has host slabs, .* start the pool with --backend cuda"
-        ):
-            _bytes_per_rank("misfit", 2, BackendKind.CUDA)
