@@ -32,12 +32,13 @@ def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: 
                 patches._bytes_per_rank("two", 2, BackendKind.CUDA)
 
 
-def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused() -> None:
-    assert patches._check_parallelism(EngineArgs(tensor_parallel_size=4)) == 4
+def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_path: Path) -> None:
+    model = str(tmp_path)  # else vLLM looks for one
+    assert patches._check_parallelism(EngineArgs(model, tensor_parallel_size=4)) == 4
     with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 2: .* use --tensor-parallel-size"):
-        patches._check_parallelism(EngineArgs(pipeline_parallel_size=2))
+        patches._check_parallelism(EngineArgs(model, pipeline_parallel_size=2))
     with pytest.raises(ConfigError, match="--data-parallel-size 2"):
-        patches._check_parallelism(EngineArgs(data_parallel_size=2))
+        patches._check_parallelism(EngineArgs(model, data_parallel_size=2))
 
 
 def test_both_platforms_have_a_worker_class_that_loads_anywhere() -> None:
