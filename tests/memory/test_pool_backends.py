@@ -1,4 +1,4 @@
-"""Engines in processes of their own over one pool, of host memory and of CUDA's on the stand-in driver."""
+"""Engines in processes of their own over one pool, of host memory and of CUDA's (stand-in driver, GPU)."""
 
 import os
 import shutil
@@ -26,20 +26,25 @@ def with_driver(stand_in_library: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 StartPool = Callable[..., None]
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-@pytest.fixture(params=list(BackendKind))
+@pytest.fixture(params=["host", "stand-in", pytest.param("gpu", marks=pytest.mark.gpu)])
 def start_any_pool(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterator[StartPool]:
     """Starts a daemon on each backend in turn; a second call kills the first one's."""
-    if request.param is BackendKind.CUDA:
+    if request.param == "stand-in":
         request.getfixturevalue("with_driver")
+    backend = BackendKind.HOST if request.param == "host" else BackendKind.CUDA
+    sizes = {"slab_bytes": 2 << 20} if request.param == "gpu" else {}
     with ExitStack() as stack:
         pids: list[int] = []
 
         def start(num_shards: int = 1) -> None:
+            if request.param == "gpu" and num_shards > len(list(NVIDIA_GPUS.glob("*"))):
+                pytest.skip(f"needs {num_shards} GPUs")
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            handle = start_pool(runtime_dir, num_shards=num_shards, backend=request.param)
+            handle = start_pool(runtime_dir, num_shards=num_shards, backend=backend, **sizes)
             pids[:] = [stack.enter_context(handle).pid]
 
         yield start
