@@ -31,13 +31,11 @@ the engine is told its KV size in bytes, so the usual share says nothing."""
 class RoseGPUWorker(Worker):
     """A rank of a ROSE engine on a CUDA GPU."""
 
-    _rose: EngineRank
-
-    def init_device(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._rose = EngineRank(self)
         if self._rose.settings.pool is not None:
             self.cache_config.gpu_memory_utilization = _ANY_FREE_MEMORY
-        super().init_device()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._rose.open_pool(kv_cache_config)

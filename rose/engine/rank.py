@@ -19,7 +19,7 @@ from rose.engine.settings import EngineSettings
 
 
 class EngineRank:
-    """Held by one worker, whose methods call it. ``worker``'s own set-up must have begun."""
+    """Held by one worker, whose methods call it; made at the end of the worker's own ``__init__``."""
 
     def __init__(self, worker: Worker) -> None:
         settings = EngineSettings.parse(worker.vllm_config.additional_config)

@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 class RoseCPUWorker(CPUWorker):
     """A rank of a ROSE engine on the CPU platform."""
 
-    _rose: EngineRank
-    _is_pinned = False
-
-    def init_device(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._rose = EngineRank(self)
+        self._is_pinned = False
         # No engine argument leads here; vLLM looks the backend up by this name when first told to sleep.
         self.model_config.sleep_mode_backend = "rose"
-        super().init_device()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._rose.open_pool(kv_cache_config)
