@@ -15,6 +15,7 @@ from pathlib import Path
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.platforms import current_platform
 
 from rose.engine.plugin import has_sleep_backends
 from rose.engine.status import Field, StatusPage
@@ -37,10 +38,14 @@ class Activation:
         self.activated_at_s = time.time()
         self.weights_bytes = 0
         """On the device, over all ranks."""
+        self._pids: list[int] = []
+        """The ranks' processes, where their memory stands for a device's."""
 
     async def measure(self) -> None:
         """Ask the workers what their weights take."""
-        self.weights_bytes = sum(await self._client.collective_rpc("weights_on_device"))
+        uses: list[tuple[int | None, int]] = await self._client.collective_rpc("device_use")
+        self.weights_bytes = sum(num_bytes for _, num_bytes in uses)
+        self._pids = [pid for pid, _ in uses if pid is not None]
 
     async def deactivate(self, *, is_updated: bool) -> ActivationChange:
         """``is_updated``: the weights are no longer the model's own files'.
@@ -76,8 +81,8 @@ class Activation:
         return ActivationChange(is_active=True, took_s=time.monotonic() - started_s)
 
     def fixed_bytes(self) -> int:
-        """What the engine core holds of the device beside weights and slabs."""
-        return max(0, _anonymous_bytes(self._page.get(Field.PID)) - self.weights_bytes)
+        """What the ranks hold of the device beside weights and slabs; 0 on a GPU: nothing measures it yet."""
+        return max(0, sum(map(_anonymous_bytes, self._pids)) - self.weights_bytes)
 
     async def _come_back(self) -> None:
         await self._client.wake_up()
@@ -97,6 +102,10 @@ def _why_not(config: VllmConfig, *, is_updated: bool) -> str | None:
     """Why the weights could not be made again from the host's copy; None where they can."""
     if not has_sleep_backends():
         return "this vLLM has no sleep-mode backends"
+    if not current_platform.is_cpu():
+        return (
+            f"so far weights come and go on vLLM's CPU platform only, not on {current_platform.device_type}"
+        )
     if (method := config.model_config.quantization) is not None:
         return f"weights quantized with {method} may not all be in the checkpoint"
     if not is_updated and not hasattr(get_model_loader(config.load_config), "get_all_weights"):

@@ -38,7 +38,8 @@ class EngineControl:
         self._model = model
         self._weight_version: str | None = None
         self._weights_lock = asyncio.Lock()
-        self._slab_bytes = describe_pool(settings.pool).slab_bytes if settings.pool is not None else 0
+        size = describe_pool(settings.pool) if settings.pool is not None else None
+        self._slab_bytes = size.slab_bytes * size.num_shards if size is not None else 0
         # Kept open: the board's page is mapped through it.
         self._pool = (
             PoolClient.observe(settings.pool)

@@ -49,13 +49,17 @@ class KVRange:
         engine_id: str,
         rank: int,
         world_size: int,
+        device: torch.device,
         poison: bool = False,
     ) -> None:
-        """``poison``: fill a slab with NaN before it leaves."""
+        """``device``: where the model computes. ``poison``: fill a slab with NaN before it leaves."""
         self._client = PoolClient.attach(
             name, role=role, engine_id=engine_id, kind=Kind.WORKER, rank=rank, world_size=world_size
         )
-        self._range = self._client.slab_file.reserve(self._client.num_slabs, poison=poison)
+        self._device = device
+        is_cuda = device.type == "cuda"
+        slabs = self._client.open_slabs(device.index if is_cuda else 0)
+        self._range = slabs.reserve(self._client.num_slabs, poison=poison, guard=is_cuda)
         self._range.map(PINNED_POSITION, pinned_slab(self._client, acquire=rank == 0))
 
     def place(self, config: KVCacheConfig) -> None:
@@ -63,6 +67,8 @@ class KVRange:
 
     def allocation_context(self) -> TorchFunctionMode:
         """Inside it, vLLM's one allocation of KV memory is answered with this range."""
+        if self._device.type == "cuda":
+            return _AnswerZeros(torch.as_tensor(self._range, device=self._device))
         return _AnswerZeros(torch.frombuffer(self._range, dtype=torch.int8))
 
     def apply(self, ops: SlabOps) -> None:

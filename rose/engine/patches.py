@@ -11,6 +11,7 @@ from typing import Any
 
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import ConfigError
+from rose.memory.backend import BackendKind
 
 _MARK = "_rose_patched"
 
@@ -69,39 +70,70 @@ def _wrap(owner: Any, name: str, *, before: Callable[[Any], None]) -> None:
 
 def _apply(settings: EngineSettings, engine_args: Any) -> None:
     from vllm.config import WeightTransferConfig
-    from vllm.platforms import current_platform
     from vllm.v1.executor import UniProcExecutor
 
+    from rose.engine.executor import RanksExecutor
     from rose.engine.plugin import is_supported, supported_range, vllm_version
-    from rose.memory.pool import describe_pool
     from rose.types import Role
 
     if not is_supported(vllm_version()):
         raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
-    if not current_platform.is_cpu():
-        raise ConfigError(
-            f"rose engines run on vLLM's CPU platform so far, this is {current_platform.device_type}"
-        )
-    if engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "rose engines support --tensor-parallel-size 1 and --pipeline-parallel-size 1 so far"
-        )
+    num_ranks = _check_parallelism(engine_args)
     engine_args.additional_config = {
         **engine_args.additional_config,
         CONFIG_KEY: settings.model_dump(mode="json"),
     }
-    engine_args.worker_cls = "rose.engine.worker.RoseCPUWorker"
+    engine_args.worker_cls, backend = _platform()
     engine_args.scheduler_cls = f"rose.engine.{settings.role}_scheduler.{settings.role.title()}Scheduler"
     # Each step's end must mean a drained GPU, so that a turn can be handed over (notes: admission).
     engine_args.async_scheduling = False
     # The CPU platform turns "uni" into "mp", whose message queues spin for a second after every step on the
     # very CPUs that compute; a class passes, and one rank needs no queues (GPUs run one rank this way too).
-    engine_args.distributed_executor_backend = UniProcExecutor
+    engine_args.distributed_executor_backend = UniProcExecutor if num_ranks == 1 else RanksExecutor
     if settings.role is Role.ROLLOUT:
         engine_args.max_num_batched_tokens = min(
             engine_args.max_num_batched_tokens or settings.chunk_tokens, settings.chunk_tokens
         )
         engine_args.weight_transfer_config = WeightTransferConfig(backend="rose")
     if settings.pool is not None:
-        pool = describe_pool(settings.pool)
-        engine_args.kv_cache_memory_bytes = pool.num_slabs * pool.slab_bytes
+        engine_args.kv_cache_memory_bytes = _bytes_per_rank(settings.pool, num_ranks, backend)
+
+
+def _check_parallelism(engine_args: Any) -> int:
+    """The number of ranks. Raises: ConfigError for other parallelism than over tensors."""
+    for kind in ("pipeline", "data", "prefill_context", "decode_context"):
+        size = getattr(engine_args, f"{kind}_parallel_size", 1)
+        if size > 1:
+            raise ConfigError(
+                f"--{kind.replace('_', '-')}-parallel-size {size}: rose engines are parallel over tensors "
+                f"alone so far; use --tensor-parallel-size"
+            )
+    num_ranks: int = engine_args.tensor_parallel_size
+    return num_ranks
+
+
+def _platform() -> tuple[str, BackendKind]:
+    """The worker class of this platform, and where its pools' slabs must be. Raises: ConfigError."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "rose.engine.worker.RoseCPUWorker", BackendKind.HOST
+    if current_platform.is_cuda():
+        return "rose.engine.gpu_worker.RoseGPUWorker", BackendKind.CUDA
+    raise ConfigError(
+        f"rose engines run on vLLM's CPU and CUDA platforms, this is {current_platform.device_type}"
+    )
+
+
+def _bytes_per_rank(pool: str, num_ranks: int, backend: BackendKind) -> int:
+    """KV memory that each rank may address. Raises: ConfigError for a pool that doesn't fit the engine."""
+    from rose.memory.pool import describe_pool
+
+    size = describe_pool(pool)
+    size.check_ranks(pool, num_ranks)
+    if size.backend is not backend:
+        raise ConfigError(
+            f"pool {pool} has {size.backend} slabs, this engine computes on {backend} memory: start the pool "
+            f"with --backend {backend}"
+        )
+    return size.num_slabs * size.slab_bytes

@@ -79,11 +79,12 @@ class StepRecorder:
 def profile_key(config: VllmConfig) -> ProfileKey:
     """What a step-time profile of this engine is valid for."""
     from vllm import __version__
+    from vllm.platforms import current_platform
 
     parallel, model = config.parallel_config, str(config.model_config.model)
     return ProfileKey(
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,
-        hardware=_cpu_name(),
+        hardware=_cpu_name() if current_platform.is_cpu() else current_platform.get_device_name(),
         vllm_version=__version__,
         parallelism=f"tp{parallel.tensor_parallel_size}pp{parallel.pipeline_parallel_size}",
     )

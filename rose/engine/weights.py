@@ -65,11 +65,10 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         """Check, then load, every tensor of the staged checkpoint; an inactive engine loads it later.
 
         Raises:
-            FrameError: the file's state hash differs from the announced one; nothing was changed.
+            FrameError: some rank found another state hash than the announced one; nothing was changed.
         """
-        staged = _StagedFile(update_info.path)
+        staged = _checked_by_all_ranks(update_info)
         try:
-            staged.check(update_info.state_hash)
             if self.is_resident:
                 self._load(staged.tensors())
         except BaseException:
@@ -115,6 +114,7 @@ class _StagedFile:
     """A staged checkpoint, kept open: it stays readable when the subscriber has removed its name."""
 
     def __init__(self, path: str) -> None:
+        """Raises: OSError."""
         self._name = path
         self._fd = os.open(path, os.O_RDONLY)
         self._path = Path(f"/proc/self/fd/{self._fd}")
@@ -132,6 +132,39 @@ class _StagedFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _checked_by_all_ranks(update: StagedUpdate) -> _StagedFile:
+    """Opens and checks a staged checkpoint; no rank loads what another one has refused, or the engine would
+    compute with two versions at once.
+
+    Raises: whatever was found wrong here, FrameError for what another rank found.
+    """
+    staged: _StagedFile | None = None
+    problem: Exception | None = None
+    try:
+        staged = _StagedFile(update.path)
+        staged.check(update.state_hash)
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        problem = error
+    verdicts = _gather(str(problem) if problem is not None else None)
+    wrong = [f"rank {rank}: {verdict}" for rank, verdict in enumerate(verdicts) if verdict is not None]
+    if staged is not None and not wrong:
+        return staged
+    if staged is not None:
+        staged.close()
+    raise problem if problem is not None else FrameError("; ".join(wrong))
+
+
+def _gather(verdict: str | None) -> list[str | None]:
+    """Every tensor-parallel rank's verdict, in order."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    verdicts: list[str | None] = [verdict] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(verdicts, verdict, group=group.cpu_group)
+    return verdicts
 
 
 def _repack_heads(model: torch.nn.Module) -> None:

@@ -1,7 +1,6 @@
 """vLLM's CPU worker with its KV cache in the slab pool.
 
-Owns the hook-up of one rank. Slab operations arrive on the scheduler's output and are applied before the
-step that needs them, so every rank sees the same order without extra messages.
+Owns the hook-up of one rank on the CPU platform, where weights also come and go. See rank.py for the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rose.engine.kv_range import KVRange, SlabOps
-from rose.engine.settings import EngineSettings
+from rose.engine.rank import EngineRank
 from rose.engine.weights import StagedWeightEngine, device_bytes
 from rose.types import Role
 
@@ -27,42 +25,25 @@ if TYPE_CHECKING:
 class RoseCPUWorker(CPUWorker):
     """A rank of a ROSE engine on the CPU platform."""
 
-    _settings: EngineSettings
-    _kv: KVRange | None = None
-    _is_pinned = False
-
-    def init_device(self) -> None:
-        settings = EngineSettings.parse(self.vllm_config.additional_config)
-        assert settings is not None, "worker class chosen without rose settings"
-        self._settings = settings
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rose = EngineRank(self)
+        self._is_pinned = False
         # No engine argument leads here; vLLM looks the backend up by this name when first told to sleep.
         self.model_config.sleep_mode_backend = "rose"
-        super().init_device()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        if self._settings.pool is not None:
-            self._kv = KVRange(
-                self._settings.pool,
-                role=self._settings.role,
-                engine_id=self._settings.engine_id,
-                rank=self.rank,
-                world_size=self.parallel_config.world_size,
-                poison=self._settings.poison_slabs,
-            )
-            self._kv.place(kv_cache_config)
+        self._rose.open_pool(kv_cache_config)
         super().initialize_from_config(kv_cache_config)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        if tag == "kv_cache" and self._kv is not None:
-            return self._kv.allocation_context()
-        return super()._maybe_get_memory_pool_context(tag)
+        context = self._rose.kv_context(tag)
+        return context if context is not None else super()._maybe_get_memory_pool_context(tag)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if not self._is_pinned and scheduler_output.total_num_scheduled_tokens > 0:
             self._pin_to_compute_cpus()
-        ops: SlabOps | None = getattr(scheduler_output, "rose_ops", None)
-        if ops and self._kv is not None:
-            self._kv.apply(ops)
+        self._rose.apply(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -83,21 +64,22 @@ class RoseCPUWorker(CPUWorker):
     # Activation ---------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
-        if self._settings.role is Role.ROLLOUT:
+        if self._rose.settings.role is Role.ROLLOUT:
             self._weights_backend().suspend(level)
         else:
             super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        if self._settings.role is Role.ROLLOUT:
+        if self._rose.settings.role is Role.ROLLOUT:
             with set_current_vllm_config(self.vllm_config):
                 self._weights_backend().resume(tags)
         else:
             super().wake_up(tags)
 
-    def weights_on_device(self) -> int:
-        """Bytes; called through vLLM's collective_rpc."""
-        return device_bytes(self.get_model())
+    def device_use(self) -> tuple[int, int]:
+        """Called through vLLM's collective_rpc: this process, whose anonymous memory stands for device
+        memory, and the bytes of it that are weights."""
+        return os.getpid(), device_bytes(self.get_model())
 
     def _weights_backend(self) -> HostWeightsBackend:
         from rose.engine.sleep import HostWeightsBackend  # not every supported vLLM has its base class
@@ -110,8 +92,7 @@ class RoseCPUWorker(CPUWorker):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._kv is not None:
-            self._kv.close()
+        self._rose.close()
 
     def _pin_to_compute_cpus(self) -> None:
         """Pin the calling thread alone: those that only move bytes stay off the CPUs that stand for a GPU.
@@ -120,5 +101,6 @@ class RoseCPUWorker(CPUWorker):
         started the engine may still move all its threads then.
         """
         self._is_pinned = True
-        if self._settings.compute_cpus is not None:
-            os.sched_setaffinity(0, {int(cpu) for cpu in self._settings.compute_cpus.split(",")})
+        cpus = self._rose.settings.compute_cpus
+        if cpus is not None:
+            os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})

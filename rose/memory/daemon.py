@@ -19,12 +19,13 @@ from typing import Self
 from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
 from rose.config import Settings
 from rose.errors import ConfigError, PoolError, RoseError
+from rose.memory.backend import BackendKind
 from rose.memory.owner import PoolOwner
 from rose.memory.pool_memory import PoolSize
 from rose.memory.processes import is_readable
 
 SLAB_BYTES = 2 << 20
-"""The host's default: CUDA's granularity, so both backends fragment alike."""
+"""CUDA's granularity, so both backends fragment alike. A GPU wants 16 to 64 MiB: its calls all cost alike."""
 _STOP_TIMEOUT_S = 5.0
 """A daemon stops within one round of events; one that doesn't is stuck."""
 
@@ -68,6 +69,8 @@ def start_daemon(
     num_slabs: int,
     headroom_slabs: int,
     slab_bytes: int = SLAB_BYTES,
+    num_shards: int = 1,
+    backend: BackendKind = BackendKind.HOST,
     runtime_dir: Path | None = None,
     timeout_s: float = 60.0,
 ) -> DaemonHandle:
@@ -84,7 +87,8 @@ def start_daemon(
                 [
                     *(sys.executable, "-m", "rose.memory.daemon", name),
                     *("--num-slabs", str(num_slabs), "--slab-bytes", str(slab_bytes)),
-                    *("--headroom-slabs", str(headroom_slabs), "--runtime-dir", str(runtime_dir)),
+                    *("--headroom-slabs", str(headroom_slabs), "--num-shards", str(num_shards)),
+                    *("--backend", backend, "--runtime-dir", str(runtime_dir)),
                     *("--exit-with", str(os.getpid()), "--ready-fd", str(writer)),
                 ],
                 pass_fds=(writer,),
@@ -138,6 +142,8 @@ def _open(options: argparse.Namespace) -> PoolOwner:
                 num_slabs=options.num_slabs,
                 slab_bytes=options.slab_bytes,
                 headroom_slabs=options.headroom_slabs,
+                num_shards=options.num_shards,
+                backend=BackendKind(options.backend),
             ),
             runtime_dir=runtime_dir,
         )
@@ -167,9 +173,21 @@ def _make_parser() -> CommandParser:
     parser.add_argument("name", help="pool name, as in `rose serve --pool NAME`")
     parser.add_argument("--num-slabs", type=int, required=True, help="size of the pool")
     parser.add_argument(
-        "--slab-bytes", type=int, default=SLAB_BYTES, help="multiple of 4096 (default %(default)s)"
+        "--slab-bytes",
+        type=int,
+        default=SLAB_BYTES,
+        help="multiple of 4096, on CUDA of 2 MiB (default %(default)s)",
     )
     parser.add_argument("--headroom-slabs", type=int, required=True, help="kept for serving's bursts")
+    parser.add_argument(
+        "--num-shards", type=int, default=1, help="tensor-parallel ranks of its engines (default 1)"
+    )
+    parser.add_argument(
+        "--backend",
+        choices=[str(kind) for kind in BackendKind],
+        default=str(BackendKind.HOST),
+        help="where slabs live: in host memory, or shard i on the i-th visible GPU (default %(default)s)",
+    )
     parser.add_argument("--runtime-dir", type=Path, help="folder of the socket (default: $ROSE_RUNTIME_DIR)")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends")
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)

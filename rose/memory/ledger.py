@@ -5,6 +5,10 @@ schedulers, workers and the daemon may use one ledger at once without locks: a s
 compare-and-swap, so a process killed at any instruction leaves a ledger that is whole.
 Never maps memory, and never decides who should own a slab.
 
+A slab exists once per shard of the pool, that is once per tensor-parallel rank, each on its own GPU. It has
+one word all the same: a slab is acquired on all shards at once, and comes free when every rank has unmapped
+its part.
+
     FREE --acquire(slot)--> OWNED(slot) --drain(n ranks)--> DRAINING(n) --release() by each rank--> FREE
       ^------------ force_free(slot), by the daemon, once every process of the engine is gone -----------'
 
@@ -28,11 +32,12 @@ import numpy.typing as npt
 
 from rose._shm import Words
 from rose.errors import PoolError, PoolExhausted
+from rose.memory.backend import BackendKind
 from rose.memory.slab_word import MAX_RANKS, MAX_SLOT, NO_SLOT, SlabEntry, SlabState, decode, encode
 from rose.types import Role
 
 MAGIC = 0x524F53454C454447  # "ROSELEDG"
-VERSION = 2
+VERSION = 3
 WORD_BYTES = 8
 
 _SLOT_WORDS = 4
@@ -46,6 +51,8 @@ class Word(IntEnum):
     NUM_SLABS = 2
     SLAB_BYTES = 3
     HEADROOM_SLABS = 4
+    NUM_SHARDS = 5
+    BACKEND = 6
     CHANGE_SEQ = 8
     POLICY = 16
     SERVING_USED = 17
@@ -68,6 +75,7 @@ class Pressure(IntEnum):
 
 COUNTERS = (Word.CUTS, Word.RECLAIMED_REQUESTS, Word.EXPIRED_LEASES, Word.EXIT_FREED_SLABS)
 _ROLES = (None, Role.SERVING, Role.ROLLOUT)
+_BACKENDS = (BackendKind.HOST, BackendKind.CUDA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +133,8 @@ class Ledger:
         self.num_slabs = self._words.load(Word.NUM_SLABS)
         self.slab_bytes = self._words.load(Word.SLAB_BYTES)
         self.headroom_slabs = self._words.load(Word.HEADROOM_SLABS)
+        self.num_shards = self._words.load(Word.NUM_SHARDS)
+        self.backend = _BACKENDS[self._words.load(Word.BACKEND)]
         if len(self._words) < Word.SLABS + self.num_slabs:
             raise PoolError(f"ledger of {len(self._words)} words can't hold {self.num_slabs} slabs")
         # Scans take 5 us for 2,048 slabs, against 0.1 us a word through Words. What they see may be stale, so
@@ -134,7 +144,16 @@ class Ledger:
         )
 
     @classmethod
-    def create(cls, buffer: mmap.mmap, *, num_slabs: int, slab_bytes: int, headroom_slabs: int) -> "Ledger":
+    def create(
+        cls,
+        buffer: mmap.mmap,
+        *,
+        num_slabs: int,
+        slab_bytes: int,
+        headroom_slabs: int,
+        num_shards: int = 1,
+        backend: BackendKind = BackendKind.HOST,
+    ) -> "Ledger":
         """Formats zeroed memory of ``ledger_bytes(num_slabs)`` or more; every slab starts FREE."""
         if num_slabs < 1 or not 0 <= headroom_slabs < num_slabs:
             raise ValueError(f"headroom_slabs {headroom_slabs} must be >= 0 and below num_slabs {num_slabs}")
@@ -143,6 +162,8 @@ class Ledger:
         words.store(Word.NUM_SLABS, num_slabs)
         words.store(Word.SLAB_BYTES, slab_bytes)
         words.store(Word.HEADROOM_SLABS, headroom_slabs)
+        words.store(Word.NUM_SHARDS, num_shards)
+        words.store(Word.BACKEND, _BACKENDS.index(backend))
         words.store(Word.MAGIC, MAGIC)
         return cls(buffer)
 

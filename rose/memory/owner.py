@@ -1,4 +1,5 @@
-"""The owner of a pool: it makes the memory, hands it to engines and buries dead ones.
+"""The owner of a pool: it makes the memory, one shard per tensor-parallel rank, hands it to engines and
+buries dead ones.
 
 Owns the socket `pool-NAME.sock`, and the lock and the state file beside it. Promises that a dead engine's
 slabs come free once all its processes have ended, that a pool has one daemon, and that a daemon which starts
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rose.errors import PoolError
+from rose.errors import ConfigError, PoolError
 from rose.memory.event_loop import EventLoop
 from rose.memory.fd_limit import ensure_fd_limit
 from rose.memory.ledger import Word
@@ -33,7 +34,7 @@ from rose.types import Role
 logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 64
-"""Two engines of up to 16 ranks, and a few observers."""
+"""Two engines of up to 16 ranks (MAX_SHARDS), and a few observers."""
 HAND_OVER_TIMEOUT_S = 20.0
 """A surviving engine knocks every 0.1 to 1 s; one that loads weights may hold its interpreter for seconds."""
 _SEND_TIMEOUT_S = 1.0
@@ -147,7 +148,11 @@ class PoolOwner:
                 self._roster.restore(connection.number, hello, hello.pid, is_broken=is_broken)
         living = {connection.slot for connection in self._connections.values()}
         size = PoolSize(
-            num_slabs=state.num_slabs, slab_bytes=state.slab_bytes, headroom_slabs=state.headroom_slabs
+            num_slabs=state.num_slabs,
+            slab_bytes=state.slab_bytes,
+            headroom_slabs=state.headroom_slabs,
+            num_shards=state.num_shards,
+            backend=state.backend,
         )
         if living and size != self._size:
             raise PoolError(
@@ -207,6 +212,8 @@ class PoolOwner:
                 num_slabs=self._size.num_slabs,
                 slab_bytes=self._size.slab_bytes,
                 headroom_slabs=self._size.headroom_slabs,
+                num_shards=self._size.num_shards,
+                backend=self._size.backend,
                 files=self._files,
                 members=members,
                 broken_slots=self._roster.broken_slots(),
@@ -284,10 +291,11 @@ class PoolOwner:
             raise AttachRefused(
                 f"pool {self._name} is being taken over from its former daemon", is_transient=True
             )
+        elif hello.kind is Kind.OBSERVER:
+            fds = self._memory.page_fds
         else:
+            self._admit(connection, hello)
             fds = self._memory.fds
-            if hello.kind is not Kind.OBSERVER:
-                self._admit(connection, hello)
         welcome = Welcome(slot=connection.slot, num_fds=len(fds), daemon_pid=os.getpid())
         assert connection.socket is not None
         connection.socket.settimeout(_SEND_TIMEOUT_S)
@@ -295,6 +303,10 @@ class PoolOwner:
         connection.socket.setblocking(False)
 
     def _admit(self, connection: _Connection, hello: Hello) -> None:
+        try:
+            self._size.check_ranks(self._name, hello.world_size)
+        except ConfigError as error:
+            raise AttachRefused(str(error)) from error
         connection.slot = self._roster.admit(connection.number, hello, connection.pid)
         # Before anybody can own a slab: a successor takes a slot that the file doesn't know for a dead one's.
         self._save()

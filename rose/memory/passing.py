@@ -1,8 +1,8 @@
 """Lines and file descriptors over a unix stream socket.
 
 Owns how descriptors travel: the kernel takes at most 253 with one message, so a line is cut into as many
-pieces as it takes, each with its share. Promises that received descriptors are closed unless somebody takes
-them. Never looks into a line.
+pieces as it takes, each with its share, and padded where it is too short for that. Promises that received
+descriptors are closed unless somebody takes them. Never looks into a line.
 """
 
 import os
@@ -18,9 +18,9 @@ _RECEIVE_BYTES = 4096
 
 
 def send_line(connection: socket.socket, line: bytes, fds: Sequence[int] = ()) -> None:
-    """Sends a line with descriptors, on a blocking socket. Raises: OSError."""
+    """Sends a line of JSON with descriptors, on a blocking socket. Raises: OSError."""
     num_pieces = max(1, -(-len(fds) // _MAX_FDS_PER_MESSAGE))
-    assert len(line) >= num_pieces, (len(line), len(fds))
+    line = line[:-1].ljust(num_pieces - 1) + line[-1:]  # blanks at the end mean nothing in JSON
     for piece in range(num_pieces - 1):
         share = fds[piece * _MAX_FDS_PER_MESSAGE : (piece + 1) * _MAX_FDS_PER_MESSAGE]
         socket.send_fds(connection, [line[piece : piece + 1]], share)

@@ -15,6 +15,8 @@ from typing import Self
 
 from rose.config import Settings
 from rose.errors import PoolError
+from rose.memory.backend import Slabs
+from rose.memory.fd_limit import ensure_fd_limit
 from rose.memory.link import DaemonLink, exchange
 from rose.memory.pool_memory import PoolMemory, PoolSize
 from rose.memory.wire import Hello, Kind, Welcome, socket_path
@@ -36,10 +38,11 @@ class PoolClient:
         self.slot = welcome.slot
         """This engine's slot in the ledger; 0 for an observer."""
         self._memory = memory
+        self._rank = hello.rank
         size = memory.size
         self.num_slabs, self.slab_bytes = size.num_slabs, size.slab_bytes
-        self.headroom_slabs = size.headroom_slabs
-        self.slab_file = memory.slab_file
+        self.headroom_slabs, self.num_shards = size.headroom_slabs, size.num_shards
+        self.backend = size.backend
         self.ledger = memory.ledger
         self.board_words = memory.board_words
         self._link: DaemonLink | None = None
@@ -65,12 +68,17 @@ class PoolClient:
         """Joins an engine's scheduler or worker to a pool, waiting for the daemon to listen.
 
         The engine keeps its slabs while any of its processes lives. ``runtime_dir`` None takes the
-        environment's. Raises: PoolError, one line, if there is no daemon or it refuses.
+        environment's. Raises: PoolError, one line, if there is no daemon or it refuses; ConfigError where the
+        descriptor limit is too low for the pool.
         """
         hello = Hello(
             role=role, engine_id=engine_id, kind=kind, rank=rank, world_size=world_size, pid=os.getpid()
         )
-        return cls._join(name, hello, runtime_dir, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        # Asked first: descriptors beyond the limit would be lost on their way to us.
+        size = describe_pool(name, runtime_dir=runtime_dir, timeout_s=timeout_s)
+        ensure_fd_limit(size.num_fds, f"pool {name} with {size.num_shards} x {size.num_slabs} slabs")
+        return cls._join(name, hello, runtime_dir, max(0.0, deadline - time.monotonic()))
 
     @classmethod
     def observe(cls, name: str, *, runtime_dir: Path | None = None, timeout_s: float = 5.0) -> Self:
@@ -108,6 +116,13 @@ class PoolClient:
             if not is_transient or time.monotonic() + _RETRY_S > deadline:
                 raise PoolError(reason)
             time.sleep(_RETRY_S)
+
+    def open_slabs(self, device: int = 0) -> Slabs:
+        """This rank's slabs; ``device``: the rank's GPU, as this process counts. Not for observers.
+
+        Raises: PoolError, ConfigError where the descriptor limit is too low.
+        """
+        return self._memory.open_slabs(self._rank, device)
 
     @property
     def daemon_pid(self) -> int | None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from rose.errors import PoolError
+from rose.memory.backend import BackendKind
 from rose.memory.wire import Hello
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class MemberState(BaseModel):
@@ -36,6 +37,8 @@ class PoolState(BaseModel):
     num_slabs: int
     slab_bytes: int
     headroom_slabs: int
+    num_shards: int
+    backend: BackendKind
     files: list[tuple[int, int]]
     """Device and inode of each descriptor of the memory, in order."""
     members: list[MemberState]

@@ -2,7 +2,7 @@
 
 Owns the paths and the messages: one JSON line each way on a unix stream socket. The pool's descriptors
 (rose/memory/pool_memory.py) travel with the answer to a new client, and with the hello of one that comes
-back:
+back; an observer gets those of ledger and board alone:
 
     new client   Hello                        ->    Welcome + descriptors, or Refusal
     comes back   Hello(slot) + descriptors    ->    Welcome, or Refusal
@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rose.errors import ConfigError, PoolError
 from rose.types import Role
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path holds 108 with its end mark
 
 

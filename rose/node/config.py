@@ -6,11 +6,13 @@ Never: looks at the machine; a port or a model is checked where it is used (chec
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from rose.config import Section
 from rose.engine.settings import EngineSettings
+from rose.memory.backend import BackendKind
 from rose.memory.daemon import SLAB_BYTES
+from rose.memory.pool_memory import MAX_SHARDS
 from rose.types import Role
 
 NODE_EXAMPLE = """\
@@ -24,20 +26,16 @@ engines:
 
 
 class PoolConfig(Section):
-    """The KV memory that the engines of one GPU share."""
+    """The KV memory that the engines of one GPU share, or of several GPUs under tensor parallelism."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
     num_slabs: Annotated[int, Field(gt=0)]
     slab_bytes: Annotated[int, Field(gt=0)] = SLAB_BYTES
     headroom_slabs: Annotated[int, Field(ge=0)]
     """Kept for serving's bursts."""
-
-    @field_validator("slab_bytes")
-    @classmethod
-    def _power_of_two(cls, slab_bytes: int) -> int:
-        if slab_bytes & (slab_bytes - 1):
-            raise ValueError(f"must be a power of two, got {slab_bytes}")
-        return slab_bytes
+    num_shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
+    """Tensor-parallel ranks of its engines."""
+    backend: BackendKind = BackendKind.HOST
 
     @model_validator(mode="after")
     def _headroom_fits(self) -> Self:

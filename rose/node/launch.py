@@ -107,7 +107,8 @@ def pool_process(pool: PoolConfig, log_path: Path | None) -> ServerProcess:
     argv = [
         *(sys.executable, "-m", "rose.memory.daemon", pool.name),
         *("--num-slabs", str(pool.num_slabs), "--slab-bytes", str(pool.slab_bytes)),
-        *("--headroom-slabs", str(pool.headroom_slabs)),
+        *("--headroom-slabs", str(pool.headroom_slabs), "--num-shards", str(pool.num_shards)),
+        *("--backend", pool.backend),
     ]
     return ServerProcess(argv, f"pool-{pool.name}", log_path)
 

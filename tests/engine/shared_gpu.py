@@ -25,7 +25,6 @@ LEASE_S = 3.0
 WINDOW_S = 1.0
 STALL_S = 4.0
 SETTINGS = {
-    "pool": POOL,
     # Loose, so that rollouts get turns even where two busy cores run everything at a tenth of its speed.
     "slo_ttft_ms": 8000.0,
     "slo_tpot_ms": 2000.0,
@@ -39,11 +38,17 @@ SETTINGS = {
 class SharedGpu:
     """The pool's daemon, its ledger, and the two engines. An engine that a test killed is started again."""
 
-    def __init__(self, folder: Path, models: dict[Role, Path]) -> None:
+    def __init__(
+        self, folder: Path, models: dict[Role, Path], *, num_ranks: int = 1, gate: GateMode = GateMode.DUAL
+    ) -> None:
+        """``num_ranks``: of tensor parallelism, each with its part of every block in a shard of its own."""
         self.folder = folder
+        self.pool = POOL if num_ranks == 1 else f"{POOL}-{num_ranks}"
         self._models = models
+        self._num_ranks = num_ranks
+        self._gate = gate
         self.start_daemon()
-        self.observer = PoolClient.observe(POOL, runtime_dir=runtime_dir(folder))
+        self.observer = PoolClient.observe(self.pool, runtime_dir=runtime_dir(folder))
         self.ledger: Ledger = self.observer.ledger
         self._engines: dict[Role, RealEngine] = {}
         self._rl_step = 0
@@ -54,9 +59,10 @@ class SharedGpu:
     def start_daemon(self) -> None:
         """The pool's first daemon, or one that takes over from its predecessor."""
         self._daemon = start_daemon(
-            POOL,
+            self.pool,
             num_slabs=NUM_SLABS,
-            slab_bytes=SLAB_BYTES,
+            num_shards=self._num_ranks,
+            slab_bytes=SLAB_BYTES // self._num_ranks,
             headroom_slabs=HEADROOM_SLABS,
             runtime_dir=runtime_dir(self.folder),
         )
@@ -76,21 +82,24 @@ class SharedGpu:
                 engine.stop()
                 del self._engines[role]
             if role not in self._engines:
-                self._engines[role] = RealEngine(
-                    self._models[role], role, self.folder, "--dtype", "float32", **SETTINGS
-                )
+                self._engines[role] = self._start(role)
         # Rollout first: profiling serving takes the whole pool, and so cuts the rollout budget to nothing.
         for role in (Role.ROLLOUT, Role.SERVING):
             engine = self._engines[role].wait_ready()
-            if role not in self.profiles:
+            if role not in self.profiles and self._gate is not GateMode.OFF:
                 self.profiles[role] = engine.profile()
                 # Logprobs compile at their first use, for longer than a request may stand still.
                 engine.complete(prompt("first", BLOCK_TOKENS), 2)
 
+    def _start(self, role: Role) -> RealEngine:
+        flags = ("--dtype", "float32", "--tensor-parallel-size", str(self._num_ranks))
+        settings = {**SETTINGS, "pool": self.pool, "gate": self._gate}
+        return RealEngine(self._models[role], role, self.folder, *flags, **settings)
+
     def settle(self) -> None:
         """Idle engines, default gate, no pressure: where every test starts."""
         for engine in self._engines.values():
-            engine.set_gate(GateMode.DUAL)
+            engine.set_gate(self._gate)
             until(lambda e=engine: e.status().num_running + e.status().num_waiting == 0, "idle engine")
         until(lambda: self.held(Role.SERVING) == 1, "serving returned its slabs")
         self.begin_rl_step()

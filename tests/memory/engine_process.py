@@ -1,7 +1,7 @@
 """An engine's process for tests: attaches to a pool, then obeys one JSON list per line of input.
 
 ["acquire", n]       takes slabs                       -> their numbers
-["map", [slab, ..]]  maps them at the next positions   -> the sum of the bytes found there
+["map", [slab, ..], zero]  maps them at the next positions   -> the sum of the kinds of bytes found there
 ["fill", byte]       writes all mapped slabs           -> true
 ["read", slab]       the set of bytes in a slab        -> sorted list
 ["unmap", [slab]]    unmaps and releases drained slabs -> which became free
@@ -13,10 +13,10 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from vmm_worlds import World
 
+from rose.memory.backend import CUDA_DRIVER, BackendKind
 from rose.memory.pool import PoolClient
 from rose.memory.wire import Kind
 from rose.types import Role
@@ -25,29 +25,28 @@ from rose.types import Role
 class Engine:
     def __init__(self, client: PoolClient) -> None:
         self.client = client
-        self.range = client.slab_file.reserve(4 * client.num_slabs)
-        self.bytes = np.frombuffer(memoryview(self.range), dtype=np.uint8)
+        self.world = World(CUDA_DRIVER if client.backend is BackendKind.CUDA else None)
+        self.world.slab_bytes = client.slab_bytes
+        self.range = client.open_slabs().reserve(4 * client.num_slabs)
 
-    def content(self, slab: int) -> Any:
-        position = next(p for p, s in self.range.mapped() if s == slab)
-        size = self.client.slab_bytes
-        return self.bytes[position * size : (position + 1) * size]
+    def position(self, slab: int) -> int:
+        return next(p for p, s in self.range.mapped() if s == slab)
 
     def acquire(self, count: int) -> list[int]:
         return self.client.ledger.acquire(self.client.slot, count)
 
-    def map(self, slabs: list[int]) -> int:
+    def map(self, slabs: list[int], zero: bool = True) -> int:
         free = [p for p in range(self.range.num_positions) if self.range.slab_at(p) is None]
-        self.range.map_many(free[: len(slabs)], slabs)
-        return sum(int(self.content(slab).sum()) for slab in slabs)
+        self.range.map_many(free[: len(slabs)], slabs, zero=zero)
+        return sum(sum(self.read(slab)) for slab in slabs)
 
     def fill(self, byte: int) -> bool:
-        for _, slab in self.range.mapped():
-            self.content(slab)[:] = byte
+        for position, _ in self.range.mapped():
+            self.world.write(self.range, position, byte)
         return True
 
     def read(self, slab: int) -> list[int]:
-        return [int(byte) for byte in np.unique(self.content(slab))]
+        return sorted(self.world.read(self.range, self.position(slab)))
 
     def drain(self, slabs: list[int], num_ranks: int) -> bool:
         self.client.ledger.drain(slabs, num_ranks)

@@ -66,7 +66,7 @@ class EngineProcess:
 StartEngine = Callable[..., EngineProcess]
 
 
-def start_pool(runtime_dir: Path, **sizes: int) -> DaemonHandle:
+def start_pool(runtime_dir: Path, **sizes: Any) -> DaemonHandle:
     """A daemon of pool ``POOL``, of the usual size unless told otherwise."""
     usual = {"num_slabs": NUM_SLABS, "slab_bytes": SLAB_BYTES, "headroom_slabs": HEADROOM_SLABS}
     return start_daemon(POOL, runtime_dir=runtime_dir, **{**usual, **sizes})

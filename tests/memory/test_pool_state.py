@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rose.errors import PoolError
+from rose.memory.backend import BackendKind
 from rose.memory.pool_state import MemberState, PoolState, read_state, write_state
 from rose.memory.processes import find_process, start_ticks
 from rose.memory.wire import Hello, Kind
@@ -17,6 +18,8 @@ STATE = PoolState(
     num_slabs=4,
     slab_bytes=4096,
     headroom_slabs=1,
+    num_shards=1,
+    backend=BackendKind.HOST,
     files=[(1, 2), (1, 3)],
     members=[MemberState(hello=Hello(engine_id="s0", kind=Kind.WORKER, pid=9, slot=1), started=77)],
     broken_slots=[1],
@@ -37,10 +40,10 @@ def test_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         ("", "not a pool's state"),
-        ("[]", "has version None, this rose knows 1"),
-        ("{}", "has version None, this rose knows 1"),
-        (json.dumps({"version": 2, "new": True}), "has version 2, this rose knows 1"),
-        (json.dumps({"version": 1, "num_slabs": "many"}), "not a pool's state"),
+        ("[]", "has version None, this rose knows 2"),
+        ("{}", "has version None, this rose knows 2"),
+        (json.dumps({"version": 3, "new": True}), "has version 3, this rose knows 2"),
+        (json.dumps({"version": 2, "num_slabs": "many"}), "not a pool's state"),
     ],
 )
 def test_other_files_are_refused_with_the_fix(tmp_path: Path, content: str, reason: str) -> None:

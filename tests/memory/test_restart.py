@@ -47,13 +47,16 @@ def daemons(runtime_dir: Path) -> Iterator["Daemons"]:
 class Daemons:
     """One daemon after the other on the same pool."""
 
-    def __init__(self, runtime_dir: Path, stack: ExitStack) -> None:
+    def __init__(self, runtime_dir: Path, stack: ExitStack, num_shards: int = 1) -> None:
         self._runtime_dir = runtime_dir
+        self._num_shards = num_shards
         self._stack = stack
         self._current = self.start()
 
     def start(self, **sizes: int) -> DaemonHandle:
-        self._current = self._stack.enter_context(start_pool(self._runtime_dir, **sizes))
+        self._current = self._stack.enter_context(
+            start_pool(self._runtime_dir, num_shards=self._num_shards, **sizes)
+        )
         return self._current
 
     def kill(self) -> None:
@@ -69,6 +72,13 @@ def wait_all_back(ledger: Ledger) -> None:
     wait_until(ledger, lambda: not any(engine.is_leaving for engine in ledger.engines().values()))
 
 
+@pytest.fixture
+def sharded(runtime_dir: Path) -> Iterator["Daemons"]:
+    """Of a pool for engines of two ranks."""
+    with ExitStack() as stack:
+        yield Daemons(runtime_dir, stack, num_shards=2)
+
+
 def tensor_parallel(start_engine: StartEngine, role: str, engine_id: str) -> list[EngineProcess]:
     """A scheduler and two workers."""
     return [
@@ -78,17 +88,17 @@ def tensor_parallel(start_engine: StartEngine, role: str, engine_id: str) -> lis
 
 
 def test_a_restarted_daemon_takes_the_memory_over_and_engines_never_notice(
-    daemons: Daemons, start_engine: StartEngine, runtime_dir: Path
+    sharded: Daemons, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
     serving = tensor_parallel(start_engine, "serving", "s0")
-    rollout = start_engine("rollout", "r0", "scheduler")
+    rollout = start_engine("rollout", "r0", "scheduler", 0, 2)
     mine, theirs = serving[0].ask("acquire", 3), rollout.ask("acquire", NUM_SLABS)
     for rank in serving[1:]:
         rank.ask("map", mine)
     serving[1].ask("fill", 7)
     rollout.ask("map", theirs)
     for _ in range(2):
-        daemons.kill()
+        sharded.kill()
         # Slabs move without a daemon.
         rollout.ask("drain", theirs[:2], 1)
         assert rollout.ask("unmap", theirs[:2]) == theirs[:2]
@@ -96,7 +106,7 @@ def test_a_restarted_daemon_takes_the_memory_over_and_engines_never_notice(
         serving[0].ask("drain", theirs[:1], 0)
         assert rollout.ask("acquire", 2) == theirs[:2]
         rollout.ask("map", theirs[:2])
-        daemons.start()
+        sharded.start()
         with observe(runtime_dir) as watcher:
             wait_all_back(watcher.ledger)
             engines = watcher.ledger.engines()
@@ -105,7 +115,7 @@ def test_a_restarted_daemon_takes_the_memory_over_and_engines_never_notice(
             assert watcher.ledger.owned(serving[0].slot) == mine
             assert watcher.ledger.owned(rollout.slot) == theirs
             watcher.ledger.check_integrity()
-        assert serving[2].ask("read", mine[0]) == [7]
+        assert [rank.ask("read", mine[0]) for rank in serving[1:]] == [[7], [0]]
     assert not [path for path in runtime_dir.iterdir() if path.suffix == ".new"]
 
 
@@ -147,22 +157,22 @@ def test_an_engine_that_died_without_a_daemon_is_buried_by_the_next_one(
 
 
 def test_an_engine_that_lost_a_rank_stays_in_quarantine_across_restarts(
-    daemons: Daemons, start_engine: StartEngine, runtime_dir: Path
+    sharded: Daemons, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
     serving = tensor_parallel(start_engine, "serving", "s0")
     slabs = serving[0].ask("acquire", 3)
     with observe(runtime_dir) as watcher:
         ledger = watcher.ledger
-        daemons.kill()
+        sharded.kill()
         serving[1].kill()
         for _ in range(2):
-            daemons.start()
+            sharded.start()
             assert ledger.engines()[serving[0].slot].is_leaving
             assert (ledger.num_quarantined, ledger.owned(serving[0].slot)) == (3, slabs)
             with pytest.raises(PoolError, match=r"serving engine 's0' .* is leaving"):
                 attach(runtime_dir, Role.SERVING, "s0", kind=Kind.WORKER, world_size=2, timeout_s=0.2)
-            daemons.kill()
-        daemons.start()
+            sharded.kill()
+        sharded.start()
         for process in (serving[0], serving[2]):
             process.kill()
         wait_until(ledger, lambda: ledger.num_free == NUM_SLABS)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from rose.memory.backend import Backend, CudaBackend, HostBackend, SlabRange
 
@@ -20,6 +19,8 @@ STAND_IN_SOURCE = Path(__file__).with_name("stand_in_cuda.cpp")
 
 def build_stand_in(folder: Path) -> Path:
     """Compiles the stand-in driver; skips the test where there is no compiler."""
+    import pytest  # not needed in the processes that tests start
+
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler for the stand-in CUDA driver")

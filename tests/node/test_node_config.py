@@ -45,7 +45,8 @@ def test_plugin_settings_hold_only_what_the_user_set() -> None:
     [
         ({"pool": {"name": "g", "num_slabs": 8, "headroom_slabs": 8}}, "leaves nothing of 8 slabs"),
         ({"pool": {"name": "g/x", "num_slabs": 8, "headroom_slabs": 1}}, "pool.name"),
-        ({"pool": {"name": "g", "num_slabs": 8, "headroom_slabs": 1, "slab_bytes": 3}}, "power of two"),
+        ({"pool": {"name": "g", "num_slabs": 8, "headroom_slabs": 1, "num_shards": 0}}, "pool.num_shards"),
+        ({"pool": {"name": "g", "num_slabs": 8, "headroom_slabs": 1, "backend": "gpu"}}, "'host' or 'cuda'"),
         ({"engines": []}, "engines"),
         ({"relay": None}, "run frozenlake needs a relay"),
         ({"engines": [{"model": "m", "role": "serving", "port": 1}] * 2}, "share port 1"),

@@ -1,0 +1,47 @@
+"""Which engines fit which pools, and how they may be parallel: settled before a model is loaded."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.worker.gpu_worker import Worker
+
+from rose.engine import patches
+from rose.errors import ConfigError
+from rose.memory.backend import BackendKind
+from rose.memory.daemon import start_daemon
+
+
+def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="rose-test-") as folder:
+        monkeypatch.setenv("ROSE_RUNTIME_DIR", folder)
+        with start_daemon(
+            "two", num_slabs=4, slab_bytes=1 << 20, headroom_slabs=1, num_shards=2, runtime_dir=Path(folder)
+        ):
+            assert patches._bytes_per_rank("two", 2, BackendKind.HOST) == 4 << 20
+            with pytest.raises(
+                ConfigError, match=r"--tensor-parallel-size 1 .* pool two has 2: .* --num-shards 1"
+            ):
+                patches._bytes_per_rank("two", 1, BackendKind.HOST)
+            with pytest.raises(ConfigError, match=r"two has host slabs, .* the pool with --backend cuda"):
+                patches._bytes_per_rank("two", 2, BackendKind.CUDA)
+
+
+def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_path: Path) -> None:
+    model = str(tmp_path)  # else vLLM looks for one
+    assert patches._check_parallelism(EngineArgs(model, tensor_parallel_size=4)) == 4
+    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 2: .* use --tensor-parallel-size"):
+        patches._check_parallelism(EngineArgs(model, pipeline_parallel_size=2))
+    with pytest.raises(ConfigError, match="--data-parallel-size 2"):
+        patches._check_parallelism(EngineArgs(model, data_parallel_size=2))
+
+
+def test_both_platforms_have_a_worker_class_that_loads_anywhere() -> None:
+    for name in ("rose.engine.worker.RoseCPUWorker", "rose.engine.gpu_worker.RoseGPUWorker"):
+        assert issubclass(resolve_obj_by_qualname(name), Worker)
+    assert patches._platform() == ("rose.engine.worker.RoseCPUWorker", BackendKind.HOST)

@@ -1,0 +1,140 @@
+"""Two engines of two ranks each over one pool of two shards: every slab moves on both ranks, or on none."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from probes import (
+    NUM_VERSIONS,
+    PROBE_TOKENS,
+    ROLLOUT_TOKENS,
+    SERVING_TOKENS,
+    probes,
+    prompt,
+    wave_prompts,
+)
+from real_engine import Answer, RealEngine, runtime_dir, until
+from references import ModelDirs, StockAnswers
+from shared_gpu import NUM_SLABS, LedgerLog, SharedGpu
+from tiny_models import SLAB_BYTES, staged_update
+from weight_probes import probe, update
+
+from rose.memory.pool_state import read_state
+from rose.memory.wire import Kind
+from rose.types import GateMode, Role, StopReason
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_RANKS = 2
+NUM_WAVES = 2
+ABORTS = {StopReason.RECLAIMED, StopReason.STALLED}
+
+
+@pytest.fixture(scope="module")
+def ranks(engines_dir: Path, models: ModelDirs) -> Iterator[SharedGpu]:
+    """Ungated: only their memory is shared here."""
+    gpu = SharedGpu(
+        engines_dir,
+        {Role.SERVING: models.serving, Role.ROLLOUT: models.untied[0]},
+        num_ranks=NUM_RANKS,
+        gate=GateMode.OFF,
+    )
+    try:
+        gpu.ensure_running()
+        yield gpu
+    finally:
+        gpu.close()
+
+
+@pytest.fixture
+def serving(ranks: SharedGpu) -> RealEngine:
+    ranks.settle()
+    return ranks.engine(Role.SERVING)
+
+
+@pytest.fixture
+def rollout(ranks: SharedGpu) -> RealEngine:
+    ranks.settle()
+    return ranks.engine(Role.ROLLOUT)
+
+
+def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_all_ranks(
+    ranks: SharedGpu, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
+) -> None:
+    """Stock vLLM on one rank: in float32 the ranks' sum changes no greedy token. Donors leave NaN behind."""
+    answers: dict[Role, list[tuple[list[int], Answer]]] = {role: [] for role in Role}
+    with LedgerLog(ranks.ledger) as log:
+        for wave in range(NUM_WAVES):
+            prompts = {role: wave_prompts(role, wave) for role in Role}
+            rollouts = rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS)
+            until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
+            servings = serving.start_requests(prompts[Role.SERVING], SERVING_TOKENS)
+            for role, requests in ((Role.SERVING, servings), (Role.ROLLOUT, rollouts)):
+                answers[role] += zip(prompts[role], [each.result() for each in requests], strict=True)
+            ranks.settle()
+    assert len(log.moved) >= NUM_SLABS // 4, log.owners
+    ranks.ledger.check_integrity()
+    for role, given_and_answers in answers.items():
+        expected = stock.of(str(role))
+        for given, answer in given_and_answers:
+            is_whole = answer.finish_reason == "length"
+            assert is_whole or (role is Role.ROLLOUT and answer.stop_reason in ABORTS)
+            assert answer.tokens == expected[tuple(given)]["tokens"][: len(answer.tokens)]
+    assert StopReason.RECLAIMED in [answer.stop_reason for _, answer in answers[Role.ROLLOUT]]
+
+
+def test_weights_change_on_all_ranks_or_on_none(
+    ranks: SharedGpu, rollout: RealEngine, models: ModelDirs, stock: StockAnswers
+) -> None:
+    update(rollout, models.untied[1], 1)
+    before = probe(rollout)
+    good = staged_update(models.untied[NUM_VERSIONS], f"test/{NUM_VERSIONS}")
+    for _ in range(2):  # an error leaves no rank's answer behind for the next call
+        refused = rollout.update_weights(good.model_copy(update={"state_hash": "0" * 64}))
+        assert refused.status_code == 500 and "weights kept at the old version" in refused.text
+    assert [rollout.complete(turn, PROBE_TOKENS).tokens for turn in probes()] == [each[0] for each in before]
+    update(rollout, models.untied[NUM_VERSIONS], NUM_VERSIONS)
+    expected = stock.of("untied")
+    assert [tokens for tokens, _ in probe(rollout)] == [expected[tuple(turn)]["tokens"] for turn in probes()]
+
+
+def test_all_ranks_leave_the_gpu_and_come_back_the_same(ranks: SharedGpu, rollout: RealEngine) -> None:
+    rollout.deactivate()
+    rollout.activate()
+    before, status = probe(rollout), rollout.status()
+    assert status.device_weights_bytes > 0
+    rollout.deactivate()
+    assert ranks.held(Role.ROLLOUT) == 1
+    idle = rollout.status()
+    assert (idle.device_weights_bytes, idle.device_kv_bytes) == (0, SLAB_BYTES)
+    # Two interpreters with torch and vLLM in them.
+    assert idle.device_fixed_bytes > NUM_RANKS * 100 << 20
+    until(lambda: ranks.ledger.num_draining == 0, "unmapped by all ranks")
+    rollout.activate()
+    assert rollout.status().device_weights_bytes == status.device_weights_bytes
+    assert probe(rollout) == before
+
+
+def test_an_engine_that_loses_a_rank_ends_and_gives_its_slabs_back(
+    ranks: SharedGpu, serving: RealEngine, rollout: RealEngine
+) -> None:
+    lost = rollout.start_requests([prompt(f"lost-{i}", 300) for i in range(8)], max_tokens=600)
+    until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
+    kept = serving.start_requests([prompt(f"kept-{i}", 100) for i in range(4)], max_tokens=40)
+    os.kill(worker_pid(ranks, Role.ROLLOUT, rank=1), signal.SIGKILL)
+    until(lambda: all(one.role is not Role.ROLLOUT for one in ranks.ledger.engines().values()), "slot freed")
+    assert ranks.held(Role.ROLLOUT) == 0
+    assert all(len(request.result().tokens) == 40 for request in kept)
+    assert any(request.exception() is not None for request in lost)
+    until(lambda: ranks.ledger.num_free == NUM_SLABS - ranks.held(Role.SERVING), "every slab has an owner")
+    ranks.ledger.check_integrity()
+
+
+def worker_pid(gpu: SharedGpu, role: Role, rank: int) -> int:
+    state = read_state(runtime_dir(gpu.folder) / f"pool-{gpu.pool}.state")
+    assert state is not None
+    hellos = [member.hello for member in state.members]
+    (pid,) = [each.pid for each in hellos if (each.role, each.kind, each.rank) == (role, Kind.WORKER, rank)]
+    return pid
