@@ -6,9 +6,14 @@ gone. Everything else in this folder goes through worker, scheduler, weight-tran
 
 import functools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from rose.arguments import BAD_INPUT_STATUS
+from rose.engine.compatibility import check_arguments, check_config
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import ConfigError
 
@@ -25,11 +30,18 @@ def configure_from_additional_config() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     def before(engine_args: Any) -> None:
-        settings = EngineSettings.parse(engine_args.additional_config or {})
-        if settings is not None:
-            _apply(settings.named(os.getpid()), engine_args)
+        with _ends_commands():
+            settings = EngineSettings.parse(engine_args.additional_config or {})
+            if settings is not None:
+                _apply(settings.named(os.getpid()), engine_args)
 
-    _wrap(EngineArgs, "create_engine_config", before=before)
+    def after(engine_args: Any, config: Any) -> None:
+        with _ends_commands():
+            settings = EngineSettings.parse(engine_args.additional_config or {})
+            if settings is not None:
+                check_config(config, settings)
+
+    _wrap(EngineArgs, "create_engine_config", before=before, after=after)
 
 
 def give_scheduler_its_input_queue() -> None:
@@ -50,8 +62,36 @@ def give_scheduler_its_input_queue() -> None:
     _wrap(DPEngineCoreProc, "run_busy_loop", before=before)
 
 
-def _wrap(owner: Any, name: str, *, before: Callable[[Any], None]) -> None:
-    """Run ``before(self)`` ahead of a method. Idempotent. Raises: ConfigError if the method is gone."""
+@contextmanager
+def _ends_commands() -> Iterator[None]:
+    """Under vLLM's own commands a ConfigError is one line and exit status 2, as with ours and with argparse;
+    whoever makes an engine in Python gets the exception."""
+    try:
+        yield
+    except ConfigError as error:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        command = spec.name if spec is not None else Path(sys.argv[0]).name
+        if command.split(".")[0] != "vllm":
+            raise
+        print(f"rose: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(BAD_INPUT_STATUS) from error
+
+
+def _ignore(_self: Any, _result: Any) -> None:
+    pass
+
+
+def _wrap(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[[Any], None],
+    after: Callable[[Any, Any], None] = _ignore,
+) -> None:
+    """Run ``before(self)`` ahead of a method and ``after(self, result)`` behind it. Idempotent.
+
+    Raises: ConfigError if the method is gone.
+    """
     original = getattr(owner, name, None)
     if original is None:
         raise ConfigError(f"vLLM has no {owner.__name__}.{name}: this version is not supported by rose")
@@ -61,7 +101,9 @@ def _wrap(owner: Any, name: str, *, before: Callable[[Any], None]) -> None:
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         before(self)
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        after(self, result)
+        return result
 
     setattr(wrapper, _MARK, True)
     setattr(owner, name, wrapper)
@@ -86,6 +128,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
         raise ConfigError(
             "rose engines support --tensor-parallel-size 1 and --pipeline-parallel-size 1 so far"
         )
+    check_arguments(engine_args)
     engine_args.additional_config = {
         **engine_args.additional_config,
         CONFIG_KEY: settings.model_dump(mode="json"),

@@ -118,7 +118,8 @@ class RoseScheduler(Scheduler):
         return outputs
 
     def has_requests(self) -> bool:
-        return super().has_requests() or self._must_step or bool(self._ended) or self._has_ops()
+        is_due = self._must_step or bool(self._ended) or self._has_ops() or self._has_kv_events()
+        return super().has_requests() or is_due
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         done = super().reset_prefix_cache(reset_running_requests, reset_connector)
@@ -195,6 +196,10 @@ class RoseScheduler(Scheduler):
 
     def _has_ops(self) -> bool:
         return self.tenant is not None and self.tenant.has_ops
+
+    def _has_kv_events(self) -> bool:
+        """Published by a step, which nobody else asks for when an idle engine's prefix cache is reset."""
+        return bool(self.kv_cache_manager.block_pool.kv_event_queue)
 
     def _obey_commands(self) -> None:
         wanted = self.page.get(Field.WANTED_GATE_MODE)
