@@ -72,8 +72,8 @@ def _check_connectors(config: VllmConfig, role: Role) -> None:
     for one in _connectors(config.kv_transfer_config):
         if names := _registers(one):
             raise ConfigError(
-                f"--kv-transfer-config {one.kv_connector}: it keeps addresses of the KV cache ({names}), and a "
-                f"slab that moves changes the memory behind them: use a connector that copies inside the "
+                f"--kv-transfer-config {one.kv_connector}: it keeps addresses of the KV cache ({names}), and "
+                f"a slab that moves changes the memory behind them: use a connector that copies inside the "
                 f"step, as ExampleConnector does, or serve without --pool"
             )
 

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -191,8 +192,13 @@ class RoseScheduler(Scheduler):
     def waiting_requests(self) -> list[Request]:
         """Requests that wait for a slot, in queue order, as many as could get one now."""
         free_slots = max(0, self.max_num_running_reqs - len(self.running))
-        waiting = [*self.kv_holding_waiting, *self.waiting]
-        return waiting[:free_slots]
+        waiting = (
+            request
+            for request in chain(self.kv_holding_waiting, self.waiting)
+            # A paused session waits for its user, not for us.
+            if request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ
+        )
+        return list(islice(waiting, free_slots))
 
     def _has_ops(self) -> bool:
         return self.tenant is not None and self.tenant.has_ops
