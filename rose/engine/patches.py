@@ -110,16 +110,18 @@ def _wrap(
 
 
 def _apply(settings: EngineSettings, engine_args: Any) -> None:
+    from rose.engine.plugin import is_supported, supported_range, vllm_version
+
+    if not is_supported(vllm_version()):
+        raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
+
     from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform
     from vllm.v1.executor import UniProcExecutor
 
-    from rose.engine.plugin import is_supported, supported_range, vllm_version
     from rose.memory.pool import describe_pool
     from rose.types import Role
 
-    if not is_supported(vllm_version()):
-        raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
     if not current_platform.is_cpu():
         raise ConfigError(
             f"rose engines run on vLLM's CPU platform so far, this is {current_platform.device_type}"

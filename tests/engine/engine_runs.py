@@ -1,5 +1,6 @@
 """What the forked engines do in the tests of vLLM's features. Each function runs in a process of its own."""
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +8,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from forked_engines import Driver, Reply, make_engine
+from forked_engines import Driver, Reply, load_model_class, make_engine
 from lingering_connector import SEND
 
 from rose.engine.status import Field
@@ -248,3 +249,33 @@ def _connector(name: str, store: Path, role: str, module: str | None = None) -> 
         kv_connector_module_path=module,
         kv_connector_extra_config={"shared_storage_path": str(store)},
     )
+
+
+def refusals(cases: list[dict[str, Any]]) -> list[str]:
+    """What the configuration of an engine with these arguments is refused with, "" where it is not."""
+    os.environ["VLLM_PLUGINS"] = "rose"
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rose.errors import ConfigError
+
+    messages = []
+    for case in cases:
+        given = dict(case)
+        load_model_class(Path(case["model"]))
+        if "kv_transfer_config" in given:
+            given["kv_transfer_config"] = KVTransferConfig(**given["kv_transfer_config"])
+        try:
+            EngineArgs(**given).create_engine_config()
+        except ConfigError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    return messages
+
+
+def refusals_by_another_version(version: str, cases: list[dict[str, Any]]) -> list[str]:
+    import vllm
+
+    vllm.__version__ = version
+    return refusals(cases)

@@ -3,6 +3,7 @@
 The engine core lives in the process of its driver, which steps it and sees its scheduler and block pool.
 """
 
+import json
 import os
 import queue
 import sys
@@ -21,7 +22,17 @@ from tiny_models import MAX_MODEL_LEN
 from rose.engine.stock import CHUNK_TOKENS, STOCK_ENV
 
 FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine"])
+FORKS.set_forkserver_preload(
+    [
+        *("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core"),
+        *(
+            "vllm.v1.worker.cpu_worker",
+            "vllm.v1.worker.cpu_model_runner",
+            "vllm.v1.attention.backends.cpu_attn",
+        ),
+        *("vllm.v1.core.sched.scheduler", "vllm.model_executor.models.qwen3", "transformers"),
+    ]
+)
 RESULT_S = 240.0
 
 
@@ -71,13 +82,14 @@ def _run(
 
 
 def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
-    """A vLLM ``LLM``, under ROSE with these settings or stock. Chunked prefill and, under ROSE, prefix cache."""
+    """A vLLM ``LLM``, stock or under ROSE with these settings; prompts longer than 512 tokens in chunks."""
     if rose is not None:
         os.environ["VLLM_PLUGINS"] = "rose"
         args["additional_config"] = {"rose": {"gate": "off", "poison_slabs": True, **rose}}
     from vllm import LLM
     from vllm.v1.executor import UniProcExecutor
 
+    load_model_class(model)
     defaults = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -88,6 +100,14 @@ def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
         "distributed_executor_backend": UniProcExecutor,
     }
     return LLM(str(model), **{**defaults, **args})
+
+
+def load_model_class(model: Path) -> None:
+    """Spares the subprocess in which vLLM looks at a class that it hasn't seen on this machine: 20 s each."""
+    from vllm import ModelRegistry
+
+    (name,) = json.loads((model / "config.json").read_text())["architectures"]
+    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,9 +38,6 @@ def test_greedy_answers_stay_equal_over_a_thousand_moves(
                 tokens = expected[Role.ROLLOUT][tuple(given)]["tokens"]
                 assert answer.tokens == tokens[: len(answer.tokens)], (cycle, log.num_moves)
             cycle += 1
-            import time
-
-            print("CYC", cycle, log.num_moves, num_whole, time.monotonic(), flush=True)
             gpu.settle()
     assert num_whole > 0
     gpu.ledger.check_integrity()
