@@ -15,7 +15,7 @@ from typing import Any
 from rose.arguments import BAD_INPUT_STATUS
 from rose.engine.compatibility import check_arguments, check_config
 from rose.engine.settings import CONFIG_KEY, EngineSettings
-from rose.errors import ConfigError
+from rose.errors import ConfigError, PoolError
 
 _MARK = "_rose_patched"
 
@@ -64,11 +64,11 @@ def give_scheduler_its_input_queue() -> None:
 
 @contextmanager
 def _ends_commands() -> Iterator[None]:
-    """Under vLLM's own commands a ConfigError is one line and exit status 2, as with ours and with argparse;
+    """Under vLLM's own commands bad input is one line and exit status 2, as with ours and with argparse;
     whoever makes an engine in Python gets the exception."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, PoolError) as error:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         command = spec.name if spec is not None else Path(sys.argv[0]).name
         if command.split(".")[0] != "vllm":

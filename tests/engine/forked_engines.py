@@ -25,12 +25,8 @@ FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         *("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core"),
-        *(
-            "vllm.v1.worker.cpu_worker",
-            "vllm.v1.worker.cpu_model_runner",
-            "vllm.v1.attention.backends.cpu_attn",
-        ),
-        *("vllm.v1.core.sched.scheduler", "vllm.model_executor.models.qwen3", "transformers"),
+        *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.core.sched.scheduler"),
+        *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen3"),
     ]
 )
 RESULT_S = 240.0

@@ -126,7 +126,7 @@ def windows(runs: Runs) -> EventChecks:
 
 
 def assert_greedy(moves: Moves, expected: list[list[int]]) -> None:
-    """Every answer is stock's, an ended one's as far as it came; some came whole, some were ended by a cut."""
+    """Every answer is stock's, an ended one's as far as it came; some came whole, some were ended."""
     replies = [
         (reply, tokens) for answers in moves.replies for reply, tokens in zip(answers, expected, strict=True)
     ]
