@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rose.engine.settings import EngineSettings
 from rose.errors import ConfigError
-from rose.types import Role
+from rose.types import GateMode, Role
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
@@ -44,7 +44,7 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
         return
     _check_model(config.model_config)
     _check_connectors(config, settings.role)
-    _check_scheduling(config, settings.role)
+    _check_scheduling(config, settings)
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -106,7 +106,7 @@ def _registers(config: KVTransferConfig) -> str:
     return ", ".join(own)
 
 
-def _check_scheduling(config: VllmConfig, role: Role) -> None:
+def _check_scheduling(config: VllmConfig, settings: EngineSettings) -> None:
     if config.speculative_config is not None:
         raise ConfigError(
             "--speculative-config: the budget of slabs and the predicted step times don't count draft tokens "
@@ -118,8 +118,9 @@ def _check_scheduling(config: VllmConfig, role: Role) -> None:
             f"--watermark {watermark}: vLLM would count it in blocks of the whole pool, which one engine "
             f"never holds: leave it out, the pool's --headroom-slabs is the reserve"
         )
-    if role is Role.ROLLOUT and not config.scheduler_config.enable_chunked_prefill:
+    is_gated = settings.role is Role.ROLLOUT and settings.gate is not GateMode.OFF
+    if is_gated and not config.scheduler_config.enable_chunked_prefill:
         raise ConfigError(
-            "--no-enable-chunked-prefill: the gate splits rollout prefills so that they fit into serving's "
-            "slack: leave it out"
+            "chunked prefill is off (--no-enable-chunked-prefill, or latent attention on a CPU): the gate "
+            "fits rollouts into serving's slack by splitting their prefills: leave it on, or set --gate off"
         )

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "whole prefills": (
         "rollout",
         {"enable_chunked_prefill": False, "max_model_len": 256},
-        "--no-enable-chunked-prefill: the gate splits",
+        "chunked prefill is off (--no-enable-chunked-prefill",
     ),
 }
 
