@@ -16,7 +16,7 @@ from rose.types import GateMode, Role
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 
-REGISTERING = ("register_kv_caches", "register_cross_layers_kv_cache")
+REGISTERING = ("register_kv_caches", "register_cross_layers_kv_cache", "get_mem_pool_context")
 """What a connector overrides to learn where the KV cache lies: to register it with a network card or a copy
 engine, which goes on reading the memory of before when a slab has moved."""
 

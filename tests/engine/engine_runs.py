@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from forked_engines import Driver, Reply, load_model_class, make_engine
-from lingering_connector import SEND
 
 from rose.engine.status import Field
 from rose.engine.tenant import Tenant
 
 Prompts = Sequence[Sequence[int]]
-LEASE_S = 1.0
+LEASE_S = 3.0
+SEND = "send"
+"""Name of the file in a connector's storage that lets it send."""
 WINDOW_S = 0.5
 
 
@@ -32,7 +33,6 @@ def serve_bursts(model: Path, pool: str, prompts: Prompts, max_tokens: int, stop
         answers += [reply.tokens for reply in driver.answer(prompts, max_tokens)]
         time.sleep(WINDOW_S)
         driver.answer([prompts[0][:20]], 24)
-    driver.scheduler.shutdown()
     return answers
 
 
@@ -67,7 +67,7 @@ def _cut(driver: Driver, budget: int) -> None:
 
 
 def answer_over_cuts(model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int) -> Moves:
-    """A rollout engine alone in its pool; each round it loses all but two slabs in the midst of decoding."""
+    """A rollout engine alone in its pool; each round it loses half its slabs in the midst of decoding."""
     driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "lease_s": LEASE_S}))
     before, replies = _num_changes(_tenant(driver)), []
     for number in range(num_rounds):
@@ -76,7 +76,7 @@ def answer_over_cuts(model: Path, pool: str, prompts: Prompts, max_tokens: int, 
             lambda names=names: sum(len(driver.replies[n].tokens) for n in names if n in driver.replies) > 20,
             "a few tokens",
         )
-        _cut(driver, 2)
+        _cut(driver, _tenant(driver).pool.num_positions_in_use() // 2)
         driver.step()
         _begin_rl_step(driver, number + 1)
         replies.append(driver.wait(names))

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from engine_runs import SEND
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
-
-SEND = "send"
-"""Name of the file in the connector's storage that lets it send."""
 
 
 class LingeringConnector(ExampleConnector):

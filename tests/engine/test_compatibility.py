@@ -4,11 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed")
-
 import engine_runs
+import pytest
 from forked_engines import Fork
 from real_engine import runtime_dir
 from tiny_models import make_serving_model, make_state_model

@@ -4,11 +4,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed")
-
 import engine_runs
+import pytest
 from forked_engines import Fork, Reply
 from probes import prompt
 from real_engine import runtime_dir

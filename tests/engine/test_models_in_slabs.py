@@ -5,11 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed")
-
 import engine_runs
+import pytest
 from engine_runs import EventChecks, Moves
 from forked_engines import FORKS, Fork
 from probes import prompt
@@ -44,7 +41,6 @@ class Runs:
         self.windows = make_window_model(folder / "windows")
         self.moe, self.mla = make_moe_model(folder / "moe"), make_mla_model(folder / "mla")
         stop = FORKS.Event()
-        undo.callback(stop.set)
         self.pair = self._fork(
             engine_runs.roll_out_beside_serving,
             model=self.windows,
