@@ -193,8 +193,8 @@ def roll_out_beside_serving(
         return EventChecks(
             moves=moves,
             cached=cached,
-            num_removed=consumer.num_events[BlockRemoved],
-            num_cleared=consumer.num_events[AllBlocksCleared],
+            num_removed=consumer.view.num_events[BlockRemoved],
+            num_cleared=consumer.view.num_events[AllBlocksCleared],
             hits=hits,
         )
 
