@@ -218,6 +218,7 @@ def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path)
     send.touch()
     driver.answer([prompt[::-1] for prompt in prompts] * 3, 1)
     counts["after traffic"] = tenant.num_owned
+    driver.step_until(lambda: not driver.scheduler.requests, "the traffic is sent")
     send.unlink()
     for prompt in prompts:
         driver.answer([prompt], 1)
