@@ -24,16 +24,19 @@ def stock_answers(model: Path, prompts: Prompts, max_tokens: int) -> list[list[i
     return [reply.tokens for reply in Driver(make_engine(model, None)).answer(prompts, max_tokens)]
 
 
-def serve_bursts(model: Path, pool: str, prompts: Prompts, max_tokens: int, stop: Event) -> list[list[int]]:
-    """All prompts at once, again and again; between bursts a small request, in which slabs go back."""
+def serve_bursts(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, burst: Event, stop: Event
+) -> list[list[int]]:
+    """All prompts at once, each time that ``burst`` is set; idle in between, when slabs go back."""
     settings = {"role": "serving", "pool": pool, "engine_id": "serving", "serving_window_s": WINDOW_S}
     driver = Driver(make_engine(model, settings))
     answers = []
-    while not stop.is_set():
+    while True:
+        driver.step_until(lambda: burst.is_set() or stop.is_set(), "told what to do", at_most_s=200.0)
+        if stop.is_set():
+            return answers
+        burst.clear()
         answers += [reply.tokens for reply in driver.answer(prompts, max_tokens)]
-        time.sleep(WINDOW_S)
-        driver.answer([prompts[0][:20]], 24)
-    return answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,13 @@ def _begin_rl_step(driver: Driver, step: int) -> None:
     driver.scheduler.page.put(Field.RL_STEP, step)
 
 
+def _wait_for_tokens(driver: Driver, names: list[str]) -> None:
+    def num_tokens() -> int:
+        return sum(len(driver.replies[name].tokens) for name in names if name in driver.replies)
+
+    driver.step_until(lambda: num_tokens() > 20, "a few tokens")
+
+
 def _cut(driver: Driver, budget: int) -> None:
     """As serving does it under pressure."""
     ledger = _tenant(driver).ledger
@@ -72,10 +82,7 @@ def answer_over_cuts(model: Path, pool: str, prompts: Prompts, max_tokens: int, 
     before, replies = _num_changes(_tenant(driver)), []
     for number in range(num_rounds):
         names = driver.ask(prompts, max_tokens)
-        driver.step_until(
-            lambda names=names: sum(len(driver.replies[n].tokens) for n in names if n in driver.replies) > 20,
-            "a few tokens",
-        )
+        _wait_for_tokens(driver, names)
         _cut(driver, _tenant(driver).pool.num_positions_in_use() // 2)
         driver.step()
         _begin_rl_step(driver, number + 1)
@@ -139,10 +146,10 @@ class EventChecks:
 
 
 def roll_out_beside_serving(
-    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, stop: Event
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, burst: Event, stop: Event
 ) -> EventChecks:
-    """Rounds of answers while serving's bursts cut the budget; then a cut, a lease's end and a reset of the
-    prefix cache. All along, a consumer replays the KV events."""
+    """Rounds of answers, each with a serving burst that cuts the budget; then the end of leases, a cut and a
+    reset of the prefix cache. All along, a consumer replays the KV events."""
     from kv_consumer import KVConsumer, really_cached
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 
@@ -168,12 +175,20 @@ def roll_out_beside_serving(
         def lose_all(what: str) -> None:
             driver.step_until(lambda: tenant.num_owned == 1 and not tenant.has_ops, what)
 
+        def is_serving_quiet() -> bool:
+            return tenant.ledger.num_free + tenant.num_owned >= tenant.client.num_slabs - 1
+
         before, replies = _num_changes(tenant), []
         for number in range(num_rounds):
-            replies.append(driver.answer(prompts, max_tokens))
-            if number + 1 < num_rounds:
-                compare(f"round {number}")
+            driver.step_until(is_serving_quiet, "serving returned its slabs")
             _begin_rl_step(driver, number + 1)
+            names = driver.ask(prompts, max_tokens)
+            _wait_for_tokens(driver, names)
+            burst.set()
+            replies.append(driver.wait(names))
+            compare(f"round {number}")
+        driver.step_until(is_serving_quiet, "serving returned its slabs")
+        _begin_rl_step(driver, num_rounds + 1)
         moves = Moves(replies=replies, num_moves=_num_changes(tenant) - before)
         stop.set()
         lose_all("leases ended")
@@ -184,7 +199,7 @@ def roll_out_beside_serving(
         _cut(driver, 1)
         lose_all("cut")
         compare("cut")
-        _begin_rl_step(driver, num_rounds + 1)
+        _begin_rl_step(driver, num_rounds + 2)
         look_up("after the cut")
         driver.step_until(lambda: not driver.scheduler.has_requests(), "an idle engine")
         assert engine.reset_prefix_cache()

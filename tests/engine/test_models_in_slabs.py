@@ -41,7 +41,7 @@ class Runs:
         self.windows = make_window_model(folder / "windows")
         self.moe, self.mla = make_moe_model(folder / "moe"), make_mla_model(folder / "mla")
         # Kept: a semaphore is gone with its last reference, maybe before a slow process has opened it.
-        self._stop = stop = FORKS.Event()
+        self._events = {"burst": FORKS.Event(), "stop": FORKS.Event()}
         self.pair = self._fork(
             engine_runs.roll_out_beside_serving,
             model=self.windows,
@@ -49,7 +49,7 @@ class Runs:
             prompts=WINDOWED,
             max_tokens=WINDOWED_TOKENS,
             num_rounds=NUM_ROUNDS,
-            stop=stop,
+            **self._events,
         )
         self.bursts = self._fork(
             engine_runs.serve_bursts,
@@ -57,7 +57,7 @@ class Runs:
             pool="pair",
             prompts=SERVED,
             max_tokens=SERVED_TOKENS,
-            stop=stop,
+            **self._events,
         )
 
     def _pool(self, name: str) -> str:
