@@ -6,11 +6,16 @@ gone. Everything else in this folder goes through worker, scheduler, weight-tran
 
 import functools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from rose.arguments import BAD_INPUT_STATUS
+from rose.engine.compatibility import check_arguments, check_config
 from rose.engine.settings import CONFIG_KEY, EngineSettings
-from rose.errors import ConfigError
+from rose.errors import ConfigError, PoolError
 from rose.memory.backend import BackendKind
 
 _MARK = "_rose_patched"
@@ -26,11 +31,18 @@ def configure_from_additional_config() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     def before(engine_args: Any) -> None:
-        settings = EngineSettings.parse(engine_args.additional_config or {})
-        if settings is not None:
-            _apply(settings.named(os.getpid()), engine_args)
+        with _ends_commands():
+            settings = EngineSettings.parse(engine_args.additional_config or {})
+            if settings is not None:
+                _apply(settings.named(os.getpid()), engine_args)
 
-    _wrap(EngineArgs, "create_engine_config", before=before)
+    def after(engine_args: Any, config: Any) -> None:
+        with _ends_commands():
+            settings = EngineSettings.parse(engine_args.additional_config or {})
+            if settings is not None:
+                check_config(config, settings)
+
+    _wrap(EngineArgs, "create_engine_config", before=before, after=after)
 
 
 def give_scheduler_its_input_queue() -> None:
@@ -51,8 +63,36 @@ def give_scheduler_its_input_queue() -> None:
     _wrap(DPEngineCoreProc, "run_busy_loop", before=before)
 
 
-def _wrap(owner: Any, name: str, *, before: Callable[[Any], None]) -> None:
-    """Run ``before(self)`` ahead of a method. Idempotent. Raises: ConfigError if the method is gone."""
+@contextmanager
+def _ends_commands() -> Iterator[None]:
+    """Under vLLM's own commands bad input is one line and exit status 2, as with ours and with argparse;
+    whoever makes an engine in Python gets the exception."""
+    try:
+        yield
+    except (ConfigError, PoolError) as error:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        command = spec.name if spec is not None else Path(sys.argv[0]).name
+        if command.split(".")[0] != "vllm":
+            raise
+        print(f"rose: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(BAD_INPUT_STATUS) from error
+
+
+def _ignore(_self: Any, _result: Any) -> None:
+    pass
+
+
+def _wrap(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[[Any], None],
+    after: Callable[[Any, Any], None] = _ignore,
+) -> None:
+    """Run ``before(self)`` ahead of a method and ``after(self, result)`` behind it. Idempotent.
+
+    Raises: ConfigError if the method is gone.
+    """
     original = getattr(owner, name, None)
     if original is None:
         raise ConfigError(f"vLLM has no {owner.__name__}.{name}: this version is not supported by rose")
@@ -62,23 +102,28 @@ def _wrap(owner: Any, name: str, *, before: Callable[[Any], None]) -> None:
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         before(self)
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        after(self, result)
+        return result
 
     setattr(wrapper, _MARK, True)
     setattr(owner, name, wrapper)
 
 
 def _apply(settings: EngineSettings, engine_args: Any) -> None:
+    from rose.engine.plugin import is_supported, supported_range, vllm_version
+
+    if not is_supported(vllm_version()):
+        raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
+
     from vllm.config import WeightTransferConfig
     from vllm.v1.executor import UniProcExecutor
 
     from rose.engine.executor import RanksExecutor
-    from rose.engine.plugin import is_supported, supported_range, vllm_version
     from rose.types import Role
 
-    if not is_supported(vllm_version()):
-        raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
     num_ranks = _check_parallelism(engine_args)
+    check_arguments(engine_args)
     engine_args.additional_config = {
         **engine_args.additional_config,
         CONFIG_KEY: settings.model_dump(mode="json"),
@@ -101,7 +146,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
 
 def _check_parallelism(engine_args: Any) -> int:
     """The number of ranks. Raises: ConfigError for other parallelism than over tensors."""
-    for kind in ("pipeline", "data", "prefill_context", "decode_context"):
+    for kind in ("pipeline", "prefill_context", "decode_context"):
         size = getattr(engine_args, f"{kind}_parallel_size", 1)
         if size > 1:
             raise ConfigError(

@@ -16,17 +16,17 @@ SUPPORTED = ((0, 30), (0, 33))
 def register() -> None:
     """Make vLLM understand ``--additional-config '{"rose": {...}}'``.
 
-    An unsupported vLLM is left untouched: engines without the ``rose`` key work as ever, and one with it is
-    refused when its configuration is built (patches.py).
+    In an unsupported vLLM engines without the ``rose`` key work as ever, and one with it is refused when its
+    configuration is built (patches.py).
     """
+    from rose.engine import patches
+
+    patches.configure_from_additional_config()
     version = vllm_version()
     if not is_supported(version):
         logger.warning("rose is inactive: vllm=%s supported=%s", version, supported_range())
         return
     _log_beside_vllm()
-    from rose.engine import patches
-
-    patches.configure_from_additional_config()
     patches.give_scheduler_its_input_queue()
     _register_weight_backend()
     _register_sleep_backend()

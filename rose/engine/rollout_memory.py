@@ -44,10 +44,20 @@ class RolloutMemory:
         ledger.begin_rl_step(step, budget)
         logger.info("rl step=%d budget=%d", step, budget)
 
-    def tick(self, now: float, running: Sequence[Request], waiting: Sequence[Request]) -> float | None:
-        """Expire, shrink, grow, return; the time at which an idle engine must look again, or None."""
+    def tick(
+        self,
+        now: float,
+        running: Sequence[Request],
+        waiting: Sequence[Request],
+        unfinished: Iterable[Request],
+    ) -> float | None:
+        """Expire, shrink, grow, return; the time at which an idle engine must look again, or None.
+
+        ``unfinished``: all requests that a cut may end, e.g. also a paused session that waits for its user
+        and holds its blocks.
+        """
         self._expire(now)
-        self._shrink(now, running)
+        self._shrink(now, unfinished)
         wanted = self._tenant.blocks_wanted(running, waiting)
         missing = self._tenant.missing_slabs(wanted)
         if missing:
@@ -68,17 +78,19 @@ class RolloutMemory:
             self._tenant.give_back(expired)
             self._tenant.ledger.count(Word.EXPIRED_LEASES, len(expired))
 
-    def _shrink(self, now: float, running: Sequence[Request]) -> None:
+    def _shrink(self, now: float, unfinished: Iterable[Request]) -> None:
         tenant = self._tenant
         excess = tenant.num_owned - max(tenant.ledger.policy.rollout_budget_slabs, self._policy.min_slabs)
         if excess <= 0:
             return
-        plan = choose_victims(needed=excess, num_pool_free=0, uses=tenant.uses(running), now=now)
+        plan = choose_victims(needed=excess, num_pool_free=0, uses=tenant.uses(unfinished), now=now)
         if plan.aborted_requests:
             self._reclaim(plan.aborted_requests)
             tenant.ledger.count(Word.RECLAIMED_REQUESTS, len(plan.aborted_requests))
-        tenant.give_back(plan.slabs)
-        logger.info("budget cut slabs=%d aborted=%d", len(plan.slabs), len(plan.aborted_requests))
+        # An ended request's blocks may be in use for longer, e.g. while an encoder cache is sent away.
+        idle = [position for position in plan.slabs if tenant.pool.num_used[position] == 0]
+        tenant.give_back(idle)
+        logger.info("budget cut slabs=%d aborted=%d", len(idle), len(plan.aborted_requests))
 
     def _grow(self, missing: int) -> None:
         tenant, ledger = self._tenant, self._tenant.ledger

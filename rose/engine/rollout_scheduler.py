@@ -67,7 +67,8 @@ class RolloutScheduler(RoseScheduler):
         self.page.put(Field.IS_INACTIVE, 0)
         self._end_stalled(now)
         if memory is not None:
-            self.wake_at(memory.tick(now, self.running, self.waiting_requests()))
+            unfinished = (request for request in self.requests.values() if not request.is_finished())
+            self.wake_at(memory.tick(now, self.running, self.waiting_requests(), unfinished))
 
     @property
     def _is_wanted_inactive(self) -> bool:

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -118,7 +119,8 @@ class RoseScheduler(Scheduler):
         return outputs
 
     def has_requests(self) -> bool:
-        return super().has_requests() or self._must_step or bool(self._ended) or self._has_ops()
+        is_due = self._must_step or bool(self._ended) or self._has_ops() or self._has_kv_events()
+        return super().has_requests() or is_due
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         done = super().reset_prefix_cache(reset_running_requests, reset_connector)
@@ -194,11 +196,20 @@ class RoseScheduler(Scheduler):
     def waiting_requests(self) -> list[Request]:
         """Requests that wait for a slot, in queue order, as many as could get one now."""
         free_slots = max(0, self.max_num_running_reqs - len(self.running))
-        waiting = [*self.kv_holding_waiting, *self.waiting]
-        return waiting[:free_slots]
+        waiting = (
+            request
+            for request in chain(self.kv_holding_waiting, self.waiting)
+            # A paused session waits for its user, not for us.
+            if request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ
+        )
+        return list(islice(waiting, free_slots))
 
     def _has_ops(self) -> bool:
         return self.tenant is not None and self.tenant.has_ops
+
+    def _has_kv_events(self) -> bool:
+        """Published by a step, which nobody else asks for when an idle engine's prefix cache is reset."""
+        return bool(self.kv_cache_manager.block_pool.kv_event_queue)
 
     def _obey_commands(self) -> None:
         wanted = self.page.get(Field.WANTED_GATE_MODE)

@@ -88,16 +88,16 @@ class Tenant:
 
     def blocks_wanted(self, running: Iterable[Request], waiting: Iterable[Request]) -> int:
         """Blocks that the next steps need beyond those held: one more for each running request about to
-        cross into a new block, and the whole prompt of each waiting one (prefix hits not subtracted). Every
-        cache group counts; a sliding window's are counted as if it kept all its tokens."""
-        running, waiting = list(running), list(waiting)
+        cross into a new block, and the whole prompt of each waiting one (prefix hits not subtracted, but
+        what a paused or loading one holds). Every cache group counts; a sliding window's are counted as if
+        it kept all its tokens."""
+        requests = [*running, *waiting]
         wanted = 0
         for group in self._groups:
             held = group.req_to_blocks
-            for request in running:
+            for request in requests:
                 have = len(held[request.request_id]) if request.request_id in held else 0
                 wanted += max(0, math.ceil((request.num_tokens + 1) / group.block_size) - have)
-            wanted += sum(math.ceil((request.num_tokens + 1) / group.block_size) for request in waiting)
         return wanted
 
     def missing_slabs(self, num_blocks: int) -> int:
@@ -145,20 +145,27 @@ class Tenant:
         ]
 
     def uses(self, requests: Iterable[Request]) -> list[SlabUse]:
-        """What each backed position holds, for choosing victims. Positions stand for slabs."""
+        """What each backed position holds, for choosing victims. Positions stand for slabs.
+
+        ``requests``: those that may be ended and whose blocks are free then. A position with blocks that none
+        of them holds (one that a connector still reads, say) counts as pinned.
+        """
         users: dict[int, set[str]] = {}
+        blocks: dict[int, set[int]] = {}
         for request in requests:
             for group in self._groups:
                 for block in group.req_to_blocks.get(request.request_id, ()):
                     if not block.is_null:
                         position = self.layout.position_of(block.block_id)
                         users.setdefault(position, set()).add(request.request_id)
+                        blocks.setdefault(position, set()).add(block.block_id)
         return [
             SlabUse(
                 slab=position,
                 request_ids=frozenset(users.get(position, ())),
                 lease_expiry=self._lease_expiry(position),
-                is_pinned=position == PINNED_POSITION,
+                is_pinned=position == PINNED_POSITION
+                or self.pool.num_used[position] > len(blocks.get(position, ())),
             )
             for position in self.pool.backed_positions()
         ]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rose.arguments import CommandParser, run_command
+from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
 from rose.config import Settings, parse_config
 from rose.engine.settings import EngineSettings
 from rose.errors import WorkerError
@@ -52,7 +52,12 @@ def check_engine(engine: EngineConfig) -> None:
 def _run(engine: EngineConfig, settings: Settings, group: ProcessGroup, when_ended: ExitStack) -> int:
     server = group.start(launch.engine_process(engine, log_path=None))
     when_ended.callback(launch.remove_status_page, engine, server, settings)
-    launch.wait_engine_ready(server, engine, settings)
+    try:
+        launch.wait_engine_ready(server, engine, settings)
+    except WorkerError:
+        if server.exit_status == BAD_INPUT_STATUS:
+            return BAD_INPUT_STATUS  # the engine has said in one line what it refuses
+        raise
     logger.info("ready url=%s role=%s pool=%s", engine.url, engine.role, engine.pool)
     subscriber = launch.subscriber_process(engine, settings, log_path=None)
     if subscriber is not None:

@@ -22,7 +22,12 @@ assert [LAYOUT.block_ids(k).start for k in (0, 1)] == [0, 8] and LAYOUT.blocks_p
 
 def adopted_pool(placement: Placement = Placement.DENSE) -> SlabBlockPool:
     """A pool with only the pinned position backed."""
-    pool = BlockPool(LAYOUT.num_ids(NUM_POSITIONS), enable_caching=True, hash_block_size=BLOCK_TOKENS)
+    pool = BlockPool(
+        LAYOUT.num_ids(NUM_POSITIONS),
+        enable_caching=True,
+        hash_block_size=BLOCK_TOKENS,
+        enable_kv_cache_events=True,
+    )
     return SlabBlockPool.adopt(pool, LAYOUT, NUM_POSITIONS, PINNED_SLAB, placement)
 
 

@@ -8,6 +8,7 @@ from block_pools import LAYOUT, NUM_POSITIONS, PINNED_SLAB, adopted_pool, cache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_consumer import CacheView, really_cached
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from rose.engine.block_pool import PINNED_POSITION, SlabBlockPool
@@ -23,6 +24,7 @@ class PoolMachine(RuleBasedStateMachine):
     def adopt(self, placement: Placement) -> None:
         self.pool = adopted_pool(placement)
         self.pool.listener = self
+        self.view = CacheView()
         self.busy: set[int] = set()
         self.held: list[list[KVCacheBlock]] = []
         self.next_slab = 0
@@ -88,6 +90,16 @@ class PoolMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.held) - 1))
         self.pool.free_blocks(reversed(self.held.pop(index)))
+
+    @precondition(lambda self: not self.held)
+    @rule()
+    def reset(self) -> None:
+        assert self.pool.reset_prefix_cache()
+
+    @invariant()
+    def kv_events_say_what_is_cached(self) -> None:
+        self.view.apply(self.pool.take_events())
+        assert self.view.cached() == really_cached(self.pool)
 
     @invariant()
     def counts_agree(self) -> None:

@@ -1,33 +1,54 @@
-"""Bad settings end an engine before it loads a model, with one line that says why."""
+"""Bad settings end an engine before it loads a model, with one line that says why and exit status 2."""
 
 import json
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from real_engine import READY_S, RealEngine
+from real_engine import READY_S, RealEngine, runtime_dir
 from references import ModelDirs
+from tiny_models import SLAB_BYTES
 
+from rose.memory.daemon import start_daemon
+from rose.node.checks import free_port
+from rose.node.processes import ServerProcess
 from rose.types import Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_bad_setting_or_a_missing_pool_ends_the_engine_with_one_clear_line(
-    engines_dir: Path, models: ModelDirs
-) -> None:
+def test_what_an_engine_refuses_ends_it_with_one_clear_line(engines_dir: Path, models: ModelDirs) -> None:
     typo = json.dumps({"rose": {"lease": 3}})
-    cases = {
-        "--additional-config: unknown key 'rose.lease'; did you mean 'lease_s'?": RealEngine(
-            models.untied[0], Role.ROLLOUT, engines_dir, "--additional-config", typo
-        ),
-        "pool nobody has no daemon": RealEngine(models.untied[0], Role.ROLLOUT, engines_dir, pool="nobody"),
-    }
-    try:
-        for message, engine in cases.items():
-            assert engine.process.wait(READY_S) not in (0, None)
-            lines = [line for line in engine.process.log_tail(200).splitlines() if message in line]
-            assert lines, engine.process.log_tail()
-            assert "Loading safetensors" not in engine.process.log_tail(200)
-    finally:
-        for engine in cases.values():
-            engine.stop()
+    nixl = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    serve = [
+        *(sys.executable, "-m", "rose.cli", "serve", str(models.serving), "--role", "serving"),
+        *("--pool", "strict", "--port", str(free_port()), "--kv-transfer-config", nixl),
+    ]
+    with ExitStack() as undo:
+
+        def engine(*args: str, **rose: str) -> ServerProcess:
+            one = RealEngine(models.untied[0], Role.ROLLOUT, engines_dir, *args, **rose)
+            undo.callback(one.stop)
+            return one.process
+
+        runtime = runtime_dir(engines_dir)
+        daemon = start_daemon(
+            "strict", num_slabs=8, slab_bytes=SLAB_BYTES, headroom_slabs=2, runtime_dir=runtime
+        )
+        undo.callback(daemon.stop)
+        command = ServerProcess(
+            serve, "serve", engines_dir / "strict.log", env={"ROSE_RUNTIME_DIR": str(runtime)}
+        )
+        cases = {
+            "--additional-config: unknown key 'rose.lease'; did you mean 'lease_s'?": engine(
+                "--additional-config", typo
+            ),
+            "pool nobody has no daemon": engine(pool="nobody"),
+            "--kv-transfer-config NixlConnector: it keeps addresses": undo.enter_context(command),
+        }
+        for message, process in cases.items():
+            assert process.wait(READY_S) == 2, process.log_tail()
+            assert process.log_tail(200).count(f"rose: error: {message}") == 1, process.log_tail()
+            assert "Traceback" not in process.log_tail(200)
+            assert "Loading safetensors" not in process.log_tail(200)

@@ -38,6 +38,59 @@ def make_rollout_model(folder: Path, *, version: int = 0, is_tied: bool = False)
     return _write(folder, config, seed=100 + version, dtype="bfloat16" if is_tied else "float32")
 
 
+def make_window_model(folder: Path) -> Path:
+    """A Gemma3: four layers that see one KV block, two that see all; three cache groups of 128 KiB blocks."""
+    from transformers import Gemma3TextConfig
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = Gemma3TextConfig(
+        num_hidden_layers=6,
+        sliding_window=BLOCK_TOKENS,
+        layer_types=kinds,
+        query_pre_attn_scalar=32,
+        **_shape(hidden_size=64),
+    )
+    return _write(folder, config, seed=3)
+
+
+def make_moe_model(folder: Path) -> Path:
+    """A Qwen3-MoE, two of four experts per token."""
+    from transformers import Qwen3MoeConfig
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return _write(folder, Qwen3MoeConfig(num_hidden_layers=4, **experts, **_shape(hidden_size=64)), seed=4)
+
+
+def make_mla_model(folder: Path) -> Path:
+    """A DeepSeek-V2: latent attention, in the sizes that vLLM's CPU kernel knows, and experts."""
+    from transformers import DeepseekV2Config
+
+    shape = _shape(hidden_size=64)
+    del shape["head_dim"], shape["num_key_value_heads"]
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    config = DeepseekV2Config(
+        num_hidden_layers=4,
+        q_lora_rank=None,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        **{"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+        **latent,
+        **experts,
+        **shape,
+    )
+    return _write(folder, config, seed=5)
+
+
+def make_state_model(folder: Path) -> Path:
+    """A Mamba2, whose layers keep a state and no KV."""
+    from transformers import Mamba2Config
+
+    sizes = {"num_heads": 4, "head_dim": 32, "state_size": 16, "expand": 2, "n_groups": 1}
+    config = Mamba2Config(num_hidden_layers=2, hidden_size=64, vocab_size=VOCABULARY, **sizes)
+    return _write(folder, config, seed=6)
+
+
 def make_heavy_model(folder: Path, *, version: int = 0) -> Path:
     """A tied Qwen3 whose weights, 50 MiB in bfloat16, show in the memory of its process."""
     from transformers import Qwen3Config

@@ -1,0 +1,126 @@
+"""Which of vLLM's features an engine under ROSE may use; README.md has the table.
+
+Owns the refusals: each names the flag, the reason and the fix. Promises that what can't work together ends an
+engine before it loads a model. Never changes a setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rose.engine.settings import EngineSettings
+from rose.errors import ConfigError
+from rose.types import GateMode, Role
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+
+REGISTERING = ("register_kv_caches", "register_cross_layers_kv_cache", "get_mem_pool_context")
+"""What a connector overrides to learn where the KV cache lies: to register it with a network card or a copy
+engine, which goes on reading the memory of before when a slab has moved."""
+
+
+def check_arguments(engine_args: Any) -> None:
+    """Refuse what vLLM would change silently, or what makes several engines of one. Raises: ConfigError."""
+    if engine_args.async_scheduling:
+        raise ConfigError(
+            "--async-scheduling: the end of a ROSE engine's step must mean an idle device, where slabs and "
+            "turns change hands, and vLLM has no async scheduling on CPUs: leave the flag out"
+        )
+    if engine_args.data_parallel_size > 1:
+        raise ConfigError(
+            f"--data-parallel-size {engine_args.data_parallel_size}: a ROSE engine is one replica in one "
+            f"GPU's pool: start an engine for each replica, the router balances them"
+        )
+
+
+def check_config(config: VllmConfig, settings: EngineSettings) -> None:
+    """Refuse what can't live in a slab pool. A dedicated engine (no pool) may use all of vLLM.
+
+    Raises: ConfigError.
+    """
+    if settings.pool is None:
+        return
+    _check_model(config.model_config)
+    _check_connectors(config, settings.role)
+    _check_scheduling(config, settings)
+
+
+def _check_model(model: ModelConfig) -> None:
+    kinds = {
+        "has no attention": model.is_attention_free,
+        "keeps the state of state-space or linear-attention layers": model.is_hybrid,
+        "is an encoder-decoder": model.is_encoder_decoder,
+    }
+    for kind, is_so in kinds.items():
+        if is_so:
+            raise ConfigError(
+                f"--model {model.model}: it {kind}, and a slab pool holds the KV of decoder attention alone: "
+                f"serve it without --pool"
+            )
+
+
+def _check_connectors(config: VllmConfig, role: Role) -> None:
+    if config.kv_transfer_config is None or config.kv_transfer_config.kv_connector is None:
+        return
+    if role is Role.ROLLOUT:
+        raise ConfigError(
+            f"--kv-transfer-config {config.kv_transfer_config.kv_connector}: a cut takes a rollout engine's "
+            f"slabs while a connector may still read them: use KV connectors in the serving engine alone"
+        )
+    for one in _connectors(config.kv_transfer_config):
+        if names := _registers(one):
+            raise ConfigError(
+                f"--kv-transfer-config {one.kv_connector}: it keeps addresses of the KV cache ({names}), and "
+                f"a slab that moves changes the memory behind them: use a connector that copies inside the "
+                f"step, as ExampleConnector does, or serve without --pool"
+            )
+
+
+def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
+    """The connectors themselves, where several are wrapped in one."""
+    from vllm.config import KVTransferConfig
+
+    if config.kv_connector != "MultiConnector":
+        yield config
+        return
+    for child in config.kv_connector_extra_config.get("connectors", ()):
+        yield from _connectors(KVTransferConfig(**child))
+
+
+def _registers(config: KVTransferConfig) -> str:
+    """Which of ``REGISTERING`` the connector's class overrides, "" if none."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    try:
+        connector = KVConnectorFactory.get_connector_class(config)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--kv-transfer-config {config.kv_connector}: can't be loaded: {error}") from error
+    own = [
+        name
+        for name in REGISTERING
+        if getattr(connector, name, None) is not getattr(KVConnectorBase_V1, name, None)
+    ]
+    return ", ".join(own)
+
+
+def _check_scheduling(config: VllmConfig, settings: EngineSettings) -> None:
+    if config.speculative_config is not None:
+        raise ConfigError(
+            "--speculative-config: the budget of slabs and the predicted step times don't count draft tokens "
+            "so far: leave it out, or serve without --pool"
+        )
+    watermark = getattr(config.scheduler_config, "watermark", 0.0)  # not in every supported vLLM
+    if watermark > 0:
+        raise ConfigError(
+            f"--watermark {watermark}: vLLM would count it in blocks of the whole pool, which one engine "
+            f"never holds: leave it out, the pool's --headroom-slabs is the reserve"
+        )
+    is_gated = settings.role is Role.ROLLOUT and settings.gate is not GateMode.OFF
+    if is_gated and not config.scheduler_config.enable_chunked_prefill:
+        raise ConfigError(
+            "chunked prefill is off (--no-enable-chunked-prefill, or latent attention on a CPU): the gate "
+            "fits rollouts into serving's slack by splitting their prefills: leave it on, or set --gate off"
+        )

@@ -1,0 +1,297 @@
+"""What the forked engines do in the tests of vLLM's features. Each function runs in a process of its own."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+from forked_engines import Driver, Reply, load_model_class, make_engine
+
+from rose.engine.status import Field
+from rose.engine.tenant import Tenant
+
+Prompts = Sequence[Sequence[int]]
+LEASE_S = 3.0
+SEND = "send"
+"""Name of the file in a connector's storage that lets it send."""
+WINDOW_S = 0.5
+
+
+def stock_answers(model: Path, prompts: Prompts, max_tokens: int) -> list[list[int]]:
+    return [reply.tokens for reply in Driver(make_engine(model, None)).answer(prompts, max_tokens)]
+
+
+def serve_bursts(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, burst: Event, stop: Event
+) -> list[list[int]]:
+    """All prompts at once, each time that ``burst`` is set; idle in between, when slabs go back."""
+    settings = {"role": "serving", "pool": pool, "engine_id": "serving", "serving_window_s": WINDOW_S}
+    driver = Driver(make_engine(model, settings))
+    answers = []
+    while True:
+        driver.step_until(lambda: burst.is_set() or stop.is_set(), "told what to do", at_most_s=200.0)
+        if stop.is_set():
+            return answers
+        burst.clear()
+        answers += [reply.tokens for reply in driver.answer(prompts, max_tokens)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """What a rollout engine answered while its slabs came and went."""
+
+    replies: list[list[Reply]]
+    """By round: to each prompt."""
+    num_moves: int
+    """Times that any slab of the pool changed hands."""
+
+
+def _num_changes(tenant: Tenant) -> int:
+    return sum(tenant.ledger.entry(slab).epoch for slab in range(tenant.client.num_slabs))
+
+
+def _tenant(driver: Driver) -> Tenant:
+    tenant: Tenant = driver.scheduler.tenant
+    return tenant
+
+
+def _begin_rl_step(driver: Driver, step: int) -> None:
+    driver.scheduler.page.put(Field.RL_STEP, step)
+
+
+def _wait_for_tokens(driver: Driver, names: list[str]) -> None:
+    def num_tokens() -> int:
+        return sum(len(driver.replies[name].tokens) for name in names if name in driver.replies)
+
+    driver.step_until(lambda: num_tokens() > 20, "a few tokens")
+
+
+def _cut(driver: Driver, budget: int) -> None:
+    """As serving does it under pressure."""
+    ledger = _tenant(driver).ledger
+    while not ledger.swap_policy(seen := ledger.policy, replace(seen, rollout_budget_slabs=budget)):
+        pass
+
+
+def answer_over_cuts(model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int) -> Moves:
+    """A rollout engine alone in its pool; each round it loses half its slabs in the midst of decoding."""
+    driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "lease_s": LEASE_S}))
+    before, replies = _num_changes(_tenant(driver)), []
+    for number in range(num_rounds):
+        names = driver.ask(prompts, max_tokens)
+        _wait_for_tokens(driver, names)
+        _cut(driver, _tenant(driver).pool.num_positions_in_use() // 2)
+        driver.step()
+        _begin_rl_step(driver, number + 1)
+        replies.append(driver.wait(names))
+    _tenant(driver).pool.check_integrity()
+    return Moves(replies=replies, num_moves=_num_changes(_tenant(driver)) - before)
+
+
+def hold_a_paused_session(model: Path, pool: str, prompt: Sequence[int]) -> dict[str, Any]:
+    """A streaming-input session has answered its first part, holds its blocks, and then comes a cut."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.request import Request, RequestStatus
+
+    driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "stall_s": 0.2}))
+    part = EngineCoreRequest(
+        request_id="session",
+        prompt_token_ids=list(prompt),
+        mm_features=None,
+        sampling_params=SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        resumable=True,
+    )
+    scheduler, pool_of_blocks = driver.scheduler, _tenant(driver).pool
+    request = Request.from_engine_core_request(part, scheduler_block_hasher(driver))
+    scheduler.add_request(request)
+    paused = RequestStatus.WAITING_FOR_STREAMING_REQ
+    driver.step_until(lambda: request.status is paused, "a paused session")
+    driver.answer([prompt[:20]], 30)
+    time.sleep(0.3)
+    driver.answer([prompt[:20]], 30)
+    is_kept = request.status is paused and pool_of_blocks.num_positions_in_use() > 1
+    _cut(driver, 1)
+    driver.step_until(lambda: _tenant(driver).num_owned == 1, "the cut is obeyed")
+    pool_of_blocks.check_integrity()
+    return {
+        "is_kept_without_stall": is_kept,
+        "is_ended_by_cut": request.status is RequestStatus.FINISHED_ABORTED,
+        "answers_after": len(driver.answer([prompt[:20]], 4)[0].tokens),
+    }
+
+
+def scheduler_block_hasher(driver: Driver) -> Any:
+    return driver._engine.engine_core.engine_core.request_block_hasher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventChecks:
+    """By moment: whether the consumer of the events knew exactly what was cached, and how much that was."""
+
+    moves: Moves
+    cached: dict[str, int]
+    num_removed: int
+    num_cleared: int
+    hits: dict[str, tuple[float, float, int]]
+    """By moment: tokens looked up, tokens found (vLLM's metrics), tokens found (the answer)."""
+
+
+def roll_out_beside_serving(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, burst: Event, stop: Event
+) -> EventChecks:
+    """Rounds of answers, each with a serving burst that cuts the budget; then the end of leases, a cut and a
+    reset of the prefix cache. All along, a consumer replays the KV events."""
+    from kv_consumer import KVConsumer, really_cached
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
+
+    settings = {"role": "rollout", "pool": pool, "engine_id": "rollout", "lease_s": LEASE_S}
+    with KVConsumer() as consumer:
+        engine = make_engine(model, settings, kv_events_config=consumer.config, disable_log_stats=False)
+        driver, cached, hits = Driver(engine), {}, {}
+        tenant = _tenant(driver)
+        blocks = tenant.pool
+
+        def compare(moment: str) -> None:
+            driver.step_until(
+                lambda: consumer.cached() == really_cached(blocks), f"{moment}: events say what is cached", 10
+            )
+            cached[moment] = len(consumer.cached())
+
+        def look_up(moment: str) -> None:
+            before = _prefix_counts(engine)
+            (reply,) = driver.answer(prompts[:1], 4)
+            after = _prefix_counts(engine)
+            hits[moment] = (after[0] - before[0], after[1] - before[1], reply.num_cached_tokens)
+
+        def lose_all(what: str) -> None:
+            driver.step_until(lambda: tenant.num_owned == 1 and not tenant.has_ops, what)
+
+        def is_serving_quiet() -> bool:
+            return tenant.ledger.num_free + tenant.num_owned >= tenant.client.num_slabs - 1
+
+        before, replies = _num_changes(tenant), []
+        for number in range(num_rounds):
+            driver.step_until(is_serving_quiet, "serving returned its slabs")
+            _begin_rl_step(driver, number + 1)
+            names = driver.ask(prompts, max_tokens)
+            _wait_for_tokens(driver, names)
+            burst.set()
+            replies.append(driver.wait(names))
+            compare(f"round {number}")
+        driver.step_until(is_serving_quiet, "serving returned its slabs")
+        _begin_rl_step(driver, num_rounds + 1)
+        moves = Moves(replies=replies, num_moves=_num_changes(tenant) - before)
+        stop.set()
+        lose_all("leases ended")
+        compare("leases ended")
+        look_up("first")
+        look_up("again")
+        compare("again")
+        _cut(driver, 1)
+        lose_all("cut")
+        compare("cut")
+        _begin_rl_step(driver, num_rounds + 2)
+        look_up("after the cut")
+        driver.step_until(lambda: not driver.scheduler.has_requests(), "an idle engine")
+        assert engine.reset_prefix_cache()
+        compare("reset")
+        blocks.check_integrity()
+        return EventChecks(
+            moves=moves,
+            cached=cached,
+            num_removed=consumer.view.num_events[BlockRemoved],
+            num_cleared=consumer.view.num_events[AllBlocksCleared],
+            hits=hits,
+        )
+
+
+def _prefix_counts(engine: Any) -> tuple[float, float]:
+    values = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
+    return values["vllm:prefix_cache_queries"], values["vllm:prefix_cache_hits"]
+
+
+def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path) -> dict[str, int]:
+    """A prefiller whose connector reads the blocks only when the engine has long been idle.
+
+    Returns slabs owned by the engine: after traffic, while blocks are unsent, after they were sent; and how
+    many of them hold blocks of finished requests.
+    """
+    settings = {"role": "serving", "pool": pool, "serving_window_s": WINDOW_S}
+    connector = _connector("LingeringConnector", store, "kv_producer", module="lingering_connector")
+    driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
+    tenant, counts = _tenant(driver), {}
+    send = store / SEND
+    send.touch()
+    driver.answer([prompt[::-1] for prompt in prompts] * 3, 1)
+    counts["after traffic"] = tenant.num_owned
+    driver.step_until(lambda: not driver.scheduler.requests, "the traffic is sent")
+    send.unlink()
+    for prompt in prompts:
+        driver.answer([prompt], 1)
+    end = time.monotonic() + 4 * WINDOW_S
+    driver.step_until(lambda: time.monotonic() > end, "idle slabs go back")
+    counts["unsent"] = tenant.num_owned
+    counts["in use"] = tenant.pool.num_positions_in_use()
+    send.touch()
+    driver.step_until(lambda: tenant.num_owned == 1, "the others go back once their blocks are sent")
+    counts["sent"] = tenant.num_owned
+    tenant.pool.check_integrity()
+    return counts
+
+
+def decode_from_disk(model: Path, pool: str, prompts: Prompts, max_tokens: int, store: Path) -> list[Reply]:
+    """A decoder that reads the prefiller's files."""
+    settings = {"role": "serving", "pool": pool}
+    connector = _connector("ExampleConnector", store, "kv_consumer")
+    driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
+    return driver.answer(prompts, max_tokens)
+
+
+def _connector(name: str, store: Path, role: str, module: str | None = None) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector=name,
+        kv_role=role,
+        kv_connector_module_path=module,
+        kv_connector_extra_config={"shared_storage_path": str(store)},
+    )
+
+
+def refusals(cases: list[dict[str, Any]]) -> list[str]:
+    """What the configuration of an engine with these arguments is refused with, "" where it is not."""
+    os.environ["VLLM_PLUGINS"] = "rose"
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rose.errors import ConfigError
+
+    messages = []
+    for case in cases:
+        given = dict(case)
+        load_model_class(Path(case["model"]))
+        if "kv_transfer_config" in given:
+            given["kv_transfer_config"] = KVTransferConfig(**given["kv_transfer_config"])
+        try:
+            EngineArgs(**given).create_engine_config()
+        except ConfigError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    return messages
+
+
+def refusals_by_another_version(version: str, cases: list[dict[str, Any]]) -> list[str]:
+    import vllm
+
+    vllm.__version__ = version
+    return refusals(cases)

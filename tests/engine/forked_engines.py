@@ -1,0 +1,169 @@
+"""Real engines without a server, in processes forked off one that has vLLM loaded: seconds to start.
+
+The engine core lives in the process of its driver, which steps it and sees its scheduler and block pool.
+"""
+
+import json
+import os
+import queue
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from real_engine import MAX_SEQS, runtime_dir
+from tiny_models import MAX_MODEL_LEN
+
+from rose.engine.stock import CHUNK_TOKENS, STOCK_ENV
+
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        *("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core"),
+        *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.core.sched.scheduler"),
+        *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen3"),
+    ]
+)
+RESULT_S = 240.0
+
+
+class Fork:
+    """``function(**arguments)``, which must be importable by name, in a process of its own."""
+
+    def __init__(self, folder: Path, function: Callable[..., Any], **arguments: Any) -> None:
+        """``folder`` gets the log; it holds the runtime directory of its pools."""
+        self._log = folder / f"{function.__name__}-{time.monotonic_ns()}.log"
+        self._source, sink = FORKS.Pipe(duplex=False)
+        self._process = FORKS.Process(
+            target=_run, args=(sink, folder, self._log, function, arguments), daemon=True
+        )
+        self._process.start()
+        sink.close()
+
+    def result(self) -> Any:
+        """What the function returned. Raises AssertionError with its traceback or its log."""
+        assert self._source.poll(RESULT_S), f"no result in {RESULT_S:.0f} s: {self._log_tail()}"
+        try:
+            is_ok, value = self._source.recv()
+        except EOFError:
+            raise AssertionError(f"the process died: {self._log_tail()}") from None
+        assert is_ok, f"{value}\n{self._log_tail()}"
+        return value
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def _log_tail(self) -> str:
+        return "\n".join(self._log.read_text().splitlines()[-40:]) if self._log.exists() else "no log"
+
+
+def _run(
+    sink: Connection, folder: Path, log: Path, function: Callable[..., Any], arguments: dict[str, Any]
+) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ.update(STOCK_ENV)
+    os.environ.update(ROSE_RUNTIME_DIR=str(runtime_dir(folder)), ROSE_CACHE_DIR=str(folder / "cache"))
+    try:
+        sink.send((True, function(**arguments)))
+    except BaseException:
+        sink.send((False, traceback.format_exc()))
+
+
+def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
+    """A vLLM ``LLM``, stock or under ROSE with these settings; prompts longer than 512 tokens in chunks."""
+    if rose is not None:
+        os.environ["VLLM_PLUGINS"] = "rose"
+        args["additional_config"] = {"rose": {"gate": "off", "poison_slabs": True, **rose}}
+    from vllm import LLM
+    from vllm.v1.executor import UniProcExecutor
+
+    load_model_class(model)
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_SEQS,
+        "max_num_batched_tokens": CHUNK_TOKENS,
+        "enable_prefix_caching": rose is not None,
+        "distributed_executor_backend": UniProcExecutor,
+    }
+    return LLM(str(model), **{**defaults, **args})
+
+
+def load_model_class(model: Path) -> None:
+    """Spares the subprocess in which vLLM looks at a class that it hasn't seen on this machine: 20 s each."""
+    from vllm import ModelRegistry
+
+    (name,) = json.loads((model / "config.json").read_text())["architectures"]
+    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One greedy completion, as far as it came."""
+
+    tokens: list[int]
+    finish_reason: str | None
+    stop_reason: str | None
+    num_cached_tokens: int
+
+
+class Driver:
+    """Asks and steps an engine, as its API server and its busy loop would."""
+
+    def __init__(self, llm: Any) -> None:
+        self._engine = llm.llm_engine
+        self.scheduler = self._engine.engine_core.engine_core.scheduler
+        self._num_asked = 0
+        self.replies: dict[str, Reply] = {}
+        if bind := getattr(self.scheduler, "bind_input_queue", None):
+            bind(queue.Queue())  # starts the thread that notices leases and cuts in an idle engine
+
+    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[str]:
+        """Adds requests; returns their names."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        names = [str(self._num_asked + index) for index in range(len(prompts))]
+        self._num_asked += len(prompts)
+        for name, prompt in zip(names, prompts, strict=True):
+            self._engine.add_request(name, TokensPrompt(prompt_token_ids=list(prompt)), params)
+        return names
+
+    def step(self) -> None:
+        for output in self._engine.step():
+            completion = output.outputs[0]
+            self.replies[output.request_id] = Reply(
+                tokens=list(completion.token_ids),
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+                num_cached_tokens=output.num_cached_tokens or 0,
+            )
+
+    def step_until(self, condition: Callable[[], object], what: str, at_most_s: float = 60.0) -> None:
+        deadline = time.monotonic() + at_most_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {at_most_s:.0f} s: {what}"
+            self.step()
+            if not self.scheduler.has_requests():
+                time.sleep(0.005)
+
+    def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Reply]:
+        names = self.ask(prompts, max_tokens)
+        return self.wait(names)
+
+    def wait(self, names: Sequence[str]) -> list[Reply]:
+        def is_done() -> bool:
+            return all(name in self.replies and self.replies[name].finish_reason for name in names)
+
+        self.step_until(is_done, f"answers {names}", at_most_s=120.0)
+        return [self.replies[name] for name in names]

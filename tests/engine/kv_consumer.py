@@ -1,0 +1,76 @@
+"""A consumer of vLLM's KV events: what a KV-aware router knows of an engine's prefix cache."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import zmq
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
+
+CacheKey = tuple[int | None, Any]
+"""(cache group, hash)"""
+
+
+class CacheView:
+    """What is cached, by the events alone."""
+
+    def __init__(self) -> None:
+        self._blocks: Counter[CacheKey] = Counter()
+        """Blocks that hold it: equal prompts at once make several of one hash."""
+        self.num_events: Counter[type] = Counter()
+
+    def apply(self, events: Iterable[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+        for event in events:
+            self.num_events[type(event)] += 1
+            if isinstance(event, AllBlocksCleared):
+                self._blocks.clear()
+                continue
+            for block_hash in event.block_hashes:
+                key = (event.group_idx, block_hash)
+                self._blocks[key] += 1 if isinstance(event, BlockStored) else -1
+                assert self._blocks[key] >= 0, f"removed but never stored: {key}"
+
+    def cached(self) -> set[CacheKey]:
+        return {key for key, count in self._blocks.items() if count}
+
+
+class KVConsumer:
+    """A context manager: listens on a loopback port from before the engine starts, and misses nothing."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.config = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://127.0.0.1:{port}"
+        )
+        self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+        self._next_seq = 0
+        self.view = CacheView()
+
+    def cached(self) -> set[CacheKey]:
+        """What the events so far say is cached. Raises AssertionError where a batch is missing."""
+        while self._socket.poll(0):
+            _, seq, payload = self._socket.recv_multipart()
+            assert int.from_bytes(seq, "big") == self._next_seq
+            self._next_seq += 1
+            self.view.apply(self._decoder.decode(payload).events)
+        return self.view.cached()
+
+    def __enter__(self) -> "KVConsumer":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+def really_cached(pool: BlockPool) -> set[CacheKey]:
+    """What prefix cache can be found in, from the block pool itself."""
+    keys = pool.cached_block_hash_to_block._cache
+    return {(get_group_id(key), maybe_convert_block_hash(get_block_hash(key))) for key in keys}

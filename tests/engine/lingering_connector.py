@@ -1,0 +1,35 @@
+"""A KV connector that sends blocks long after their request has finished, as one over a slow network does."""
+
+from pathlib import Path
+from typing import Any
+
+from engine_runs import SEND
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+
+class LingeringConnector(ExampleConnector):
+    """``ExampleConnector``, whose files are written from the blocks once ``SEND`` is there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unsent: list[tuple[Any, ...]] = []
+        self._finished: set[str] = set()
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._unsent.append((self._get_connector_metadata(), layer_name, kv_layer, attn_metadata))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        return True, None
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, None]:
+        self._finished |= finished_req_ids
+        if not self._finished or not (Path(self._storage_path) / SEND).exists():
+            return None, None
+        now = self._get_connector_metadata()
+        for metadata, *layer in self._unsent:
+            self.bind_connector_metadata(metadata)
+            super().save_kv_layer(*layer)
+        self.bind_connector_metadata(now)
+        self._unsent.clear()
+        sent, self._finished = self._finished, set()
+        return sent, None

@@ -1,0 +1,56 @@
+"""Disaggregated serving with a connector that copies through the worker, under ROSE on both sides."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import engine_runs
+import pytest
+from forked_engines import Fork, Reply
+from probes import prompt
+from real_engine import runtime_dir
+from references import ModelDirs
+from tiny_models import BLOCK_TOKENS, SLAB_BYTES
+
+from rose.memory.daemon import start_daemon
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+PROMPTS = [prompt(f"disaggregated-{index}", 280 + 50 * index) for index in range(3)]
+TOKENS = 24
+
+
+def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
+    engines_dir: Path, models: ModelDirs
+) -> None:
+    folder = engines_dir / "disaggregated"
+    store = folder / "store"
+    store.mkdir(parents=True)
+    model = models.serving
+    with ExitStack() as undo:
+
+        def fork(function: Any, **arguments: Any) -> Fork:
+            one = Fork(folder, function, model=model, prompts=PROMPTS, **arguments)
+            undo.callback(one.stop)
+            return one
+
+        for pool in ("prefill", "decode"):
+            daemon = start_daemon(
+                pool,
+                num_slabs=24,
+                slab_bytes=SLAB_BYTES,
+                headroom_slabs=6,
+                runtime_dir=runtime_dir(folder),
+            )
+            undo.callback(daemon.stop)
+        stock = fork(engine_runs.stock_answers, max_tokens=TOKENS)
+        slabs = fork(engine_runs.prefill_and_send_late, pool="prefill", store=store).result()
+        replies: list[Reply] = fork(
+            engine_runs.decode_from_disk, pool="decode", max_tokens=TOKENS, store=store
+        ).result()
+        expected = stock.result()
+    # Idle slabs went back meanwhile; those with blocks that were still to be sent stayed.
+    assert slabs["after traffic"] > slabs["unsent"] >= slabs["in use"] > slabs["sent"] == 1
+    for reply, tokens, given in zip(replies, expected, PROMPTS, strict=True):
+        assert reply.tokens == tokens
+        assert reply.num_cached_tokens == (len(given) - 2) // BLOCK_TOKENS * BLOCK_TOKENS
