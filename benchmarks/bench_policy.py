@@ -1,10 +1,10 @@
 """Memory that rollout lends to serving's bursts, and prefix cache in what is left, beat a fixed split.
 
-Three variants, each with a serving and a rollout engine of its own over as many slabs in all; all six engines
-run from the start, and windows of the demo's trace replay beside the closed rollout loop alternate between the
-pairs. The gate is off throughout: memory alone differs, and nothing tells one variant's compute from another's.
-  static       two pools, each half of the slabs: serving can't get more, nor rollout; rollout caches nothing
-  preemption   one pool: rollout's budget follows serving's use and is cut in its bursts; rollout caches nothing
+Three variants, each with a serving and a rollout engine of its own over as many slabs in all. All six engines
+run from the start, and windows of the demo's trace replay beside the closed rollout loop alternate between
+the pairs. The gate is off throughout: memory alone differs.
+  static       two pools, each half of the slabs: neither can get more; rollout caches nothing
+  preemption   one pool: rollout's budget follows serving's use and is cut in its bursts; nothing cached either
   caching      the same with rollout's prefix cache on its default lease of 10 s: ROSE as it comes
 
 Per variant: `rollout_tokens_per_s`, `ttft_p99_ms` and `tpot_p99_ms` of serving, `rollout_hit_share` (cached

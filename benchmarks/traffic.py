@@ -1,7 +1,7 @@
 """The demo's traffic for benchmarks: the trace replay against serving, the closed loop against rollout.
 
-Owns how a rig's engines get the demo's windows (rose.demo.windows). Promises the demo's rates and lengths, and its
-layout on the CPUs. Never measures anything but what a window measures.
+Owns how a rig's engines get the demo's windows (rose.demo.windows). Promises the demo's rates, lengths
+and layout on the CPUs. Never measures anything but what a window measures.
 """
 
 import argparse
