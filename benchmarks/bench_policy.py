@@ -4,7 +4,7 @@ Three variants, each with a serving and a rollout engine of its own over as many
 run from the start, and windows of the demo's trace replay beside the closed rollout loop alternate between
 the pairs. The gate is off throughout: memory alone differs.
   static       two pools, each half of the slabs: neither can get more; rollout caches nothing
-  preemption   one pool: rollout's budget follows serving's use and is cut in its bursts; nothing cached either
+  preemption   one pool: rollout's budget follows serving's use and is cut in its bursts; no cache either
   caching      the same with rollout's prefix cache on its default lease of 10 s: ROSE as it comes
 
 Per variant: `rollout_tokens_per_s`, `ttft_p99_ms` and `tpot_p99_ms` of serving, `rollout_hit_share` (cached
