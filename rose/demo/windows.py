@@ -127,7 +127,7 @@ class BusyMeter:
     def __init__(self, serving: EngineControl, rollout: EngineControl) -> None:
         self._engines = (serving, rollout)
         self._before: tuple[float, ...] = ()
-        self._cpu = _CpuUse()
+        self._cpu = CpuUse()
 
     def start(self) -> None:
         self._before = tuple(engine.status().busy_s for engine in self._engines)
@@ -141,13 +141,15 @@ class BusyMeter:
         return serving, rollout, foreign
 
 
-class _CpuUse:
+class CpuUse:
     """CPU time of the whole machine minus that of this process and its descendants."""
 
     def start(self) -> None:
+        """Begin to count."""
         self._all_s, self._ours_s, self._at_s = _machine_busy_s(), _family_busy_s(), time.monotonic()
 
     def foreign_share(self) -> float:
+        """What others used since ``start``, as a share of all CPUs' time."""
         used_s = _machine_busy_s() - self._all_s
         ours_s = _family_busy_s() - self._ours_s
         capacity_s = (time.monotonic() - self._at_s) * (psutil.cpu_count() or 1)
