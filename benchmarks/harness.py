@@ -47,12 +47,14 @@ def run_benchmark(
     except RoseError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    foreign = cpu.foreign_share()
+    # Over the moment in which nothing was measured, the kernel's clock ticks say nothing.
+    foreign = cpu.foreign_share() if any(figure.value is not None for figure in figures) else None
     env = collect_env(seed=args.seed, quick=args.quick)
     console = Console()
     console.print(_table(figures), markup=False)
     console.print(str(env), markup=False)
-    console.print(f"other processes used {foreign:.0%} of the machine's CPU meanwhile", markup=False)
+    if foreign is not None:
+        console.print(f"other processes used {foreign:.0%} of the machine's CPU meanwhile", markup=False)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         env_json = env.to_json() | {"foreign_cpu_share": foreign}
