@@ -54,7 +54,8 @@ def run_benchmark(
     console.print(_table(figures), markup=False)
     console.print(str(env), markup=False)
     if foreign is not None:
-        console.print(f"other processes used {foreign:.0%} of the machine's CPU meanwhile", markup=False)
+        # A killed engine's children may die unseen, and then count as others'.
+        console.print(f"other processes used up to {foreign:.0%} of the machine's CPU", markup=False)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         env_json = env.to_json() | {"foreign_cpu_share": foreign}
