@@ -34,6 +34,8 @@ POOL = f"kill-{os.getpid()}"
 NUM_SLABS, SLAB_BYTES, HEADROOM_SLABS = 96, 1 << 20, 24
 NUM_SERVING_AT_ONCE, SERVING_PROMPT_TOKENS, SERVING_TOKENS = 4, 200, 48
 NUM_ROLLOUTS, ROLLOUT_PROMPT_TOKENS, ROLLOUT_TOKENS = 16, 400, 600
+NUM_WAVES = 2
+"""Of rollouts, one after the other, so that the load lasts through control and kill."""
 MIN_HELD_SLABS = 6
 """Of the rollout engine, before it is killed."""
 PROBE_S = 0.002
@@ -72,7 +74,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
                     )
                 control = rig.wait_engine(f"rollout-{repeat}")
                 control.begin_rl_step(repeat + 1)
-                for number in range(NUM_ROLLOUTS):
+                for number in range(NUM_WAVES * NUM_ROLLOUTS):
                     prompt = random_prompt(f"rollout-{args.seed}-{repeat}-{number}", ROLLOUT_PROMPT_TOKENS)
                     threads.submit(control.complete, [prompt], ROLLOUT_TOKENS)
                 wait_until(
