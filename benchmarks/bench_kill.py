@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 
 from harness import median_figure, run_benchmark
 from rig import Rig
@@ -33,9 +34,13 @@ POOL = f"kill-{os.getpid()}"
 NUM_SLABS, SLAB_BYTES, HEADROOM_SLABS = 96, 1 << 20, 24
 NUM_SERVING_AT_ONCE, SERVING_PROMPT_TOKENS, SERVING_TOKENS = 4, 200, 48
 NUM_ROLLOUTS, ROLLOUT_PROMPT_TOKENS, ROLLOUT_TOKENS = 16, 400, 600
+NUM_WAVES = 2
+"""Of rollouts, one after the other, so that the load lasts through control and kill."""
 MIN_HELD_SLABS = 6
 """Of the rollout engine, before it is killed."""
 PROBE_S = 0.002
+CONTROL_S = 3.0
+"""Of probing with nothing killed: the pauses that the machine itself makes."""
 PATIENCE_S = 120.0
 
 
@@ -45,6 +50,7 @@ class Samples:
 
     rollout_freed: list[float] = field(default_factory=list)
     rollout_slabs: list[int] = field(default_factory=list)
+    control_pause: list[float] = field(default_factory=list)
     daemon_pause: list[float] = field(default_factory=list)
     daemon_back: list[float] = field(default_factory=list)
     daemon_start: list[float] = field(default_factory=list)
@@ -68,7 +74,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
                     )
                 control = rig.wait_engine(f"rollout-{repeat}")
                 control.begin_rl_step(repeat + 1)
-                for number in range(NUM_ROLLOUTS):
+                for number in range(NUM_WAVES * NUM_ROLLOUTS):
                     prompt = random_prompt(f"rollout-{args.seed}-{repeat}-{number}", ROLLOUT_PROMPT_TOKENS)
                     threads.submit(control.complete, [prompt], ROLLOUT_TOKENS)
                 wait_until(
@@ -83,7 +89,9 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 def kill_daemon(rig: Rig, ledger: Ledger, samples: Samples) -> None:
     """The daemon dies, its successor is started at once."""
-    with slab_probe(ledger, samples):
+    with slab_probe(ledger, samples.control_pause):
+        time.sleep(CONTROL_S)
+    with slab_probe(ledger, samples.daemon_pause):
         killed_at_s = time.monotonic()
         rig.kill_daemon(POOL)
         started_at_s = time.monotonic()
@@ -144,8 +152,8 @@ def serving_load(control: EngineControl, samples: Samples, seed: int) -> Iterato
 
 
 @contextmanager
-def slab_probe(ledger: Ledger, samples: Samples) -> Iterator[None]:
-    """Takes and returns a slab in serving's name all the time, and notes the longest pause between two.
+def slab_probe(ledger: Ledger, pauses: list[float]) -> Iterator[None]:
+    """Takes and returns a slab in serving's name all the time, and adds the longest pause between two.
 
     As the serving scheduler itself does when it grows: one compare-and-swap, without asking anybody.
     """
@@ -169,7 +177,7 @@ def slab_probe(ledger: Ledger, samples: Samples) -> Iterator[None]:
             yield
         finally:
             closing.set()
-    samples.daemon_pause.append(probing.result())
+    pauses.append(probing.result())
 
 
 def wait_until(ledger: Ledger, is_so: Callable[[], bool], what: str) -> None:
@@ -205,7 +213,16 @@ def make_figures(samples: Samples) -> list[Figure]:
             target="<= 500",
             peers={"slabs held": float(min(samples.rollout_slabs))},
         ),
-        median_figure("kill_recovery_ms[daemon]", _ms(samples.daemon_pause), "ms", target="<= 500"),
+        median_figure(
+            "kill_recovery_ms[daemon]",
+            _ms(samples.daemon_pause),
+            "ms",
+            target="<= 500",
+            peers={
+                "nothing killed, median": median(_ms(samples.control_pause)),
+                "nothing killed, longest": max(_ms(samples.control_pause)),
+            },
+        ),
         # Most of it is a Python process that starts; engines don't wait for it.
         median_figure(
             "kill_daemon_back_ms",

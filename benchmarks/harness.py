@@ -1,7 +1,7 @@
 """What every benchmark file shares: its command line, its table and its JSON.
 
 Owns the flags and the output format (CONTRIBUTING.md). Promises that figures reach the JSON exactly as they
-are printed, with the machine beside them. Never measures.
+are printed, with the machine beside them, and what share of it other processes used. Never measures.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.demo.figures import Figure, collect_env
+from rose.demo.windows import CpuUse
 from rose.errors import RoseError
 
 Measure = Callable[[argparse.Namespace], list[Figure]]
@@ -39,18 +40,26 @@ def run_benchmark(
     if add_arguments is not None:
         add_arguments(parser)
     args = parser.parse_args(argv)
+    cpu = CpuUse()
+    cpu.start()
     try:
         figures = measure(args)
     except RoseError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
+    # Over the moment in which nothing was measured, the kernel's clock ticks say nothing.
+    foreign = cpu.foreign_share() if any(figure.value is not None for figure in figures) else None
     env = collect_env(seed=args.seed, quick=args.quick)
     console = Console()
     console.print(_table(figures), markup=False)
     console.print(str(env), markup=False)
+    if foreign is not None:
+        # A killed engine's children may die unseen, and then count as others'.
+        console.print(f"other processes used up to {foreign:.0%} of the machine's CPU", markup=False)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"env": env.to_json(), "figures": [asdict(figure) for figure in figures]}
+        env_json = env.to_json() | {"foreign_cpu_share": foreign}
+        report = {"env": env_json, "figures": [asdict(figure) for figure in figures]}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 

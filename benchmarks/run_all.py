@@ -76,7 +76,7 @@ def print_table(outcomes: list[Outcome], console: Console) -> None:
             table.add_row(
                 outcome.name.removeprefix("bench_"),
                 figure["name"],
-                f"{value:.4g}" if isinstance(value, (int, float)) else str(value),
+                f"{value:.4g}" if isinstance(value, (int, float)) else "not measured",
                 str(figure.get("unit") or ""),
                 "" if target is None else str(target),
                 {True: "yes", False: "NO", None: ""}[met],

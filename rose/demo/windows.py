@@ -6,13 +6,13 @@ and that a window in which the machine did other people's work says so (``foreig
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
-from rose.demo.cluster import Cluster
 from rose.demo.plan import DemoPlan
 from rose.demo.records import PhaseName, PhaseResult, RequestRecord, read_records
 from rose.demo.replay import SYNTHETIC_ROWS
@@ -30,6 +30,14 @@ POLL_S = 0.2
 Tick = Callable[[], None]
 
 
+class ClientStarter(Protocol):
+    """Starts a window's clients beside the engines: the demo's cluster, or a benchmark's rig."""
+
+    def run(self, argv: Sequence[str], name: str) -> ServerProcess:
+        """A Python process; whoever started it stops it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSpec:
     """What runs in a window. ``index`` makes it a distinct sample of the trace."""
@@ -42,13 +50,13 @@ class WindowSpec:
 
 
 class WindowRunner:
-    """Runs windows one after another on one cluster."""
+    """Runs windows one after another on one pair of engines."""
 
     def __init__(
-        self, plan: DemoPlan, cluster: Cluster, serving: EngineControl, rollout: EngineControl
+        self, plan: DemoPlan, clients: ClientStarter, serving: EngineControl, rollout: EngineControl
     ) -> None:
         self._plan = plan
-        self._cluster = cluster
+        self._clients = clients
         self._serving = serving
         self._rollout = rollout
         self._dir = plan.options.out_dir
@@ -85,7 +93,7 @@ class WindowRunner:
             *replay_flags(self._plan, spec.index, spec.duration_s),
             *("--start-at", str(start_s), "--cache-salt", f"{spec.name}-{spec.index}"),
         ]
-        return self._cluster.run(argv, f"replay-{spec.name}-{spec.index}")
+        return self._clients.run(argv, f"replay-{spec.name}-{spec.index}")
 
     def finish_replay(self, replay: ServerProcess, spec: WindowSpec, tick: Tick) -> tuple[RequestRecord, ...]:
         """Wait for the replay's end and read its records. Raises: WorkerError."""
@@ -101,7 +109,7 @@ class WindowRunner:
             *("--vocab-size", str(traffic.vocab_size), "--seed", str(self._plan.options.seed)),
             *("--start-at", str(start_s), "--cache-salt", f"{spec.name}-{spec.index}"),
         ]
-        return self._cluster.run(argv, f"load-{spec.name}-{spec.index}")
+        return self._clients.run(argv, f"load-{spec.name}-{spec.index}")
 
     def _finish_load(self, load: ServerProcess, tick: Tick) -> RolloutLoadResult:
         _wait_ended(load, SLACK_S, tick)
@@ -119,7 +127,7 @@ class BusyMeter:
     def __init__(self, serving: EngineControl, rollout: EngineControl) -> None:
         self._engines = (serving, rollout)
         self._before: tuple[float, ...] = ()
-        self._cpu = _CpuUse()
+        self._cpu = CpuUse()
 
     def start(self) -> None:
         self._before = tuple(engine.status().busy_s for engine in self._engines)
@@ -133,13 +141,15 @@ class BusyMeter:
         return serving, rollout, foreign
 
 
-class _CpuUse:
+class CpuUse:
     """CPU time of the whole machine minus that of this process and its descendants."""
 
     def start(self) -> None:
+        """Begin to count."""
         self._all_s, self._ours_s, self._at_s = _machine_busy_s(), _family_busy_s(), time.monotonic()
 
     def foreign_share(self) -> float:
+        """What others used since ``start``, as a share of all CPUs' time."""
         used_s = _machine_busy_s() - self._all_s
         ours_s = _family_busy_s() - self._ours_s
         capacity_s = (time.monotonic() - self._at_s) * (psutil.cpu_count() or 1)
