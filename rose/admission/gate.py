@@ -143,6 +143,14 @@ class GatePolicy:
             return False
         return now < view.latest_start_s
 
+    def may_repeat(self, view: ServingView) -> bool:
+        """Serving's half: whether to offer turn after turn while slack is left.
+
+        The baseline that alternates gives one step for one; so does a single-objective mode that sees no
+        deadline of its own kind, or the other kind's requests would wait for ever.
+        """
+        return self.settings.mode is not GateMode.ALTERNATE and view.latest_start_s < NEVER
+
     def decide(
         self, now: float, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel
     ) -> GateDecision:

@@ -66,9 +66,7 @@ class ServingScheduler(RoseScheduler):
         view = self._deadlines.view(now, self.recorder.model, has_work=True, context_tokens=self._context())
         side.publish(view)
         if self._gate.may_yield(now, view):
-            # The baseline that alternates gives one step for one; the gate fills the slack.
-            is_strict = self._gate.settings.mode is GateMode.ALTERNATE
-            offer = side.yield_turn if is_strict else side.yield_turns
+            offer = side.yield_turns if self._gate.may_repeat(view) else side.yield_turn
             offer(view.latest_start_s, self._gate.settings.handover_s)
         side.begin_step()
 

@@ -30,6 +30,7 @@ HICCUP_S = 0.003
 SWITCH_S = 0.0003
 # Serving that can't keep up is followed for this long past the traffic's end, in traffic lengths.
 MAX_DRAIN = 1.0
+ABSORB=True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ class TwinGpu:
             self._absorb()
             if self._serving.has_work:
                 latest_s = self._offer_turns()
+                if ABSORB: self._absorb()
                 self._num_late += self._now > latest_s
                 self._serve()
             elif not self._take_turn(self._serving.view(self._now)):
@@ -130,9 +132,7 @@ class TwinGpu:
         if self._rollout is None or not self._policy.may_yield(self._now, view):
             return NEVER
         while self._now + self._rollout.shortest_step_s() <= view.latest_start_s:
-            if not self._take_turn(view) or self._policy.settings.mode is GateMode.ALTERNATE:
-                break
-            if self._has_arrived():  # announced: the hand-over ends
+            if not self._take_turn(view) or not self._policy.may_repeat(view) or self._has_arrived():
                 break
         return view.latest_start_s if self._was_rollout else NEVER
 
