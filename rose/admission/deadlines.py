@@ -48,8 +48,8 @@ class ServingDeadlines:
     def __init__(self, settings: GateSettings, *, chunk_tokens: int) -> None:
         """`chunk_tokens`: the serving engine's own token budget of a step."""
         self._settings = settings
-        self._target_s = settings.effective_tpot_target_s
-        self._itl_cap_s = settings.effective_itl_cap_s
+        self._target_s = settings.tpot_target_for(0.0)  # nothing to spend until a step time is known
+        self._itl_cap_s = settings.itl_cap_for(0.0)
         self._chunk_tokens = chunk_tokens
         self._load = 0.0
         self._pending: dict[str, PendingPrefill] = {}
@@ -116,6 +116,9 @@ class ServingDeadlines:
         self, now: float, model: StepTimeModel, *, has_work: bool, context_tokens: float = 0
     ) -> ServingView:
         """What to publish under this gate mode."""
+        decode_s = model.predict(0, self.num_decodes, context_tokens if self._decodes else 0)
+        self._target_s = self._settings.tpot_target_for(decode_s)
+        self._itl_cap_s = self._settings.itl_cap_for(self._target_s)
         return ServingView(
             has_work=has_work,
             has_pending_prefill=self.has_pending_prefill,

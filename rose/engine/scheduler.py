@@ -152,6 +152,11 @@ class RoseScheduler(Scheduler):
         self._input_queue = input_queue
         threading.Thread(target=self._watch, name="rose-watch", daemon=True).start()
 
+    @property
+    def _has_input(self) -> bool:
+        """Whether requests, aborts or calls wait for the engine core to take them in."""
+        return self._input_queue is not None and not self._input_queue.empty()
+
     def _watch(self) -> None:
         """Runs in its own thread: turns changes of the ledger, commands and due times into a step."""
         seen_change, seen_command, fired_s = self._change_seq(), self._commands(), None

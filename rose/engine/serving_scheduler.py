@@ -67,11 +67,20 @@ class ServingScheduler(RoseScheduler):
         side.publish(view)
         if self._gate.may_yield(now, view):
             offer = side.yield_turns if self._gate.may_repeat(view) else side.yield_turn
-            offer(view.latest_start_s, self._gate.settings.handover_s)
+            waited_s = offer(view.latest_start_s, self._gate.settings.handover_s)
+            if waited_s > 0 and self._has_input:
+                # What came meanwhile, a request most likely, joins this step: the engine core takes it in
+                # between two scheduling passes, and a step without it would cost its first token a decode step.
+                self.max_num_scheduled_tokens = 0
+                return
         side.begin_step()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        output = super().schedule(throttle_prefills)
+        most = self.max_num_scheduled_tokens
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = most
         if output.total_num_scheduled_tokens == 0:
             self._publish(time.monotonic())
         return output

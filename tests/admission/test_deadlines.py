@@ -11,11 +11,12 @@ from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, GateMode
 
 MODEL = StepTimeModel(base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-3, margin_s=0.0)
-SLO_500_200 = SLO(ttft_s=0.5, tpot_s=0.2)  # TPOT target 0.1
+SLO_500_200 = SLO(ttft_s=0.5, tpot_s=0.2)
 
 
-def books(mode: GateMode = GateMode.DUAL) -> ServingDeadlines:
-    return ServingDeadlines(GateSettings(slo=SLO_500_200, mode=mode), chunk_tokens=512)
+def books(mode: GateMode = GateMode.DUAL, tpot_target_s: float | None = 0.1) -> ServingDeadlines:
+    gate = GateSettings(slo=SLO_500_200, mode=mode, tpot_target_s=tpot_target_s)
+    return ServingDeadlines(gate, chunk_tokens=512)
 
 
 def latest(deadlines: ServingDeadlines, now: float = 0.0) -> float:
@@ -74,6 +75,14 @@ def test_load_shrinks_the_target() -> None:
     serving.set_load(0.75)
     serving.produced(["a"], 1.0)
     assert latest(serving) == pytest.approx(1.05 - 0.011)
+
+
+def test_the_default_target_rests_on_the_published_step() -> None:
+    serving = books(tpot_target_s=None)
+    serving.arrived("a", 0.5, 10)
+    assert latest(serving) < 1.0
+    serving.produced(["a"], 1.0)
+    assert latest(serving) == pytest.approx(1.0 + 8 * 0.01 - 0.011)  # the step without decodes took 10 ms
 
 
 def test_no_work_means_no_deadline() -> None:

@@ -20,7 +20,7 @@ def traffic(seed: int = 0, rate_rps: float = 2.0, own_slo: SLO | None = None) ->
     rng = random.Random(seed)
     at_s, arrivals = 0.0, []
     while (at_s := at_s + rng.expovariate(rate_rps)) < HORIZON_S:
-        prompt, output = rng.randint(1, 3000), rng.randint(1, 60)
+        prompt, output = rng.randint(1, 3000), rng.randint(1, 30)
         arrivals.append(Arrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output, own_slo=own_slo))
     return arrivals
 

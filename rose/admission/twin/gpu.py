@@ -30,7 +30,6 @@ HICCUP_S = 0.003
 SWITCH_S = 0.0003
 # Serving that can't keep up is followed for this long past the traffic's end, in traffic lengths.
 MAX_DRAIN = 1.0
-ABSORB=True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +119,7 @@ class TwinGpu:
             self._absorb()
             if self._serving.has_work:
                 latest_s = self._offer_turns()
-                if ABSORB: self._absorb()
+                self._absorb()  # what came meanwhile joins the step
                 self._num_late += self._now > latest_s
                 self._serve()
             elif not self._take_turn(self._serving.view(self._now)):
@@ -141,7 +140,7 @@ class TwinGpu:
         rollout = self._rollout
         if rollout is None:
             return False
-        decision = self._policy.decide(self._now, view, rollout.candidate(), rollout.online.model)
+        decision = self._policy.decide(self._now, view, rollout.candidate(self._now), rollout.online.model)
         if not decision.is_admitted:
             self._refusals[decision.reason] = self._refusals.get(decision.reason, 0) + 1
             return False
@@ -149,7 +148,7 @@ class TwinGpu:
         work = rollout.start_step(decision)
         seconds = self._seconds("rollout", rollout.model, work)
         self._pass("rollout", seconds)
-        rollout.end_step(work, seconds)
+        rollout.end_step(self._now, work, seconds)
         self._count_tokens(rollout)
         return True
 
@@ -198,11 +197,11 @@ class TwinGpu:
                 serving_step = None
             if rollout_step.left_s <= 0:
                 self._steps["rollout"] += 1
-                rollout.end_step(rollout_step.work, self._now - rollout_step.start_s)
+                rollout.end_step(self._now, rollout_step.work, self._now - rollout_step.start_s)
                 self._count_tokens(rollout)
                 rollout_step = self._begin("rollout", rollout.model, rollout.start_step(whole))
 
-        rollout.end_step(rollout_step.work, max(1e-9, self._now - rollout_step.start_s))
+        rollout.end_step(self._now, rollout_step.work, max(1e-9, self._now - rollout_step.start_s))
 
     def _share(self, serving_step: "_Running | None", rollout_step: "_Running") -> None:
         """Time passes until the first of both steps ends or, on a GPU without serving, a request arrives."""

@@ -38,8 +38,9 @@ class TwinRollout:
         self._slots = [self._start() for _ in range(model.max_seqs)]
         self.num_generated = 0
         self.num_prefilled = 0
+        self._stepped_s = 0.0
 
-    def candidate(self) -> RolloutCandidate:
+    def candidate(self, now: float) -> RolloutCandidate:
         """What it would run next, as the engine's scheduler counts it."""
         prefill = decodes = context = 0
         for t in self._slots:
@@ -52,6 +53,7 @@ class TwinRollout:
             prefill_tokens_waiting=min(prefill, self.model.max_batched_tokens),
             num_decodes=decodes,
             context_tokens=context,
+            waited_s=now - self._stepped_s,
         )
 
     def shortest_step_s(self) -> float:
@@ -72,8 +74,9 @@ class TwinRollout:
                 prefill += t.scheduled
         return StepWork(prefill_tokens=prefill, num_decodes=num_decodes, context_tokens=context)
 
-    def end_step(self, work: StepWork, seconds: float) -> None:
+    def end_step(self, now: float, work: StepWork, seconds: float) -> None:
         """The step that start_step() filled is over."""
+        self._stepped_s = now
         self.online.observe(work.prefill_tokens, work.num_decodes, work.context_tokens, seconds)
         late: list[_Trajectory] = []
         for index, t in enumerate(self._slots):
