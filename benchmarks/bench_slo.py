@@ -1,7 +1,7 @@
 """Serving keeps its SLOs while rollouts take the time it leaves: every sharing policy on the same traffic.
 
-With --simulate: a discrete-event twin of the shipped gate at the scale of H800 GPUs, 8B and 32B pairs, densities
-1, 1.5 and 2, and an on/off burst. All its figures are simulated.
+With --simulate: a discrete-event twin of the shipped gate at the scale of H800 GPUs, 8B and 32B pairs,
+densities 1, 1.5 and 2, and an on/off burst. All its figures are simulated.
 
     python benchmarks/bench_slo.py --simulate --trace AzureLLMInferenceTrace_conv.csv --json slo.json
 """

@@ -1,4 +1,4 @@
-"""The simulated half of bench_slo: GPU-scale pairs, the shipped gate, every baseline. Nothing here is measured.
+"""The simulated half of bench_slo: GPU-scale pairs, the shipped gate, every baseline. Nothing is measured.
 
 Owns the simulated workloads and the figures made of them; each carries kind "simulated".
 """
@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from harness import median_figure
@@ -22,7 +23,7 @@ from rose.demo.trace import TraceRow
 from rose.types import SLO, GateMode
 
 RATE_RPS = 1.0
-"""Of one GPU at density 1: serving alone then answers without queueing, as an overprovisioned cluster does."""
+"""Of one GPU at density 1: serving alone then hardly queues, as in an overprovisioned cluster."""
 DENSITIES = (1.0, 1.5, 2.0)
 BURST = "burst"
 """5 s at four times the rate of density 1, then 15 s of silence."""
@@ -184,7 +185,7 @@ class TwinBench:
         return [*figures, _simulated(harvest)]
 
     def _frontier(self, pair: Pair, runs: dict[str, Run]) -> list[Figure]:
-        """What each allowed TPOT buys, at density 1; and the gate against single objectives at their harvest."""
+        """What each allowed TPOT buys at density 1, and the gate beside single objectives at equal harvest."""
         samples, alone_s = self._traffic(1.0), runs[ALONE].pooled("tpot", 99)
         points = []
         for steps in FRONTIER_TARGETS:
@@ -341,7 +342,7 @@ def harvest_at(curve: Sequence[tuple[float, float]], cap: float) -> float:
     points = sorted(curve)
     below = [harvest for ratio, harvest in points if ratio <= cap]
     best = max(below, default=0.0)
-    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+    for (left, low), (right, high) in pairwise(points):
         if left <= cap < right:
             best = max(best, low + (high - low) * (cap - left) / (right - left))
     return best

@@ -14,8 +14,8 @@ from rose.types import SLO, GateMode
 
 # TPOT slack is real capacity, but spending all of it multiplies serving's end-to-end time and concurrency
 # (16-20 times and 4 times in simulation at the full budget). So: half the SLO, and not more than 8 serving
-# steps, from which on a longer gap harvests next to nothing (1/8 of the time is serving's then), and not fewer
-# than 5, where it harvests 70%; whole budgets are out of reach of a prediction.
+# steps, from which on a longer gap harvests next to nothing (1/8 of the time is serving's then), and not
+# fewer than 5, where it harvests 70%; whole budgets are out of reach of a prediction.
 TPOT_TARGET_FRACTION = 0.5
 TPOT_TARGET_STEPS = (5.0, 8.0)
 MAX_TPOT_TARGET_FRACTION = 0.95
@@ -29,8 +29,8 @@ MIN_STEP_TOKENS = 32
 # A declined rollout looks again after this long even if nobody rings.
 RETRY_S = 0.02
 # A step with some of the decodes costs nearly as much as one with all: slack too short for all of them is
-# better saved (serving's next gap is longer by it) than spent, as long as all will fit: up to this part of the
-# longest gap, and for this part of the stall time-out.
+# better saved (serving's next gap is longer by it) than spent, as long as all will fit: up to this part of
+# the longest gap, and for this part of the stall time-out.
 WORTH_SAVING_FOR = 0.5
 PATIENCE = 0.25
 

@@ -1,8 +1,9 @@
 """One modelled GPU on which both engines run, and its clock.
 
-Owns time, whose turn it is, and the noise of step times. Under a gate one step runs at a time, in the order of
-the board's protocol: serving publishes and offers turns, rollout decides and takes one or declines. Without a
-gate (naive co-location) both run at once and share the GPU's speed. Never decides about a step: the policy does.
+Owns time, whose turn it is, and the noise of step times. Under a gate one step runs at a time, in the order
+of the board's protocol: serving publishes and offers turns, rollout decides and takes one or declines.
+Without a gate (naive co-location) both run at once and share the GPU's speed. Never decides about a step:
+the policy does.
 """
 
 import random
@@ -25,8 +26,8 @@ from rose.types import GateMode
 STEP_NOISE = 0.03
 HICCUP_SHARE = 0.002
 HICCUP_S = 0.003
-# From one side's release to the other's first kernel: futex wake-up (80 us at the 99th percentile, measured on a
-# host) and launching; an assumption on a GPU.
+# From one side's release to the other's first kernel: futex wake-up (80 us at the 99th percentile, measured
+# on a host) and launching; an assumption on a GPU.
 SWITCH_S = 0.0003
 # Serving that can't keep up is followed for this long past the traffic's end, in traffic lengths.
 MAX_DRAIN = 1.0
@@ -123,7 +124,8 @@ class TwinGpu:
                 self._num_late += self._now > latest_s
                 self._serve()
             elif not self._take_turn(self._serving.view(self._now)):
-                self._now = min(self._horizon_s, self._arrivals[0].at_s) if self._arrivals else self._horizon_s
+                next_s = self._arrivals[0].at_s if self._arrivals else self._horizon_s
+                self._now = min(self._horizon_s, next_s)
 
     def _offer_turns(self) -> float:
         """ServingScheduler._take_turn and ServingSide.yield_turns; returns the published latest start."""

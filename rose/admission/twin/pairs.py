@@ -2,11 +2,12 @@
 
 Owns the constants and where they come from. Nothing here has been measured by us.
 
-A decode step reads all weights once: bytes / (3.35 TB/s x 0.75), plus 0.5 ms of launches and sampling, and with
-tensor parallelism two all-reduces of about 20 us per layer. A token costs 2 x parameters / (989 TFLOP/s x 0.5).
-Decoding reads each sequence's KV: 4 x layers x KV heads x 128 bytes per token of context. Peak figures: NVIDIA's
-data sheet of the H800 (memory and dense BF16 as the H100's). SLOs and parallelism: ROSE §6, "Metrics" and "Models
-and Training Configurations". Serving alone then decodes at 7 to 9 ms, as the prototype's model did.
+A decode step reads all weights once: bytes / (3.35 TB/s x 0.75), plus 0.5 ms of launches and sampling, and
+with tensor parallelism two all-reduces of about 20 us per layer. A token costs 2 x parameters / (989 TFLOP/s
+x 0.5). Decoding reads each sequence's KV: 4 x layers x KV heads x 128 bytes per token of context. Peak
+figures: NVIDIA's data sheet of the H800 (memory and dense BF16 as the H100's). SLOs and parallelism: ROSE
+§6, "Metrics" and "Models and Training Configurations". Serving alone then decodes at 7 to 9 ms, as the
+prototype's model did.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,8 @@ from rose.admission.online import OnlineStepTime
 from rose.admission.twin.pairs import EngineModel
 from rose.admission.twin.serving import StepWork
 
-# A turn: what the environment says, and what the model answers. With 8 turns a trajectory stays under 4096 tokens.
+# A turn: what the environment says, and what the model answers. With 8 turns a trajectory stays under 4096
+# tokens.
 OBSERVATION_TOKENS = (64, 256)
 ANSWER_TOKENS = (64, 384)
 FIRST_PROMPT_TOKENS = (384, 768)
