@@ -80,9 +80,10 @@ class GateSettings:
         """tpot_target_s with its default resolved, where serving's decode step takes `step_s`."""
         if self.tpot_target_s is not None:
             return self.tpot_target_s
-        least, most = (steps * step_s for steps in TPOT_TARGET_STEPS)
-        target_s = min(max(TPOT_TARGET_FRACTION * self.slo.tpot_s, least), most)
-        return min(target_s, MAX_TPOT_TARGET_FRACTION * self.slo.tpot_s)
+        slo_s = self.slo.tpot_s
+        least, most = TPOT_TARGET_STEPS
+        target_s = min(max(TPOT_TARGET_FRACTION * slo_s, least * step_s), most * step_s)
+        return min(target_s, MAX_TPOT_TARGET_FRACTION * slo_s)
 
     def itl_cap_for(self, target_s: float) -> float:
         """itl_cap_s with its default resolved, for a TPOT target of `target_s`."""

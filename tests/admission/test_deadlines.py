@@ -38,7 +38,7 @@ def test_a_request_is_pending_until_its_first_token() -> None:
 
 
 def test_decode_deadline_is_the_due_minus_the_next_mixed_step() -> None:
-    serving = books()
+    serving = books(GateMode.TPOT_ONLY)
     serving.arrived("a", 0.5, 10)
     serving.produced(["a"], 1.0)
     assert latest(serving) == pytest.approx(1.1 - 0.011)
@@ -48,7 +48,7 @@ def test_decode_deadline_is_the_due_minus_the_next_mixed_step() -> None:
 
 def test_each_mode_publishes_its_own_deadline() -> None:
     expected = {
-        GateMode.DUAL: 1.1 - 0.031,
+        GateMode.DUAL: 1.0,  # prefill first: now
         GateMode.TPOT_ONLY: 1.1 - 0.031,
         GateMode.TTFT_ONLY: 1.5 - 0.031,
         GateMode.EQUATIONS: 1.2 - 0.011,
@@ -61,6 +61,19 @@ def test_each_mode_publishes_its_own_deadline() -> None:
         serving.produced(["a"], 1.0)
         serving.arrived("b", 1.0, 200)
         assert latest(serving, now=1.0) == pytest.approx(when), mode
+
+
+def test_the_least_due_time_is_kept_through_ends_and_preemptions() -> None:
+    serving = books()
+    for at_s, request_id in enumerate("abc"):
+        serving.arrived(request_id, 0.0, 10)
+        serving.produced([request_id], float(at_s))
+    assert latest(serving) == pytest.approx(0.1 - 0.013)
+    serving.produced(["b", "c"], 3.0)  # "a" made no token: its due time is the older one
+    assert latest(serving) == pytest.approx(0.1 - 0.013)
+    serving.finished(["a"])
+    assert latest(serving) > 1.0
+    serving.check_integrity()
 
 
 def test_a_request_may_have_its_own_slo() -> None:
