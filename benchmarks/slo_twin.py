@@ -185,7 +185,7 @@ class TwinBench:
         return [*figures, _simulated(harvest)]
 
     def _frontier(self, pair: Pair, runs: dict[str, Run]) -> list[Figure]:
-        """What each allowed TPOT buys at density 1, and the gate beside single objectives at equal harvest."""
+        """What each allowed TPOT buys at density 1; the gate beside single objectives at equal harvest."""
         samples, alone_s = self._traffic(1.0), runs[ALONE].pooled("tpot", 99)
         points = []
         for steps in FRONTIER_TARGETS:

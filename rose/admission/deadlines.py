@@ -20,6 +20,19 @@ from rose.admission.slack import (
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, GateMode
 
+# A request waits for its tokenizer and the queue between processes, not for a minute: a longer wait, like a
+# negative one, says that the wall clock was set meanwhile.
+MAX_FRONT_END_WAIT_S = 60.0
+
+
+def monotonic_arrival(now: float, wall_now: float, wall_arrival: float) -> float:
+    """When a request came, on the clock of `now`; the front end stamps wall-clock time.
+
+    A wait that only a jump of the wall clock explains counts as none.
+    """
+    waited_s = wall_now - wall_arrival
+    return now - waited_s if 0 <= waited_s <= MAX_FRONT_END_WAIT_S else now
+
 
 class _TokenTimes:
     """One decoding request, changed in place: a frozen value per token would cost more than the gate."""

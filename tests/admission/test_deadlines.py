@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.admission.deadlines import ServingDeadlines
+from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
 from rose.admission.gate import GateSettings
 from rose.admission.slack import NEVER
 from rose.admission.step_time import StepTimeModel
@@ -96,6 +96,20 @@ def test_the_default_target_rests_on_the_published_step() -> None:
     assert latest(serving) < 1.0
     serving.produced(["a"], 1.0)
     assert latest(serving) == pytest.approx(1.0 + 8 * 0.01 - 0.011)  # the step without decodes took 10 ms
+
+
+@pytest.mark.parametrize(
+    ("wall_arrival", "arrival_s"),
+    [(999.8, 99.8), (1000.3, 100.0), (1000.0 - 3600, 100.0), (1000.0 + 3600, 100.0)],
+    ids=[
+        "in the front end for 0.2 s",
+        "clocks of two cores",
+        "set forward by an hour",
+        "set back by an hour",
+    ],
+)
+def test_a_jump_of_the_wall_clock_moves_no_deadline(wall_arrival: float, arrival_s: float) -> None:
+    assert monotonic_arrival(100.0, 1000.0, wall_arrival) == pytest.approx(arrival_s)
 
 
 def test_no_work_means_no_deadline() -> None:
