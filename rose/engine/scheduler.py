@@ -61,7 +61,7 @@ class RoseScheduler(Scheduler):
         self.recorder = StepRecorder(profile_key(config), Settings.from_environment().profile_dir)
         if self.tenant is not None and not self.recorder.is_profiled:
             logger.warning(
-                "no step-time profile: until enough steps were seen rollouts step only while serving is idle; "
+                "no step-time profile: until enough steps were seen, rollouts step only on an idle GPU; "
                 "run `rose profile`"
             )
         self._profile_command = ProfileCommand.NONE
