@@ -23,7 +23,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     trace = (
         load_trace(args.trace) if args.trace else synthetic_trace(num_requests=SYNTHETIC_ROWS, seed=args.seed)
     )
-    horizon_s, repeats = (60.0, 1) if args.quick else (150.0, 3)
+    horizon_s, repeats = (100.0, 1) if args.quick else (200.0, 3)
     sampling = Sampling(horizon_s=horizon_s, repeats=repeats, seed=args.seed)
     return TwinBench(trace, sampling, Console()).figures()
 

@@ -29,8 +29,8 @@ HICCUP_S = 0.003
 # From one side's release to the other's first kernel: futex wake-up (80 us at the 99th percentile, measured
 # on a host) and launching; an assumption on a GPU.
 SWITCH_S = 0.0003
-# Serving that can't keep up is followed for this long past the traffic's end, in traffic lengths.
-MAX_DRAIN = 1.0
+# How long after the traffic's end answers count: 500 tokens at the slowest TPOT that an SLO here allows.
+MAX_DRAIN_S = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +68,15 @@ class TwinGpu:
         horizon_s: float,
         seed: int,
         has_rollouts: bool = True,
+        max_drain_s: float = MAX_DRAIN_S,
     ) -> None:
-        """`arrivals` in order of time; `horizon_s`: the end of the traffic and of the count of rollouts."""
+        """`arrivals` in order of time; `horizon_s`: the end of the traffic and of the count of rollouts.
+
+        `max_drain_s`: how long serving may go on answering after that."""
         self._policy = GatePolicy(settings)
         self._arrivals = deque(arrivals)
         self._horizon_s = horizon_s
+        self._max_drain_s = max_drain_s
         # Noise of its own per engine: another policy meets the same serving noise.
         self._noise = {name: random.Random(f"{seed}-{name}") for name in ("serving", "rollout")}
         self._serving = TwinServing(pair.serving, settings, OnlineStepTime(profile_of(pair.serving)))
@@ -228,7 +232,7 @@ class TwinGpu:
         if self._now < self._horizon_s:
             return False
         is_answered = not self._arrivals and not self._serving.has_work
-        return is_answered or self._now >= self._horizon_s * (1 + MAX_DRAIN)
+        return is_answered or self._now >= self._horizon_s + self._max_drain_s
 
     def _has_arrived(self) -> bool:
         return bool(self._arrivals) and self._arrivals[0].at_s <= self._now
