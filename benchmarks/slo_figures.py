@@ -1,4 +1,4 @@
-"""What simulated runs of the sharing policies come to: percentiles, attainment, harvest, and the issue's figures.
+"""What simulated runs of the sharing policies come to: percentiles, attainment, harvest, and the figures.
 
 Owns the figures' names and targets; each carries kind "simulated". Runs nothing.
 """
@@ -129,7 +129,7 @@ def trend_figures(pair: str, by_density: Sequence[dict[str, Run]]) -> list[Figur
     first = by_density[0]["dual"]
     figures = []
     for density, runs in list(zip(DENSITIES, by_density, strict=True))[1:]:
-        paper = {"paper": PAPER_ROLLOUT_TIME[pair][density]}
+        paper: dict[str, float | None] = {"paper": PAPER_ROLLOUT_TIME[pair][density]}
         value = mean(first.harvest) / mean(runs["dual"].harvest)
         figures.append(
             plain(f"rollout_time[{pair}, density {density:g} over 1]", value, "ratio", None, paper)
@@ -147,7 +147,8 @@ def dual_best_figures(pair: str, points: Sequence[Run], runs: dict[str, Run]) ->
         harvest = mean(runs[single].harvest)
         for kind in ("ttft", "tpot"):
             curve = sorted((mean(point.harvest), point.pooled(kind, 99)) for point in points)
-            at = float(np.interp(harvest, *zip(*curve, strict=True)))
+            harvests, tails_s = ([point[i] for point in curve] for i in (0, 1))
+            at = float(np.interp(harvest, harvests, tails_s))
             peers: dict[str, float | None] = {"at harvest": harvest, "paper": PAPER_DUAL[single][kind]}
             name = f"dual_best[{kind}, {pair}, over {single}]"
             figures.append(plain(name, at / runs[single].pooled(kind, 99), "P99 ratio", "<= 1.02", peers))

@@ -34,8 +34,8 @@ from rose.demo.trace import TraceRow
 from rose.types import SLO, GateMode
 
 RATES_RPS = {"8B": 0.35, "32B": 0.25}
-"""Of one GPU at density 1: serving alone then computes for about 30% of the time, as in the prototype's runs; the
-paper's clusters show 19% (SM utilization)."""
+"""Of one GPU at density 1: serving alone then computes for about 30% of the time, as in the prototype's runs;
+the paper's clusters show 19% (SM utilization)."""
 BURST = "burst"
 """5 s at four times the rate of density 1, then 15 s of silence."""
 BURST_ON_S, BURST_PERIOD_S = 5.0, 20.0
