@@ -12,6 +12,7 @@ import numpy as np
 from harness import median_figure
 
 from rose.admission.twin.gpu import TwinOutcome
+from rose.admission.twin.serving import ServedRequest
 from rose.demo.figures import Figure
 from rose.types import SLO
 
@@ -65,13 +66,16 @@ class Run:
     def attainment(self, kind: str) -> float:
         """Share of all requests within the SLO; one that was not answered misses it."""
         requests = [r for outcome in self._outcomes for r in outcome.requests]
-        slo = self._slo
-        met = {
-            "ttft": lambda r: r.ttft_s is not None and r.ttft_s <= slo.ttft_s,
-            "tpot": lambda r: r.last_token_s is not None and (r.tpot_s or 0.0) <= slo.tpot_s,
-            "itl": lambda r: r.last_token_s is not None and r.max_gap_s <= slo.tpot_s,
-        }[kind]
-        return sum(map(met, requests)) / len(requests)
+        return sum(self._is_met(kind, r) for r in requests) / len(requests)
+
+    def _is_met(self, kind: str, r: ServedRequest) -> bool:
+        if kind == "ttft":
+            return r.ttft_s is not None and r.ttft_s <= self._slo.ttft_s
+        if r.last_token_s is None:
+            return False
+        if kind == "itl":
+            return r.max_gap_s <= self._slo.tpot_s
+        return r.tpot_s is None or r.tpot_s <= self._slo.tpot_s
 
 
 def case_figures(case: str, runs: dict[str, Run]) -> list[Figure]:

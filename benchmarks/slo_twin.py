@@ -165,7 +165,7 @@ class TwinBench:
         curve = [(p.pooled("tpot", 99) / alone_s, mean(p.harvest)) for p in points]
         self._print_curve(pair.name, curve)
         alternate = (runs["alternate"].pooled("tpot", 99) / alone_s, mean(runs["alternate"].harvest))
-        peers = {"alternation": alternate[1], "at its TPOT of": alternate[0]}
+        peers: dict[str, float | None] = {"alternation": alternate[1], "at its TPOT of": alternate[0]}
         figures = [
             plain(
                 f"frontier[{pair.name}, TPOT P99 cap {cap:g}x]",
