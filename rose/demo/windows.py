@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
-from rose.demo.cluster import Cluster
 from rose.demo.plan import DemoPlan
 from rose.demo.records import PhaseName, PhaseResult, RequestRecord, read_records
 from rose.demo.replay import SYNTHETIC_ROWS
@@ -39,16 +39,29 @@ class WindowSpec:
     duration_s: float
     has_serving: bool
     rollout_url: str | None = None
+    variant: str = ""
+    """Keeps windows of one sample apart, e.g. the gate's mode: no prefix of one is cached for the next."""
+
+    @property
+    def key(self) -> str:
+        """Names its files, processes and cache salt."""
+        return "-".join(part for part in (self.name, self.variant, str(self.index)) if part)
+
+
+class Clients(Protocol):
+    """Whatever starts a Python process beside the engines, such as a Cluster."""
+
+    def run(self, argv: list[str], name: str) -> ServerProcess: ...
 
 
 class WindowRunner:
-    """Runs windows one after another on one cluster."""
+    """Runs windows one after another on one pair of engines."""
 
     def __init__(
-        self, plan: DemoPlan, cluster: Cluster, serving: EngineControl, rollout: EngineControl
+        self, plan: DemoPlan, clients: Clients, serving: EngineControl, rollout: EngineControl
     ) -> None:
         self._plan = plan
-        self._cluster = cluster
+        self._clients = clients
         self._serving = serving
         self._rollout = rollout
         self._dir = plan.options.out_dir
@@ -83,9 +96,9 @@ class WindowRunner:
             *("-m", "rose.demo.replay", "--url", self._serving.url, "--model", self._serving.model),
             *("--out", str(self._path(spec, "serving"))),
             *replay_flags(self._plan, spec.index, spec.duration_s),
-            *("--start-at", str(start_s), "--cache-salt", f"{spec.name}-{spec.index}"),
+            *("--start-at", str(start_s), "--cache-salt", spec.key),
         ]
-        return self._cluster.run(argv, f"replay-{spec.name}-{spec.index}")
+        return self._clients.run(argv, f"replay-{spec.key}")
 
     def finish_replay(self, replay: ServerProcess, spec: WindowSpec, tick: Tick) -> tuple[RequestRecord, ...]:
         """Wait for the replay's end and read its records. Raises: WorkerError."""
@@ -99,9 +112,9 @@ class WindowRunner:
             *("--model", self._rollout.model, "--out", str(self._path(spec, "load"))),
             *("--concurrency", str(traffic.concurrency), "--duration-s", str(spec.duration_s)),
             *("--vocab-size", str(traffic.vocab_size), "--seed", str(self._plan.options.seed)),
-            *("--start-at", str(start_s), "--cache-salt", f"{spec.name}-{spec.index}"),
+            *("--start-at", str(start_s), "--cache-salt", spec.key),
         ]
-        return self._cluster.run(argv, f"load-{spec.name}-{spec.index}")
+        return self._clients.run(argv, f"load-{spec.key}")
 
     def _finish_load(self, load: ServerProcess, tick: Tick) -> RolloutLoadResult:
         _wait_ended(load, SLACK_S, tick)
@@ -110,7 +123,7 @@ class WindowRunner:
 
     def _path(self, spec: WindowSpec, kind: str) -> Path:
         suffix = "jsonl" if kind == "serving" else "json"
-        return self._dir / f"{kind}-{spec.name}-{spec.index}.{suffix}"
+        return self._dir / f"{kind}-{spec.key}.{suffix}"
 
 
 class BusyMeter:
