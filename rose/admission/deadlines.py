@@ -91,6 +91,19 @@ class ServingDeadlines:
         if own_slo is not None:
             self._own_tpot_s[request_id] = own_slo.tpot_s
 
+    def arrived_prefilled(self, request_id: str, now: float, own_slo: SLO | None = None) -> None:
+        """A request whose KV comes from a prefiller entered a decoder: its arrival stands for the last token.
+
+        ROSE §4.1: a decoder reckons with TPOT slack alone. While its KV is on the way the due time passes and
+        rollouts wait, as they do for a late token.
+        """
+        tpot_s = own_slo.tpot_s if own_slo is not None else None
+        times = self._decodes[request_id] = _TokenTimes(now, tpot_s)
+        budget_s = tpot_s if tpot_s is not None else shrunk_target(self._target_s, self._load)
+        times.num_output_tokens = 1  # the prefiller's
+        times.due_s = token_due(now, now, 1, budget_s, self._itl_cap_s)
+        self._due_s = None
+
     def prefilled(self, request_id: str, remaining_tokens: int) -> None:
         """A chunk of its prompt was computed (or found cached); unknown ids are decoding already."""
         p = self._pending.get(request_id)

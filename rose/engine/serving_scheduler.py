@@ -36,14 +36,14 @@ class ServingScheduler(RoseScheduler):
         super().__init__(*args, **kwargs)
         self._memory: ServingMemory | None = None
         self._side: ServingSide | None = None
+        problem = self._slo_problem() if self.tenant is not None else None
+        if problem is not None:
+            raise ConfigError(f"--additional-config: rose: {problem}")
         if self.tenant is not None:
             self._memory = ServingMemory(
                 self.tenant, self.rose.budget_policy(self.tenant.client), window_s=self.rose.serving_window_s
             )
             self._side = ServingSide(self.tenant.client.board_words)
-            problem = self._slo_problem()
-            if problem is not None:
-                raise ConfigError(f"--additional-config: rose: {problem}")
 
     def _slo_problem(self) -> str | None:
         return unreachable_slo(self.rose.slo(), self.recorder.model) if self.recorder.is_profiled else None
@@ -62,8 +62,7 @@ class ServingScheduler(RoseScheduler):
         self._gate = GatePolicy(gate)
         self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
         for request in self.requests.values():
-            own_slo = self._own_slo(request)
-            self._deadlines.arrived(request.request_id, time.monotonic(), request.num_prompt_tokens, own_slo)
+            self._track(request, time.monotonic())
 
     @property
     def _shares_compute(self) -> bool:
@@ -153,11 +152,16 @@ class ServingScheduler(RoseScheduler):
     def add_request(self, request: Request) -> None:
         super().add_request(request)
         arrival_s = monotonic_arrival(time.monotonic(), time.time(), request.arrival_time)
-        self._deadlines.arrived(
-            request.request_id, arrival_s, request.num_prompt_tokens, self._own_slo(request)
-        )
+        self._track(request, arrival_s)
         if self._side is not None:
             self._side.absorb_arrival()
+
+    def _track(self, request: Request, arrival_s: float) -> None:
+        own_slo = self._own_slo(request)
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            self._deadlines.arrived_prefilled(request.request_id, arrival_s, own_slo)
+        else:
+            self._deadlines.arrived(request.request_id, arrival_s, request.num_prompt_tokens, own_slo)
 
     def _own_slo(self, request: Request) -> SLO | None:
         params = request.sampling_params

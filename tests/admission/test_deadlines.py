@@ -112,6 +112,16 @@ def test_a_jump_of_the_wall_clock_moves_no_deadline(wall_arrival: float, arrival
     assert monotonic_arrival(100.0, 1000.0, wall_arrival) == pytest.approx(arrival_s)
 
 
+def test_a_decoder_has_no_first_token_to_wait_for() -> None:
+    serving = books()
+    serving.arrived_prefilled("a", 1.0)
+    assert not serving.has_pending_prefill
+    assert latest(serving) == pytest.approx(1.1 - 0.011)
+    serving.produced(["a"], 1.05)
+    assert latest(serving) == pytest.approx(1.0 + 0.095 + 0.1 - 0.011)
+    serving.check_integrity()
+
+
 def test_no_work_means_no_deadline() -> None:
     serving = books()
     serving.produced(["a"], 1.0)

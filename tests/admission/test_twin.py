@@ -1,6 +1,7 @@
 """The twin's invariants: one workload at a time, no work lost or invented, the same run for the same seed."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,20 @@ def test_default_mode_meets_the_slo_where_the_printed_equations_do_not() -> None
         return max(request.max_gap_s for request in twin(mode).run().requests)
 
     assert worst_gap_s(GateMode.DUAL) <= PAIR_8B.slo.tpot_s < worst_gap_s(GateMode.EQUATIONS)
+
+
+@pytest.mark.parametrize("role", ["prefiller", "decoder"])
+def test_disaggregated_instances_keep_their_own_objective(role: str) -> None:
+    """ROSE §4.1: TTFT on a prefiller, TPOT on a decoder; rollouts run both phases on either."""
+    if role == "prefiller":
+        arrivals = [replace(arrival, output_tokens=1) for arrival in traffic()]
+    else:
+        arrivals = [replace(arrival, is_prefilled=True) for arrival in traffic()]
+    outcome = twin(arrivals=arrivals).run()
+    slo = PAIR_8B.slo
+    assert all(r.ttft_s is not None and r.ttft_s <= slo.ttft_s for r in outcome.requests)
+    assert all(r.tpot_s is None or r.tpot_s <= slo.tpot_s for r in outcome.requests)
+    assert outcome.generated_tokens > 0
 
 
 def test_overload_ends_and_counts_who_was_not_answered() -> None:

@@ -22,6 +22,8 @@ class Arrival:
     prompt_tokens: int
     output_tokens: int
     own_slo: SLO | None = None
+    is_prefilled: bool = False
+    """Whether its KV comes from a prefiller: this instance only decodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class _Request:
     def __init__(self, request_id: str, arrival: Arrival) -> None:
         self.id = request_id
         self.arrival = arrival
-        self.prompt_left = arrival.prompt_tokens
+        self.prompt_left = 0 if arrival.is_prefilled else arrival.prompt_tokens
         self.scheduled = 0  # prompt tokens in the step that runs
         self.num_out = 0
         self.first_s: float | None = None
@@ -113,7 +115,10 @@ class TwinServing:
         request = _Request(str(len(self._all)), arrival)
         self._all.append(request)
         self._waiting.append(request)
-        self._deadlines.arrived(request.id, arrival.at_s, arrival.prompt_tokens, arrival.own_slo)
+        if arrival.is_prefilled:
+            self._deadlines.arrived_prefilled(request.id, arrival.at_s, arrival.own_slo)
+        else:
+            self._deadlines.arrived(request.id, arrival.at_s, arrival.prompt_tokens, arrival.own_slo)
 
     def view(self, now: float) -> ServingView:
         """What the engine would publish now."""
@@ -124,7 +129,6 @@ class TwinServing:
     def start_step(self) -> StepWork:
         """Fills the next step."""
         decodes = [r for r in self._running if not r.prompt_left]
-        work_context = sum(r.context for r in decodes)
         room = self.model.max_batched_tokens - len(decodes)
         prefill = 0
         for request in self._running:
@@ -135,7 +139,10 @@ class TwinServing:
             self._running.append(request)
             self._kv_tokens += request.kv_tokens
             prefill += self._schedule(request, room - prefill)
-        return StepWork(prefill_tokens=prefill, num_decodes=len(decodes), context_tokens=work_context)
+            if request.arrival.is_prefilled:
+                decodes.append(request)
+        context = sum(r.context for r in decodes)
+        return StepWork(prefill_tokens=prefill, num_decodes=len(decodes), context_tokens=context)
 
     def end_step(self, now: float, work: StepWork, seconds: float) -> None:
         """The step that start_step() filled is over."""
