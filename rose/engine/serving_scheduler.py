@@ -154,6 +154,9 @@ class ServingScheduler(RoseScheduler):
         arrival_s = monotonic_arrival(time.monotonic(), time.time(), request.arrival_time)
         self._track(request, arrival_s)
         if self._side is not None:
+            if not self._side.is_stepping:
+                # Before the announcement ends: a rollout must not find neither of the two and start a step.
+                self._publish(time.monotonic())
             self._side.absorb_arrival()
 
     def _track(self, request: Request, arrival_s: float) -> None:
