@@ -20,6 +20,19 @@ from rose.admission.slack import (
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, GateMode
 
+# A request waits for its tokenizer and the queue between processes, not for a minute: a longer wait, like a
+# negative one, says that the wall clock was set meanwhile.
+MAX_FRONT_END_WAIT_S = 60.0
+
+
+def monotonic_arrival(now: float, wall_now: float, wall_arrival: float) -> float:
+    """When a request came, on the clock of `now`; the front end stamps wall-clock time.
+
+    A wait that only a jump of the wall clock explains counts as none.
+    """
+    waited_s = wall_now - wall_arrival
+    return now - waited_s if 0 <= waited_s <= MAX_FRONT_END_WAIT_S else now
+
 
 class _TokenTimes:
     """One decoding request, changed in place: a frozen value per token would cost more than the gate."""
@@ -48,13 +61,15 @@ class ServingDeadlines:
     def __init__(self, settings: GateSettings, *, chunk_tokens: int) -> None:
         """`chunk_tokens`: the serving engine's own token budget of a step."""
         self._settings = settings
-        self._target_s = settings.effective_tpot_target_s
-        self._itl_cap_s = settings.effective_itl_cap_s
+        self._target_s = settings.tpot_target_for(0.0)  # nothing to spend until a step time is known
+        self._itl_cap_s = settings.itl_cap_for(0.0)
         self._chunk_tokens = chunk_tokens
         self._load = 0.0
         self._pending: dict[str, PendingPrefill] = {}
         self._decodes: dict[str, _TokenTimes] = {}
         self._own_tpot_s: dict[str, float] = {}
+        self._due_s: float | None = None
+        """The least due time of all decodes, once per step; None: to be found again."""
 
     @property
     def has_pending_prefill(self) -> bool:
@@ -76,6 +91,19 @@ class ServingDeadlines:
         if own_slo is not None:
             self._own_tpot_s[request_id] = own_slo.tpot_s
 
+    def arrived_prefilled(self, request_id: str, now: float, own_slo: SLO | None = None) -> None:
+        """A request whose KV comes from a prefiller entered a decoder: its arrival stands for the last token.
+
+        ROSE §4.1: a decoder reckons with TPOT slack alone. While its KV is on the way the due time passes and
+        rollouts wait, as they do for a late token.
+        """
+        tpot_s = own_slo.tpot_s if own_slo is not None else None
+        times = self._decodes[request_id] = _TokenTimes(now, tpot_s)
+        budget_s = tpot_s if tpot_s is not None else shrunk_target(self._target_s, self._load)
+        times.num_output_tokens = 1  # the prefiller's
+        times.due_s = token_due(now, now, 1, budget_s, self._itl_cap_s)
+        self._due_s = None
+
     def prefilled(self, request_id: str, remaining_tokens: int) -> None:
         """A chunk of its prompt was computed (or found cached); unknown ids are decoding already."""
         p = self._pending.get(request_id)
@@ -87,6 +115,7 @@ class ServingDeadlines:
         target_s = shrunk_target(self._target_s, self._load)
         itl_cap_s = self._itl_cap_s
         decodes = self._decodes
+        least_s, num_produced = NEVER, 0
         for request_id in request_ids:
             times = decodes.get(request_id)
             if times is None:
@@ -94,7 +123,13 @@ class ServingDeadlines:
             times.last_token_s = now
             times.num_output_tokens += num_tokens
             budget_s = times.tpot_s if times.tpot_s is not None else target_s
-            times.due_s = token_due(times.first_token_s, now, times.num_output_tokens, budget_s, itl_cap_s)
+            due_s = token_due(times.first_token_s, now, times.num_output_tokens, budget_s, itl_cap_s)
+            times.due_s = due_s
+            num_produced += 1
+            if due_s < least_s:
+                least_s = due_s
+        # A decode that made no token (it was preempted) has an older due time, which may be the least.
+        self._due_s = least_s if num_produced == len(decodes) else None
 
     def _first_token(self, request_id: str, now: float) -> _TokenTimes:
         self._pending.pop(request_id, None)
@@ -104,8 +139,10 @@ class ServingDeadlines:
         """These requests ended in whatever way; unknown ids are fine."""
         for request_id in request_ids:
             self._pending.pop(request_id, None)
-            self._decodes.pop(request_id, None)
             self._own_tpot_s.pop(request_id, None)
+            times = self._decodes.pop(request_id, None)
+            if times is not None and times.due_s == self._due_s:
+                self._due_s = None
 
     def set_load(self, load: float) -> None:
         """The fuller of batch (against max_num_seqs) and KV, 0 to 1: shrinks the TPOT target from half
@@ -116,9 +153,12 @@ class ServingDeadlines:
         self, now: float, model: StepTimeModel, *, has_work: bool, context_tokens: float = 0
     ) -> ServingView:
         """What to publish under this gate mode."""
+        decode_s = model.predict(0, len(self._decodes), context_tokens)
+        self._target_s = self._settings.tpot_target_for(decode_s)
+        self._itl_cap_s = self._settings.itl_cap_for(self._target_s)
         return ServingView(
             has_work=has_work,
-            has_pending_prefill=self.has_pending_prefill,
+            has_pending_prefill=bool(self._pending),
             latest_start_s=self._latest_start(now, model, context_tokens) if has_work else NEVER,
         )
 
@@ -127,12 +167,16 @@ class ServingDeadlines:
         assert not self._pending.keys() & self._decodes.keys()
         assert self._own_tpot_s.keys() <= self._pending.keys()
         assert all(t.first_token_s <= t.last_token_s for t in self._decodes.values())
+        if self._due_s is not None and self._decodes:
+            assert self._due_s == min(t.due_s for t in self._decodes.values())
         assert all(p.remaining_tokens >= 0 for p in self._pending.values())
 
     def _latest_start(self, now: float, model: StepTimeModel, context_tokens: float) -> float:
         mode = self._settings.mode
         if mode in (GateMode.ALTERNATE, GateMode.IDLE, GateMode.OFF):
             return NEVER
+        if mode is GateMode.DUAL and self._pending:
+            return now  # prefill first: no slack is given away, so none is worked out
         if mode is GateMode.EQUATIONS:
             return literal_latest_start(
                 now,
@@ -161,7 +205,10 @@ class ServingDeadlines:
         if not self._decodes:
             return NEVER
         # The next step is mixed: whatever waits for prefill fills what the decodes leave of the budget.
-        room = max(0, self._chunk_tokens - self.num_decodes)
-        prefill = min(room, sum(p.remaining_tokens for p in self._pending.values()))
-        due_s = min(times.due_s for times in self._decodes.values())
-        return due_s - model.predict_safe(prefill, self.num_decodes, context_tokens)
+        prefill = 0
+        if self._pending:
+            room = max(0, self._chunk_tokens - self.num_decodes)
+            prefill = min(room, sum(p.remaining_tokens for p in self._pending.values()))
+        if self._due_s is None:
+            self._due_s = min(times.due_s for times in self._decodes.values())
+        return self._due_s - model.predict_safe(prefill, self.num_decodes, context_tokens)

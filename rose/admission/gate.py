@@ -12,9 +12,15 @@ from rose.admission.slack import NEVER
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, GateMode
 
-# Of the SLO: TPOT slack is real capacity, but spending all of it multiplies serving's end-to-end time
-# and concurrency (16-20 times and 4 times in simulation at the full budget).
+# TPOT slack is real capacity, but spending all of it multiplies serving's end-to-end time and concurrency
+# (16-20 times and 4 times in simulation at the full budget). So: half the SLO, and not more than 8 serving
+# steps, from which on a longer gap harvests next to nothing (1/8 of the time is serving's then), and not
+# fewer than 5, where it harvests 70%; whole budgets are out of reach of a prediction.
 TPOT_TARGET_FRACTION = 0.5
+TPOT_TARGET_STEPS = (5.0, 8.0)
+MAX_TPOT_TARGET_FRACTION = 0.95
+# Of the target: with less the bank of mean-TPOT credit is of no use.
+MIN_ITL_CAP_TARGETS = 1.5
 # Of the TTFT SLO: what a request may lose that arrives just after an idle GPU began a rollout step.
 IDLE_STEP_FRACTION = 0.25
 # The step that is admitted on an idle GPU whatever the model says: without it a missing or hopeless
@@ -22,6 +28,11 @@ IDLE_STEP_FRACTION = 0.25
 MIN_STEP_TOKENS = 32
 # A declined rollout looks again after this long even if nobody rings.
 RETRY_S = 0.02
+# A step with some of the decodes costs nearly as much as one with all: slack too short for all of them is
+# better saved (serving's next gap is longer by it) than spent, as long as all will fit: up to this part of
+# the longest gap, and for this part of the stall time-out.
+WORTH_SAVING_FOR = 0.5
+PATIENCE = 0.25
 
 
 class GateReason(StrEnum):
@@ -35,6 +46,8 @@ class GateReason(StrEnum):
     NO_SLACK = "no_slack"
     SERVING_LOST = "serving_lost"
     """The serving process died with work in hand: what runs on the GPU is unknown."""
+    SAVING = "saving"
+    """Slack is left, but not for all decodes at once: it is kept for the next gap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +57,10 @@ class GateSettings:
     slo: SLO
     mode: GateMode = GateMode.DUAL
     tpot_target_s: float | None = None
-    """The TPOT that rollouts may stretch serving to; None: half the TPOT SLO."""
+    """The TPOT that rollouts may stretch serving to; None: half the TPOT SLO, within 5 to 8 serving steps."""
     itl_cap_s: float | None = None
-    """The longest single gap between tokens that the TPOT bank may cause; None: the TPOT SLO."""
+    """The longest single gap between tokens that the TPOT bank may cause; None: the TPOT SLO, and never less
+    than one and a half targets."""
     max_step_s: float | None = None
     """The longest rollout step, also on an idle GPU; None: a quarter of the TTFT SLO."""
     chunk_tokens: int = 512
@@ -62,17 +76,20 @@ class GateSettings:
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
 
-    @property
-    def effective_tpot_target_s(self) -> float:
-        """tpot_target_s with its default resolved."""
-        return (
-            self.tpot_target_s if self.tpot_target_s is not None else TPOT_TARGET_FRACTION * self.slo.tpot_s
-        )
+    def tpot_target_for(self, step_s: float) -> float:
+        """tpot_target_s with its default resolved, where serving's decode step takes `step_s`."""
+        if self.tpot_target_s is not None:
+            return self.tpot_target_s
+        slo_s = self.slo.tpot_s
+        least, most = TPOT_TARGET_STEPS
+        target_s = min(max(TPOT_TARGET_FRACTION * slo_s, least * step_s), most * step_s)
+        return min(target_s, MAX_TPOT_TARGET_FRACTION * slo_s)
 
-    @property
-    def effective_itl_cap_s(self) -> float:
-        """itl_cap_s with its default resolved."""
-        return self.itl_cap_s if self.itl_cap_s is not None else self.slo.tpot_s
+    def itl_cap_for(self, target_s: float) -> float:
+        """itl_cap_s with its default resolved, for a TPOT target of `target_s`."""
+        if self.itl_cap_s is not None:
+            return self.itl_cap_s
+        return max(self.slo.tpot_s, MIN_ITL_CAP_TARGETS * target_s)
 
     @property
     def effective_max_step_s(self) -> float:
@@ -104,6 +121,8 @@ class RolloutCandidate:
     num_decodes: int
     context_tokens: int
     """Sum of the decoding sequences' context lengths."""
+    waited_s: float = 0.0
+    """Since its last step ended, having something to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +161,14 @@ class GatePolicy:
         if mode is GateMode.DUAL and view.has_pending_prefill:
             return False
         return now < view.latest_start_s
+
+    def may_repeat(self, view: ServingView) -> bool:
+        """Serving's half: whether to offer turn after turn while slack is left.
+
+        The baseline that alternates gives one step for one; so does a single-objective mode that sees no
+        deadline of its own kind, or the other kind's requests would wait for ever.
+        """
+        return self.settings.mode is not GateMode.ALTERNATE and view.latest_start_s < NEVER
 
     def decide(
         self, now: float, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel
@@ -190,9 +217,12 @@ class GatePolicy:
             prefill = model.tokens_within(budget_s, num_decodes, most, context)
         else:
             prefill = 0
+            whole_s = model.predict_safe(0, num_decodes, context)
             per_decode = context / max(1, num_decodes)
             num_decodes = model.decodes_within(budget_s, num_decodes, per_decode)
             context = per_decode * num_decodes
+            if num_decodes and self._is_worth_saving_for(whole_s, budget_s, candidate):
+                return _wait(now, GateReason.SAVING)
         if prefill + num_decodes == 0:
             return _wait(now, GateReason.NO_SLACK)
         return GateDecision(
@@ -202,6 +232,13 @@ class GatePolicy:
             step_s=model.predict_safe(prefill, num_decodes, context),
             retry_at_s=now,
         )
+
+    def _is_worth_saving_for(self, whole_s: float, budget_s: float, candidate: RolloutCandidate) -> bool:
+        settings = self.settings
+        if budget_s >= settings.effective_max_step_s:  # the budget will not grow
+            return False
+        will_fit = whole_s <= WORTH_SAVING_FOR * settings.itl_cap_for(0.0)
+        return will_fit and candidate.waited_s < PATIENCE * settings.stall_timeout_s
 
     def _smallest(self, now: float, candidate: RolloutCandidate, model: StepTimeModel) -> GateDecision:
         num_decodes = min(candidate.num_decodes, MIN_STEP_TOKENS)

@@ -41,6 +41,9 @@ class OnlineStepTime:
         self._ratio_floor = 1.0 if profile is not None else UNPLANNED_RATIO
         self._model = profile if profile is not None else UNPROFILED
         self._window: deque[StepObservation] = deque(maxlen=window_steps)
+        self._ratios: deque[float] = deque(maxlen=window_steps)
+        self._errors_s: deque[float] = deque(maxlen=window_steps)
+        """Of the window's steps against the base model; empty without one."""
         self._steps_since_refresh = 0
 
     @property
@@ -57,14 +60,15 @@ class OnlineStepTime:
         """Takes in one finished step; one slower than its safe prediction refreshes at once."""
         if seconds <= 0 or prefill_tokens + num_decodes <= 0:
             raise ValueError(f"not a step: {prefill_tokens=} {num_decodes=} {seconds=}")
-        self._window.append(
-            StepObservation(
-                prefill_tokens=prefill_tokens,
-                num_decodes=num_decodes,
-                context_tokens=context_tokens,
-                seconds=seconds,
-            )
+        observation = StepObservation(
+            prefill_tokens=prefill_tokens,
+            num_decodes=num_decodes,
+            context_tokens=context_tokens,
+            seconds=seconds,
         )
+        self._window.append(observation)
+        if self._base is not None:
+            self._compare(observation, self._base)
         self._steps_since_refresh += 1
         was_missed = seconds > self._model.predict_safe(prefill_tokens, num_decodes, context_tokens)
         if was_missed or self._steps_since_refresh >= REFRESH_STEPS:
@@ -74,9 +78,11 @@ class OnlineStepTime:
     def _refresh(self) -> None:
         if self._base is None and self._has_variety():
             self._base = fit(list(self._window))
+            for observation in self._window:
+                self._compare(observation, self._base)
         if self._base is None:
             return
-        ratio_q99, margin_s = self._window_errors(self._base)
+        ratio_q99, margin_s = self._window_errors()
         if len(self._window) < MIN_OBSERVATIONS:
             # Too few steps to trust a better figure than the profile's; a worse one counts at once.
             ratio_q99 = max(ratio_q99, self._base.ratio_q99)
@@ -90,15 +96,13 @@ class OnlineStepTime:
         decodes = {o.num_decodes for o in self._window if o.num_decodes > 0}
         return len(self._window) >= MIN_OBSERVATIONS and len(prefills) >= 2 and len(decodes) >= 2
 
-    def _window_errors(self, base: StepTimeModel) -> tuple[float, float]:
-        ratios = []
-        errors = []
-        for o in self._window:
-            predicted_s = base.predict(o.prefill_tokens, o.num_decodes, o.context_tokens)
-            ratios.append(o.seconds / predicted_s)
-            errors.append(abs(o.seconds - predicted_s))
-        ratios.sort()
-        errors.sort()
+    def _compare(self, o: StepObservation, base: StepTimeModel) -> None:
+        predicted_s = base.predict(o.prefill_tokens, o.num_decodes, o.context_tokens)
+        self._ratios.append(o.seconds / predicted_s)
+        self._errors_s.append(abs(o.seconds - predicted_s))
+
+    def _window_errors(self) -> tuple[float, float]:
+        ratios, errors = sorted(self._ratios), sorted(self._errors_s)
         # The 99th percentile's rank, rounded up: the worst value of a short window.
         ratio_q99 = ratios[math.ceil(0.99 * len(ratios)) - 1]
         return max(1.0, ratio_q99), max(MIN_MARGIN_S, errors[len(errors) // 2])

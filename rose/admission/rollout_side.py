@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # A process check costs about 20 us and a dead serving engine's phase stays closed anyway.
 LIVENESS_INTERVAL_NS = 100_000_000
+# Plain integers: an IntEnum's members cost more than the atomic load they are compared with.
+_OPEN, _RUNNING = int(Phase.OPEN), int(Phase.RUNNING)
 _DECLINE_WORD = {reason: Word.R_DECLINES + i for i, reason in enumerate(REASONS)}
 
 
@@ -46,7 +48,7 @@ class RolloutSide:
         claim_side(words, Word.R_IDENTITY, Word.R_EPOCH, "rollout")
         words.store(Word.R_WANT, 0)
         words.store(Word.R_STARTED, 0)
-        words.store(Word.R_TURN_USED, words.load(Word.S_TURN))
+        self._use_turn(words.load(Word.S_TURN))
         words.store(Word.R_PHASE, Phase.IDLE)
         ring(words, Word.SERVING_BELL)
 
@@ -85,7 +87,7 @@ class RolloutSide:
             words.store(Word.R_PHASE, Phase.IDLE)
             ring(words, Word.SERVING_BELL)
             return False
-        words.store(Word.R_TURN_USED, words.load(Word.S_TURN))
+        self._use_turn(words.load(Word.S_TURN))
         words.store(Word.R_STARTED, time.monotonic_ns())
         return True
 
@@ -112,8 +114,8 @@ class RolloutSide:
         """Counts a refusal and answers a granted turn, so that serving stops waiting for it."""
         words = self._words
         words.add(_DECLINE_WORD[reason], 1)
-        if words.load(Word.R_TURN_USED) != view.turn:
-            words.store(Word.R_TURN_USED, view.turn)
+        if self._turn_used != view.turn:
+            self._use_turn(view.turn)
             ring(words, Word.SERVING_BELL)
 
     def wait_turn(self, timeout_s: float = MAX_TURN_WAIT_S) -> bool:
@@ -122,12 +124,16 @@ class RolloutSide:
         until_ns = time.monotonic_ns() + to_ns(min(timeout_s, MAX_TURN_WAIT_S))
         while True:
             seen = words.load(Word.ROLLOUT_BELL)
-            now_ns = time.monotonic_ns()
-            if self._is_open() and not is_arrival_pending(words, now_ns):
+            if self.may_try():
                 return True
+            now_ns = time.monotonic_ns()
             if now_ns >= until_ns:
                 return False
             words.wait(Word.ROLLOUT_BELL, seen, (until_ns - now_ns) / 1e9)
+
+    def may_try(self) -> bool:
+        """Whether a step may be tried now; one call while the answer is no."""
+        return self._is_open() and not is_arrival_pending(self._words, time.monotonic_ns())
 
     def serving_alive(self) -> bool:
         """Whether the serving process lives, checked now; True if none is attached."""
@@ -147,12 +153,17 @@ class RolloutSide:
         words.store(Word.R_IDENTITY, NOBODY)
         ring(words, Word.SERVING_BELL)
 
+    def _use_turn(self, turn: int) -> None:
+        # Kept here too: nobody else writes the word, and it is looked at before every step.
+        self._turn_used = turn
+        self._words.store(Word.R_TURN_USED, turn)
+
     def _is_open(self) -> bool:
         words = self._words
         phase = words.load(Word.S_PHASE)
-        if phase == Phase.OPEN:
-            return words.load(Word.S_TURN) != words.load(Word.R_TURN_USED)
-        return phase != Phase.RUNNING
+        if phase == _OPEN:
+            return words.load(Word.S_TURN) != self._turn_used
+        return phase != _RUNNING
 
     def _check_serving(self, now_ns: int) -> bool:
         if now_ns >= self._next_check_ns:

@@ -47,6 +47,13 @@ class WindowSpec:
     duration_s: float
     has_serving: bool
     rollout_url: str | None = None
+    variant: str = ""
+    """Keeps windows of one sample apart, e.g. the gate's mode: no prefix of one is cached for the next."""
+
+    @property
+    def key(self) -> str:
+        """Names its files, processes and cache salt."""
+        return "-".join(part for part in (self.name, self.variant, str(self.index)) if part)
 
 
 class WindowRunner:
@@ -91,9 +98,9 @@ class WindowRunner:
             *("-m", "rose.demo.replay", "--url", self._serving.url, "--model", self._serving.model),
             *("--out", str(self._path(spec, "serving"))),
             *replay_flags(self._plan, spec.index, spec.duration_s),
-            *("--start-at", str(start_s), "--cache-salt", f"{spec.name}-{spec.index}"),
+            *("--start-at", str(start_s), "--cache-salt", spec.key),
         ]
-        return self._clients.run(argv, f"replay-{spec.name}-{spec.index}")
+        return self._clients.run(argv, f"replay-{spec.key}")
 
     def finish_replay(self, replay: ServerProcess, spec: WindowSpec, tick: Tick) -> tuple[RequestRecord, ...]:
         """Wait for the replay's end and read its records. Raises: WorkerError."""
@@ -107,9 +114,9 @@ class WindowRunner:
             *("--model", self._rollout.model, "--out", str(self._path(spec, "load"))),
             *("--concurrency", str(traffic.concurrency), "--duration-s", str(spec.duration_s)),
             *("--vocab-size", str(traffic.vocab_size), "--seed", str(self._plan.options.seed)),
-            *("--start-at", str(start_s), "--cache-salt", f"{spec.name}-{spec.index}"),
+            *("--start-at", str(start_s), "--cache-salt", spec.key),
         ]
-        return self._clients.run(argv, f"load-{spec.name}-{spec.index}")
+        return self._clients.run(argv, f"load-{spec.key}")
 
     def _finish_load(self, load: ServerProcess, tick: Tick) -> RolloutLoadResult:
         _wait_ended(load, SLACK_S, tick)
@@ -118,7 +125,7 @@ class WindowRunner:
 
     def _path(self, spec: WindowSpec, kind: str) -> Path:
         suffix = "jsonl" if kind == "serving" else "json"
-        return self._dir / f"{kind}-{spec.name}-{spec.index}.{suffix}"
+        return self._dir / f"{kind}-{spec.key}.{suffix}"
 
 
 class BusyMeter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import astuple
 
+from prometheus_client import REGISTRY
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
@@ -16,6 +17,7 @@ from rose.admission.board import announce_arrival
 from rose.admission.profile import load_measured_profile
 from rose.config import Settings
 from rose.engine.activation import Activation
+from rose.engine.metrics import RoseCollector
 from rose.engine.profiling import run_shapes, shapes_for
 from rose.engine.recorder import profile_key
 from rose.engine.settings import EngineSettings
@@ -59,6 +61,7 @@ class EngineControl:
     async def start(self) -> None:
         """Call once, when the engine is up."""
         await self._activation.measure()
+        REGISTRY.register(RoseCollector(self.status, self._board))
 
     @property
     def role(self) -> Role:

@@ -37,6 +37,11 @@ class StepRecorder:
         self._started_s = 0.0
 
     @property
+    def is_profiled(self) -> bool:
+        """Whether the model rests on a profile, or on enough steps of this engine."""
+        return self._online.is_profiled
+
+    @property
     def model(self) -> StepTimeModel:
         return self._online.model
 

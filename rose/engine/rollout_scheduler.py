@@ -48,6 +48,7 @@ class RolloutScheduler(RoseScheduler):
         """What _memory_state() was when a turn went unused: asking again before it changes would only cost
         serving its slack."""
         self._starved_until_s = 0.0
+        self._waits_since_s = time.monotonic()
 
     def set_gate_mode(self, mode: GateMode) -> None:
         super().set_gate_mode(mode)
@@ -168,10 +169,14 @@ class RolloutScheduler(RoseScheduler):
             else:
                 prefill += max(0, remaining)
         prefill += sum(request.num_tokens for request in self.waiting_requests())
+        now = time.monotonic()
+        if decodes + prefill == 0:
+            self._waits_since_s = now
         return RolloutCandidate(
             prefill_tokens_waiting=min(prefill, self.max_num_scheduled_tokens),
             num_decodes=decodes,
             context_tokens=context,
+            waited_s=now - self._waits_since_s,
         )
 
     def _shortest_step_s(self) -> float:
@@ -190,6 +195,7 @@ class RolloutScheduler(RoseScheduler):
     def _end_turn(self, num_tokens: int) -> None:
         assert self._side is not None
         self._is_stepping = False
+        self._waits_since_s = time.monotonic()
         self._side.end_step(num_tokens)
 
     def shutdown(self) -> None:

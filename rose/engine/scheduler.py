@@ -60,6 +60,11 @@ class RoseScheduler(Scheduler):
         runtime_dir = Settings.from_environment().make_runtime_dir()
         self.page = StatusPage(page_path(runtime_dir, settings.engine_id), create=True)
         self.recorder = StepRecorder(profile_key(config), Settings.from_environment().profile_dir)
+        if self.tenant is not None and not self.recorder.is_profiled:
+            logger.warning(
+                "no step-time profile: until enough steps were seen, rollouts step only on an idle GPU; "
+                "run `rose profile`"
+            )
         self._profile_command = ProfileCommand.NONE
         self._ended: list[tuple[Request, StopReason]] = []
         self._must_step = False

@@ -6,6 +6,7 @@ waits longer than the board's bounds, whatever the rollout engine does.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -15,12 +16,17 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from rose.admission.deadlines import ServingDeadlines
+from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
 from rose.admission.gate import GatePolicy
+from rose.admission.reach import unreachable_slo
 from rose.admission.serving_side import ServingSide
 from rose.engine.scheduler import RoseScheduler
 from rose.engine.serving_memory import ServingMemory
-from rose.types import GateMode
+from rose.engine.slo_class import requested_slo
+from rose.errors import ConfigError
+from rose.types import SLO, GateMode
+
+logger = logging.getLogger(__name__)
 
 
 class ServingScheduler(RoseScheduler):
@@ -30,13 +36,23 @@ class ServingScheduler(RoseScheduler):
         super().__init__(*args, **kwargs)
         self._memory: ServingMemory | None = None
         self._side: ServingSide | None = None
+        problem = self._slo_problem() if self.tenant is not None else None
+        if problem is not None:
+            raise ConfigError(f"--additional-config: rose: {problem}")
         if self.tenant is not None:
             self._memory = ServingMemory(
                 self.tenant, self.rose.budget_policy(self.tenant.client), window_s=self.rose.serving_window_s
             )
             self._side = ServingSide(self.tenant.client.board_words)
 
+    def _slo_problem(self) -> str | None:
+        return unreachable_slo(self.rose.slo(), self.recorder.model) if self.recorder.is_profiled else None
+
     def after_profile(self) -> None:
+        problem = self._slo_problem()
+        if problem is not None:
+            # The gate goes by it all the same: rollouts then step only while serving is idle.
+            logger.error("SLO can't be reached, rollouts wait for an idle GPU: %s", problem)
         if self._memory is not None:
             self._memory.forget_peak()
 
@@ -46,7 +62,7 @@ class ServingScheduler(RoseScheduler):
         self._gate = GatePolicy(gate)
         self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
         for request in self.requests.values():
-            self._deadlines.arrived(request.request_id, time.monotonic(), request.num_prompt_tokens)
+            self._track(request, time.monotonic())
 
     @property
     def _shares_compute(self) -> bool:
@@ -66,16 +82,24 @@ class ServingScheduler(RoseScheduler):
         view = self._deadlines.view(now, self.recorder.model, has_work=True, context_tokens=self._context())
         side.publish(view)
         if self._gate.may_yield(now, view):
-            # The baseline that alternates gives one step for one; the gate fills the slack.
             latest_s, handover_s = view.latest_start_s, self._gate.settings.handover_s
-            if self._gate.settings.mode is GateMode.ALTERNATE:
-                side.yield_turn(latest_s, handover_s)
+            if self._gate.may_repeat(view):
+                waited_s = side.yield_turns(latest_s, handover_s, is_called=self.has_input)
             else:
-                side.yield_turns(latest_s, handover_s, is_called=self.has_input)
+                waited_s = side.yield_turn(latest_s, handover_s)
+            if waited_s > 0 and self.has_input():
+                # What came meanwhile, a request most likely, joins this step: the engine core takes it in
+                # between two scheduling passes, and its first token need not wait for one more decode step.
+                self.max_num_scheduled_tokens = 0
+                return
         side.begin_step()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        output = super().schedule(throttle_prefills)
+        most = self.max_num_scheduled_tokens
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = most
         if output.total_num_scheduled_tokens == 0:
             self._publish(time.monotonic())
         return output
@@ -130,11 +154,24 @@ class ServingScheduler(RoseScheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        # arrival_time is wall clock, stamped by the front end; deadlines count in monotonic time.
-        arrival_s = time.monotonic() - max(0.0, time.time() - request.arrival_time)
-        self._deadlines.arrived(request.request_id, arrival_s, request.num_prompt_tokens)
+        arrival_s = monotonic_arrival(time.monotonic(), time.time(), request.arrival_time)
+        self._track(request, arrival_s)
         if self._side is not None:
+            if not self._side.is_stepping:
+                # Before the announcement ends: a rollout must not find neither of the two and start a step.
+                self._publish(time.monotonic())
             self._side.absorb_arrival(arrival_s)
+
+    def _track(self, request: Request, arrival_s: float) -> None:
+        own_slo = self._own_slo(request)
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            self._deadlines.arrived_prefilled(request.request_id, arrival_s, own_slo)
+        else:
+            self._deadlines.arrived(request.request_id, arrival_s, request.num_prompt_tokens, own_slo)
+
+    def _own_slo(self, request: Request) -> SLO | None:
+        params = request.sampling_params
+        return requested_slo(params.extra_args if params is not None else None, self._gate.settings.slo)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus

@@ -31,7 +31,10 @@ class EngineSettings(BaseModel):
     slo_ttft_ms: float = Field(default=500.0, gt=0)
     slo_tpot_ms: float = Field(default=150.0, gt=0)
     tpot_target_ms: float | None = Field(default=None, gt=0)
-    """Latency the gate aims at per serving token, apart from the SLO; None: half the SLO."""
+    """Latency the gate aims at per serving token, apart from the SLO; None: half the SLO, within 5 to 8 of
+    serving's decode steps."""
+    itl_cap_ms: float | None = Field(default=None, gt=0)
+    """The longest gap between tokens that the gate may cause; None: the TPOT SLO, or 1.5 targets if more."""
     chunk_tokens: int = Field(default=512, gt=0)
     stall_s: float = Field(default=2.0, gt=0)
     lease_s: float = Field(default=10.0, gt=0)
@@ -73,6 +76,7 @@ class EngineSettings(BaseModel):
             mode=mode,
             slo=self.slo(),
             tpot_target_s=None if self.tpot_target_ms is None else self.tpot_target_ms / 1000,
+            itl_cap_s=None if self.itl_cap_ms is None else self.itl_cap_ms / 1000,
             chunk_tokens=self.chunk_tokens,
             stall_timeout_s=self.stall_s,
         )

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -411,6 +412,37 @@ def test_rollout_stays_off_the_gpu_after_serving_is_killed_in_a_step(words: Word
     assert rollout.serving_alive()
     assert begin(rollout)
     rollout.end_step(1)
+    serving.detach()
+
+
+def test_a_restarted_serving_engine_takes_its_place_beside_a_running_rollout_step(
+    words: Words, players: Players
+) -> None:
+    player = players.start_hanging("hang-serving")
+    player.kill()
+    player.wait()
+    board.announce_arrival(words)  # a request that died with its engine
+    rollout = RolloutSide(words)
+    rollout.set_want(True)
+    serving = ServingSide(words)
+    assert rollout.view().has_pending_prefill
+    time.sleep(board.ARRIVAL_HOLD_S)
+    assert begin(rollout)
+    with ThreadPoolExecutor(1) as thread:
+        start = thread.submit(serving.begin_step)  # waits for the step it found
+        time.sleep(0.02)
+        assert not start.done()
+        rollout.end_step(1)
+        assert start.result(timeout=10) is StepStart.WAITED
+    assert not begin(rollout)
+    serving.end_step(work())
+    assert not begin(rollout)  # no turn of the old engine is left over
+    with ThreadPoolExecutor(1) as thread:
+        turn = thread.submit(serving.yield_turn, NEVER, FAR_S)
+        assert rollout.wait_turn()
+        assert begin(rollout)
+        rollout.end_step(1)
+        turn.result(timeout=10)
     serving.detach()
 
 

@@ -4,18 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.admission.deadlines import ServingDeadlines
+from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
 from rose.admission.gate import GateSettings
 from rose.admission.slack import NEVER
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, GateMode
 
 MODEL = StepTimeModel(base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-3, margin_s=0.0)
-SLO_500_200 = SLO(ttft_s=0.5, tpot_s=0.2)  # TPOT target 0.1
+SLO_500_200 = SLO(ttft_s=0.5, tpot_s=0.2)
 
 
-def books(mode: GateMode = GateMode.DUAL) -> ServingDeadlines:
-    return ServingDeadlines(GateSettings(slo=SLO_500_200, mode=mode), chunk_tokens=512)
+def books(mode: GateMode = GateMode.DUAL, tpot_target_s: float | None = 0.1) -> ServingDeadlines:
+    gate = GateSettings(slo=SLO_500_200, mode=mode, tpot_target_s=tpot_target_s)
+    return ServingDeadlines(gate, chunk_tokens=512)
 
 
 def latest(deadlines: ServingDeadlines, now: float = 0.0) -> float:
@@ -37,7 +38,7 @@ def test_a_request_is_pending_until_its_first_token() -> None:
 
 
 def test_decode_deadline_is_the_due_minus_the_next_mixed_step() -> None:
-    serving = books()
+    serving = books(GateMode.TPOT_ONLY)
     serving.arrived("a", 0.5, 10)
     serving.produced(["a"], 1.0)
     assert latest(serving) == pytest.approx(1.1 - 0.011)
@@ -47,7 +48,7 @@ def test_decode_deadline_is_the_due_minus_the_next_mixed_step() -> None:
 
 def test_each_mode_publishes_its_own_deadline() -> None:
     expected = {
-        GateMode.DUAL: 1.1 - 0.031,
+        GateMode.DUAL: 1.0,  # prefill first: now
         GateMode.TPOT_ONLY: 1.1 - 0.031,
         GateMode.TTFT_ONLY: 1.5 - 0.031,
         GateMode.EQUATIONS: 1.2 - 0.011,
@@ -62,6 +63,19 @@ def test_each_mode_publishes_its_own_deadline() -> None:
         assert latest(serving, now=1.0) == pytest.approx(when), mode
 
 
+def test_the_least_due_time_is_kept_through_ends_and_preemptions() -> None:
+    serving = books()
+    for at_s, request_id in enumerate("abc"):
+        serving.arrived(request_id, 0.0, 10)
+        serving.produced([request_id], float(at_s))
+    assert latest(serving) == pytest.approx(0.1 - 0.013)
+    serving.produced(["b", "c"], 3.0)  # "a" made no token: its due time is the older one
+    assert latest(serving) == pytest.approx(0.1 - 0.013)
+    serving.finished(["a"])
+    assert latest(serving) > 1.0
+    serving.check_integrity()
+
+
 def test_a_request_may_have_its_own_slo() -> None:
     serving = books(GateMode.TPOT_ONLY)
     serving.arrived("a", 0.5, 10, own_slo=SLO(ttft_s=0.5, tpot_s=0.03))
@@ -74,6 +88,38 @@ def test_load_shrinks_the_target() -> None:
     serving.set_load(0.75)
     serving.produced(["a"], 1.0)
     assert latest(serving) == pytest.approx(1.05 - 0.011)
+
+
+def test_the_default_target_rests_on_the_published_step() -> None:
+    serving = books(tpot_target_s=None)
+    serving.arrived("a", 0.5, 10)
+    assert latest(serving) < 1.0
+    serving.produced(["a"], 1.0)
+    assert latest(serving) == pytest.approx(1.0 + 8 * 0.01 - 0.011)  # the step without decodes took 10 ms
+
+
+@pytest.mark.parametrize(
+    ("wall_arrival", "arrival_s"),
+    [(999.8, 99.8), (1000.3, 100.0), (1000.0 - 3600, 100.0), (1000.0 + 3600, 100.0)],
+    ids=[
+        "in the front end for 0.2 s",
+        "clocks of two cores",
+        "set forward by an hour",
+        "set back by an hour",
+    ],
+)
+def test_a_jump_of_the_wall_clock_moves_no_deadline(wall_arrival: float, arrival_s: float) -> None:
+    assert monotonic_arrival(100.0, 1000.0, wall_arrival) == pytest.approx(arrival_s)
+
+
+def test_a_decoder_has_no_first_token_to_wait_for() -> None:
+    serving = books()
+    serving.arrived_prefilled("a", 1.0)
+    assert not serving.has_pending_prefill
+    assert latest(serving) == pytest.approx(1.1 - 0.011)
+    serving.produced(["a"], 1.05)
+    assert latest(serving) == pytest.approx(1.0 + 0.095 + 0.1 - 0.011)
+    serving.check_integrity()
 
 
 def test_no_work_means_no_deadline() -> None:

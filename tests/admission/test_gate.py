@@ -1,5 +1,7 @@
 """The gate's decisions, as tables over modes and situations."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,8 +76,20 @@ def test_prefill_fills_what_decodes_leave_of_the_slack() -> None:
     assert decision.step_s == pytest.approx(0.05)
 
 
-def test_decodes_are_limited_when_not_all_fit() -> None:
-    decision = policy().decide(NOW, busy(0.0160001), MIXED, MODEL)
+def test_slack_too_short_for_all_decodes_is_saved() -> None:
+    # All ten take 20 ms; the ITL cap of 150 ms leaves room for that.
+    assert policy().decide(NOW, busy(0.0160001), MIXED, MODEL).reason is GateReason.SAVING
+
+
+@pytest.mark.parametrize(
+    ("model", "waited_s"),
+    [(MODEL, 0.5), (replace(MODEL, ratio_q99=4.0), 0.0)],
+    ids=["waited a quarter of the stall time-out", "all never fit into half of the longest gap"],
+)
+def test_some_decodes_run_where_saving_is_of_no_use(model: StepTimeModel, waited_s: float) -> None:
+    decision = policy().decide(
+        NOW, busy(0.0160001 * model.ratio_q99), replace(MIXED, waited_s=waited_s), model
+    )
     assert (decision.max_tokens, decision.max_seqs) == (6, 6)
 
 
@@ -172,9 +186,19 @@ def test_an_admitted_step_ends_before_serving_must_start(
 
 def test_defaults_of_settings() -> None:
     settings = GateSettings(slo=SLO_600_150)
-    assert settings.effective_tpot_target_s == pytest.approx(0.075)
-    assert settings.effective_itl_cap_s == pytest.approx(0.15)
+    assert settings.itl_cap_for(0.075) == pytest.approx(0.15)
+    assert settings.itl_cap_for(0.14) == pytest.approx(0.21)
     assert settings.effective_max_step_s == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "target_s"),
+    [(0.005, 0.04), (0.01, 0.075), (0.02, 0.1), (0.04, 0.1425)],
+    ids=["8 steps", "half the SLO", "5 steps", "95% of the SLO"],
+)
+def test_the_default_target_follows_the_decode_step(step_s: float, target_s: float) -> None:
+    assert GateSettings(slo=SLO_600_150).tpot_target_for(step_s) == pytest.approx(target_s)
+    assert GateSettings(slo=SLO_600_150, tpot_target_s=0.03).tpot_target_for(step_s) == 0.03
 
 
 @pytest.mark.parametrize("bad", [{"chunk_tokens": 0}, {"handover_s": 0.0}, {"tpot_target_s": -1.0}])

@@ -30,10 +30,13 @@ def test_settings_survive_vllms_config() -> None:
 
 
 def test_milliseconds_stay_at_the_edge() -> None:
-    settings = EngineSettings(role=Role.SERVING, slo_ttft_ms=250, slo_tpot_ms=80, tpot_target_ms=40)
+    settings = EngineSettings(
+        role=Role.SERVING, slo_ttft_ms=250, slo_tpot_ms=80, tpot_target_ms=40, itl_cap_ms=90
+    )
     assert (settings.slo().ttft_s, settings.slo().tpot_s) == (0.25, 0.08)
     gate = settings.gate_settings(GateMode.TPOT_ONLY)
-    assert (gate.mode, gate.effective_tpot_target_s) == (GateMode.TPOT_ONLY, 0.04)
+    assert (gate.mode, gate.tpot_target_for(0.01)) == (GateMode.TPOT_ONLY, 0.04)
+    assert gate.itl_cap_for(0.04) == 0.09
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,139 @@
+"""What the gate costs per tick, and how fast the GPU changes hands between two processes.
+
+Publishing (deadlines of 256 running requests, and the board's page) and checking for a turn happen at every
+step of an engine. The hand-over runs between this process, as serving, and another, as rollout, over one
+page.
+
+    python benchmarks/bench_gate.py --json gate.json
+"""
+
+import argparse
+import json
+import mmap
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gate_player import CANDIDATE, GATE, MODEL, PATIENCE_S
+from harness import run_benchmark
+
+from rose._shm import Words
+from rose.admission.board import NUM_WORDS, Word
+from rose.admission.deadlines import ServingDeadlines
+from rose.admission.gate import GatePolicy, ServingView
+from rose.admission.rollout_side import RolloutSide
+from rose.admission.serving_side import NO_WORK, ServingSide
+from rose.demo.figures import Figure, percentile
+from rose.errors import WorkerError
+
+NUM_RUNNING = 256
+CONTEXT_TOKENS = NUM_RUNNING * 1000
+CHUNK_TOKENS = 2048
+HANDOVER_S = 0.05
+SERVING_STEP_S = 0.002
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    """Costs per call first, then the hand-over."""
+    num_ticks, num_steps = (2_000, 300) if args.quick else (20_000, 2_000)
+    return [*tick_figures(num_ticks), *handover_figures(num_steps)]
+
+
+def tick_figures(num_ticks: int) -> list[Figure]:
+    """One process: what each call of a tick takes."""
+    words = Words(mmap.mmap(-1, 8 * NUM_WORDS))
+    serving, rollout, policy = ServingSide(words), RolloutSide(words), GatePolicy(GATE)
+    deadlines = ServingDeadlines(GATE, chunk_tokens=CHUNK_TOKENS)
+    ids = [f"cmpl-{index:032x}" for index in range(NUM_RUNNING)]
+    deadlines.produced(ids, time.monotonic())
+
+    def publish() -> None:
+        now = time.monotonic()
+        serving.publish(deadlines.view(now, MODEL, has_work=True, context_tokens=CONTEXT_TOKENS))
+
+    def decide() -> None:
+        policy.decide(time.monotonic(), rollout.view(), CANDIDATE, MODEL)
+
+    calls: list[tuple[str, Callable[[], object], str | None]] = [
+        ("publish", publish, "<= 10"),
+        ("check", rollout.may_try, "<= 1"),
+        ("look and decide", decide, None),
+        (f"stamp {NUM_RUNNING} tokens", lambda: deadlines.produced(ids, time.monotonic()), None),
+    ]
+    return [_call_figure(name, call, target, num_ticks) for name, call, target in calls]
+
+
+def _call_figure(name: str, call: Callable[[], object], target: str | None, num_ticks: int) -> Figure:
+    clock = time.perf_counter_ns
+    times_us = []
+    for _ in range(num_ticks):
+        start_ns = clock()
+        call()
+        times_us.append((clock() - start_ns) / 1e3)
+    p50, p99 = percentile(times_us, 50), percentile(times_us, 99)
+    return Figure(name=f"gate_p99_us[{name}]", value=p99, unit="us", target=target, peers={"P50": p50})
+
+
+def handover_figures(num_steps: int) -> list[Figure]:
+    """Two processes: from one side's release of the GPU to the other's start."""
+    to_rollout_us, to_serving_us = [], []
+    with TemporaryDirectory(prefix="rose-bench-") as folder:
+        path = Path(folder) / "board"
+        path.write_bytes(bytes(8 * NUM_WORDS))
+        with path.open("r+b") as file:
+            words = Words(mmap.mmap(file.fileno(), 8 * NUM_WORDS))
+        side = ServingSide(words)
+        argv = [sys.executable, str(Path(__file__).parent / "gate_player.py"), str(path), str(num_steps)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as player:
+            try:
+                released = _offer(words, side, num_steps, player)
+                side.end_step(NO_WORK)
+                steps = json.loads(player.communicate(timeout=PATIENCE_S)[0])
+            finally:
+                player.kill()
+    if len(steps) != len(released):
+        raise WorkerError(f"{len(released)} turns were used for {len(steps)} steps")
+    for (offered_ns, began_ns), (step_began_ns, step_ended_ns) in zip(released, steps, strict=True):
+        to_rollout_us.append((step_began_ns - offered_ns) / 1e3)
+        to_serving_us.append((began_ns - step_ended_ns) / 1e3)
+    both = [*to_rollout_us, *to_serving_us]
+    return [
+        Figure(
+            name=f"handoff_us[{name}]",
+            value=percentile(both, percent),
+            unit="us",
+            target=target,
+            peers={
+                "serving to rollout": percentile(to_rollout_us, percent),
+                "rollout to serving": percentile(to_serving_us, percent),
+            },
+        )
+        for name, percent, target in (("p50", 50, "<= 100"), ("p99", 99, "<= 300"))
+    ]
+
+
+def _offer(
+    words: Words, side: ServingSide, num_steps: int, player: "subprocess.Popen[str]"
+) -> list[tuple[int, int]]:
+    """(when the GPU was offered, when serving had it again) of every turn that was used."""
+    released: list[tuple[int, int]] = []
+    side.begin_step()  # the player finds a busy GPU, and not a free one
+    give_up_s = time.monotonic() + PATIENCE_S
+    while len(released) < num_steps and player.poll() is None and time.monotonic() < give_up_s:
+        time.sleep(SERVING_STEP_S)  # serving's step: its process waits for the GPU
+        latest_s = time.monotonic() + 1.0
+        side.end_step(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=latest_s))
+        used = words.load(Word.R_TURN_USED)
+        offered_ns = time.monotonic_ns()
+        side.yield_turn(latest_s, HANDOVER_S)
+        side.begin_step()
+        if words.load(Word.R_TURN_USED) != used:
+            released.append((offered_ns, time.monotonic_ns()))
+    return released
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__ or "", measure))

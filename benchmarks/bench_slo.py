@@ -1,0 +1,43 @@
+"""Serving keeps its SLOs while rollouts take the time it leaves: every sharing policy on the same traffic.
+
+Without flags: two real engines on this machine, all figures measured. With --simulate: a discrete-event twin
+of the shipped gate at the scale of H800 GPUs, 8B and 32B pairs, densities 1, 1.5 and 2, an on/off burst and
+a heavy load; all figures simulated. The two never share a table.
+
+    python benchmarks/bench_slo.py --trace AzureLLMInferenceTrace_conv.csv --json slo_real.json
+    python benchmarks/bench_slo.py --simulate --trace AzureLLMInferenceTrace_conv.csv --json slo_twin.json
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import slo_real
+from harness import run_benchmark
+from rich.console import Console
+from slo_twin import Sampling, TwinBench
+
+from rose.demo.figures import Figure
+from rose.demo.replay import SYNTHETIC_ROWS
+from rose.demo.trace import load_trace, synthetic_trace
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    if not args.simulate:
+        return slo_real.measure(args, Console())
+    if args.trace is not None:
+        trace = load_trace(args.trace)
+    else:
+        trace = synthetic_trace(num_requests=SYNTHETIC_ROWS, seed=args.seed)
+    horizon_s, repeats = (100.0, 1) if args.quick else (200.0, 3)
+    sampling = Sampling(horizon_s=horizon_s, repeats=repeats, seed=args.seed)
+    return TwinBench(trace, sampling, Console()).figures()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--simulate", action="store_true", help="the discrete-event twin; no engines")
+    parser.add_argument("--trace", type=Path, help="Azure-style CSV; default: a generated trace like it")
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__ or "", measure, add_arguments))

@@ -1,0 +1,51 @@
+"""The rollout half of bench_gate's hand-over: a process that takes every turn it is given.
+
+    python benchmarks/gate_player.py PAGE STEPS
+
+Prints one line of JSON: for each step when it began and when it ended, CLOCK_MONOTONIC nanoseconds.
+"""
+
+import json
+import mmap
+import sys
+import time
+from pathlib import Path
+
+from rose._shm import Words
+from rose.admission.board import NUM_WORDS
+from rose.admission.gate import GatePolicy, GateSettings, RolloutCandidate
+from rose.admission.rollout_side import RolloutSide
+from rose.admission.step_time import StepTimeModel
+from rose.types import SLO
+
+STEP_S = 0.001
+GATE = GateSettings(slo=SLO(ttft_s=0.5, tpot_s=0.15))
+MODEL = StepTimeModel(base_s=STEP_S, per_prefill_token_s=1e-5, per_decode_s=1e-5)
+CANDIDATE = RolloutCandidate(prefill_tokens_waiting=0, num_decodes=16, context_tokens=0)
+PATIENCE_S = 30.0
+
+
+def main() -> int:
+    with Path(sys.argv[1]).open("r+b") as file:
+        words = Words(mmap.mmap(file.fileno(), 8 * NUM_WORDS))
+    side, policy = RolloutSide(words), GatePolicy(GATE)
+    side.set_want(True, STEP_S)
+    times: list[tuple[int, int]] = []
+    give_up_s = time.monotonic() + PATIENCE_S
+    while len(times) < int(sys.argv[2]) and time.monotonic() < give_up_s:
+        if not side.wait_turn():
+            continue
+        view = side.view()
+        decision = policy.decide(time.monotonic(), view, CANDIDATE, MODEL)
+        if decision.is_admitted and side.try_begin(time.monotonic() + decision.step_s, view):
+            began_ns = time.monotonic_ns()
+            time.sleep(STEP_S)  # the GPU works, this process waits
+            times.append((began_ns, time.monotonic_ns()))
+            side.end_step(16)
+    side.detach()
+    print(json.dumps(times))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

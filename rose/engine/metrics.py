@@ -1,0 +1,95 @@
+"""ROSE's numbers on vLLM's own /metrics: slack, gate decisions, harvest, yields, stalls, slabs.
+
+Owns the metric names. Everything is read when Prometheus asks, from the status page and the board: the step
+loop pays nothing. Registered in the API server's process; with several API servers vLLM shows only what
+processes report by files, and these numbers are then on /rose/v1/status alone.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rose._shm import Words
+from rose.admission.board import BoardSnapshot, snapshot
+from rose.admission.gate import GateReason
+from rose.admission.slack import NEVER
+from rose.messages import WorkerStatus
+
+ENGINE = ("engine_id", "role")
+
+
+class RoseCollector(Collector):
+    """One engine's metrics; of the board too where it is given, which is on the serving engine."""
+
+    def __init__(self, status: Callable[[], WorkerStatus], board: Words | None) -> None:
+        self._status = status
+        self._board = board
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client, in a thread of its own."""
+        status = self._status()
+        labels = (status.engine_id, str(status.role))
+        yield from _engine_metrics(status, labels)
+        if self._board is not None:
+            yield from _board_metrics(snapshot(self._board), labels)
+
+    def describe(self) -> list[Metric]:
+        """Nothing ahead of time: the engine may not be up yet."""
+        return []
+
+
+def _engine_metrics(status: WorkerStatus, labels: tuple[str, str]) -> Iterator[Metric]:
+    counters = {
+        "rose_steps": ("Engine steps with tokens", status.steps),
+        "rose_generated_tokens": ("Tokens generated", status.generated_tokens),
+        "rose_reclaimed_requests": ("Rollouts ended for their KV slabs", status.reclaimed_requests),
+        "rose_stalled_requests": ("Rollouts ended without progress", status.stalled_requests),
+        "rose_emergency_cuts": ("Emergency cuts of the rollout budget", status.cuts),
+        "rose_busy_seconds": ("Time in engine steps", status.busy_s),
+    }
+    gauges = {
+        "rose_kv_slabs_owned": ("KV slabs held", status.kv_slabs_owned),
+        "rose_kv_slabs_budget": ("KV slabs that rollouts may hold", status.kv_slabs_budget),
+    }
+    for name, (text, value) in counters.items():
+        yield _counter(name, text, labels, value)
+    for name, (text, number) in gauges.items():
+        yield _gauge(name, text, labels, number)
+
+
+def _board_metrics(seen: BoardSnapshot, labels: tuple[str, str]) -> Iterator[Metric]:
+    if seen.latest_start_s < NEVER:
+        slack_s = seen.latest_start_s - time.monotonic()
+        yield _gauge("rose_serving_slack_seconds", "Until serving's next step must start", labels, slack_s)
+    decisions = CounterMetricFamily(
+        "rose_gate_decisions", "Rollout steps asked for, by outcome", labels=(*ENGINE, "reason")
+    )
+    for reason, count in {**seen.declines, GateReason.ADMITTED: seen.rollout.num_steps}.items():
+        decisions.add_metric([*labels, str(reason)], count)
+    yield decisions
+    counters = {
+        "rose_harvested_tokens": ("Rollout tokens computed beside serving", seen.rollout_tokens),
+        "rose_harvested_seconds": ("Time in rollout steps beside serving", seen.rollout.busy_s),
+        "rose_yields": ("Turns offered to rollouts between serving steps", seen.num_yields),
+        "rose_yield_wait_seconds": ("Time serving waited in turns it had offered", seen.yield_wait_s),
+        "rose_begin_wait_seconds": ("Time serving waited for a running rollout step", seen.begin_wait_s),
+        "rose_overruns": ("Rollout steps past their predicted end and the grace", seen.num_overruns),
+        "rose_stalls": ("Rollouts ended without progress on this GPU", seen.num_stalls),
+        "rose_rollout_deaths": ("Rollout engines that died in a step", seen.num_deaths),
+    }
+    for name, (text, value) in counters.items():
+        yield _counter(name, text, labels, value)
+
+
+def _counter(name: str, text: str, labels: tuple[str, str], value: float) -> Metric:
+    family = CounterMetricFamily(name, text, labels=ENGINE)
+    family.add_metric(labels, value)
+    return family
+
+
+def _gauge(name: str, text: str, labels: tuple[str, str], value: float) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=ENGINE)
+    family.add_metric(labels, value)
+    return family

@@ -1,0 +1,43 @@
+"""An SLO below what the profile says is named, with what could be reached."""
+
+import pytest
+
+from rose.admission.reach import floors_s, unreachable_slo
+from rose.admission.step_time import StepTimeModel
+from rose.types import SLO
+
+# One-token prefill 10.1 ms, one decode 11 ms; half as much again at the 99th percentile, and 1 ms
+MODEL = StepTimeModel(base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-3, ratio_q99=1.5, margin_s=0.001)
+
+
+def test_floors_carry_the_profile_error() -> None:
+    assert floors_s(MODEL) == pytest.approx((0.01615, 0.0175))
+
+
+def test_an_slo_at_the_floor_is_reachable() -> None:
+    ttft_s, tpot_s = floors_s(MODEL)
+    assert unreachable_slo(SLO(ttft_s=ttft_s, tpot_s=tpot_s), MODEL) is None
+
+
+@pytest.mark.parametrize(
+    ("slo", "message"),
+    [
+        (
+            SLO(ttft_s=0.5, tpot_s=0.005),
+            "slo_tpot_ms is 5, but one decode step takes up to 17.5 ms (99th percentile); "
+            "set slo_tpot_ms to at least 18",
+        ),
+        (
+            SLO(ttft_s=0.01, tpot_s=0.15),
+            "slo_ttft_ms is 10, but the prefill of one token takes up to 16.2 ms (99th percentile); "
+            "set slo_ttft_ms to at least 17",
+        ),
+    ],
+)
+def test_an_slo_below_the_floor_is_named_with_what_is_reachable(slo: SLO, message: str) -> None:
+    assert unreachable_slo(slo, MODEL) == message
+
+
+def test_both_problems_are_named() -> None:
+    found = unreachable_slo(SLO(ttft_s=0.001, tpot_s=0.001), MODEL)
+    assert found is not None and "slo_ttft_ms" in found and "slo_tpot_ms" in found

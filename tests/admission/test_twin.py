@@ -1,0 +1,128 @@
+"""The twin's invariants: one workload at a time, no work lost or invented, the same run for the same seed."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.admission.gate import GateReason, GateSettings
+from rose.admission.twin.gpu import TwinGpu, TwinOutcome
+from rose.admission.twin.pairs import PAIR_8B, PAIR_32B, Pair
+from rose.admission.twin.serving import Arrival
+from rose.types import SLO, GateMode
+
+HORIZON_S = 6.0
+GATED = [mode for mode in GateMode if mode is not GateMode.OFF]
+
+
+def traffic(seed: int = 0, rate_rps: float = 2.0, own_slo: SLO | None = None) -> list[Arrival]:
+    rng = random.Random(seed)
+    at_s, arrivals = 0.0, []
+    while (at_s := at_s + rng.expovariate(rate_rps)) < HORIZON_S:
+        prompt, output = rng.randint(1, 3000), rng.randint(1, 30)
+        arrivals.append(Arrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output, own_slo=own_slo))
+    return arrivals
+
+
+def twin(
+    mode: GateMode = GateMode.DUAL,
+    *,
+    pair: Pair = PAIR_8B,
+    arrivals: list[Arrival] | None = None,
+    seed: int = 0,
+    **more: Any,
+) -> TwinGpu:
+    gate = GateSettings(slo=pair.slo, mode=mode)
+    given_arrivals = traffic() if arrivals is None else arrivals
+    return TwinGpu(pair, gate, given_arrivals, horizon_s=HORIZON_S, seed=seed, **more)
+
+
+def answered(outcome: TwinOutcome) -> list[bool]:
+    return [request.last_token_s is not None for request in outcome.requests]
+
+
+@pytest.mark.parametrize("mode", GATED)
+@pytest.mark.parametrize("pair", [PAIR_8B, PAIR_32B], ids=lambda pair: pair.name)
+def test_one_workload_computes_at_a_time(mode: GateMode, pair: Pair) -> None:
+    gpu = twin(mode, pair=pair)
+    gpu.run()
+    assert {name for name, _, _ in gpu.log} == {"serving", "rollout"}
+    for (_, _, end_s), (_, start_s, _) in zip(gpu.log, gpu.log[1:], strict=False):
+        assert end_s <= start_s
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(list(GateMode)), st.integers(0, 1000))
+def test_every_request_is_answered_once_and_in_order(mode: GateMode, seed: int) -> None:
+    arrivals = traffic(seed)
+    outcome = twin(mode, arrivals=arrivals, seed=seed).run()
+    assert [request.arrival for request in outcome.requests] == arrivals
+    assert all(answered(outcome))
+    for request in outcome.requests:
+        assert request.first_token_s is not None and request.last_token_s is not None
+        assert request.arrival.at_s < request.first_token_s <= request.last_token_s
+
+
+def test_no_time_is_lost_while_there_is_work() -> None:
+    """Between two steps passes no more than a switch: rollouts always have something to run."""
+    gpu = twin(GateMode.DUAL)
+    outcome = gpu.run()
+    switches = sum(a[0] != b[0] for a, b in zip(gpu.log, gpu.log[1:], strict=False))
+    gaps_s = sum(b[1] - a[2] for a, b in zip(gpu.log, gpu.log[1:], strict=False))
+    assert gaps_s == pytest.approx(switches * 0.0003, rel=0.01)
+    assert outcome.serving_busy_s + outcome.rollout_busy_s <= HORIZON_S
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    first, again, other = (twin(seed=seed) for seed in (3, 3, 4))
+    assert first.run() == again.run()
+    assert first.log == again.log
+    other.run()
+    assert first.log != other.log
+
+
+def test_serving_alone_leaves_the_gpu_idle_without_requests() -> None:
+    outcome = twin(has_rollouts=False, arrivals=[]).run()
+    assert (outcome.num_serving_steps, outcome.generated_tokens, outcome.serving_share) == (0, 0, 0.0)
+
+
+def test_rollouts_alone_step_all_the_time() -> None:
+    outcome = twin(GateMode.OFF, arrivals=[]).run()
+    assert outcome.num_serving_steps == 0 and outcome.generated_tokens > 0
+
+
+def test_idle_mode_never_steps_while_serving_has_work() -> None:
+    outcome = twin(GateMode.IDLE).run()
+    assert set(outcome.refusals) <= {GateReason.SERVING_HAS_WORK}
+    assert outcome.num_late_starts == 0
+
+
+def test_default_mode_meets_the_slo_where_the_printed_equations_do_not() -> None:
+    def worst_gap_s(mode: GateMode) -> float:
+        return max(request.max_gap_s for request in twin(mode).run().requests)
+
+    assert worst_gap_s(GateMode.DUAL) <= PAIR_8B.slo.tpot_s < worst_gap_s(GateMode.EQUATIONS)
+
+
+@pytest.mark.parametrize("role", ["prefiller", "decoder"])
+def test_disaggregated_instances_keep_their_own_objective(role: str) -> None:
+    """ROSE §4.1: TTFT on a prefiller, TPOT on a decoder; rollouts run both phases on either."""
+    if role == "prefiller":
+        arrivals = [replace(arrival, output_tokens=1) for arrival in traffic()]
+    else:
+        arrivals = [replace(arrival, is_prefilled=True) for arrival in traffic()]
+    outcome = twin(arrivals=arrivals).run()
+    slo = PAIR_8B.slo
+    assert all(r.ttft_s is not None and r.ttft_s <= slo.ttft_s for r in outcome.requests)
+    assert all(r.tpot_s is None or r.tpot_s <= slo.tpot_s for r in outcome.requests)
+    assert outcome.generated_tokens > 0
+
+
+def test_overload_ends_and_counts_who_was_not_answered() -> None:
+    arrivals = [Arrival(at_s=0.01 * i, prompt_tokens=4000, output_tokens=200) for i in range(600)]
+    outcome = twin(arrivals=arrivals, max_drain_s=HORIZON_S).run()
+    assert len(outcome.requests) == 600
+    assert not all(answered(outcome))
