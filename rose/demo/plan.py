@@ -33,13 +33,13 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:
-    """The slab pool. 1 MiB slabs hold one block of the serving model or 8 of the rollout model; so small that
-    two bursts of serving at once eat into the headroom."""
+    """The slab pool. 768 KiB slabs hold one block of the serving model or 6 of the rollout model, and nothing
+    else; so small that two bursts of serving at once eat into the headroom."""
 
     name: str
-    num_slabs: int = 24
-    slab_bytes: int = 1 << 20
-    headroom_slabs: int = 6
+    num_slabs: int = 32
+    slab_bytes: int = 768 << 10
+    headroom_slabs: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,15 +27,19 @@ RETURN_RETRY_S = 0.05
 class ServingMemory:
     """Runs before every serving step, on the engine core's thread."""
 
-    def __init__(self, tenant: Tenant, policy: BudgetPolicy, *, window_s: float) -> None:
+    def __init__(self, tenant: Tenant, policy: BudgetPolicy, *, window_s: float, keep_s: float) -> None:
+        """``window_s``: of the peak that rollout budgets set aside; ``keep_s``: of the peak kept mapped. The
+        first protects a burst that comes back: slabs that are free are there for it, mapped or not."""
         self._tenant = tenant
         self._policy = policy
         self._window_s = window_s
-        self._peak = RecentPeak(window_s)
+        self._keep_s = min(keep_s, window_s)
+        self.forget_peak()
 
     def forget_peak(self) -> None:
         """Traffic so far says nothing about traffic to come (it was a profiling run)."""
         self._peak = RecentPeak(self._window_s)
+        self._kept = RecentPeak(self._keep_s)
 
     def tick(self, now: float, running: Sequence[Request], waiting: Sequence[Request]) -> float | None:
         """Grow, watch for pressure, return; the time of the next look an idle engine needs, or None."""
@@ -51,6 +55,7 @@ class ServingMemory:
 
     def _publish(self, used: int, now: float) -> None:
         self._peak.update(used, now)
+        self._kept.update(used, now)
         ledger = self._tenant.ledger
         ledger.serving_used_slabs = used
         ledger.serving_recent_peak_slabs = self._peak.peak(now)
@@ -87,7 +92,7 @@ class ServingMemory:
     def _return_surplus(self, used: int, now: float) -> float | None:
         tenant = self._tenant
         surplus = self._policy.serving_release(
-            owned=tenant.num_owned, used=used, recent_peak=self._peak.peak(now)
+            owned=tenant.num_owned, used=used, recent_peak=self._kept.peak(now)
         )
         idle = tenant.idle_positions()
         idle.sort(key=tenant.pool.is_caching)

@@ -41,7 +41,10 @@ class ServingScheduler(RoseScheduler):
             raise ConfigError(f"--additional-config: rose: {problem}")
         if self.tenant is not None:
             self._memory = ServingMemory(
-                self.tenant, self.rose.budget_policy(self.tenant.client), window_s=self.rose.serving_window_s
+                self.tenant,
+                self.rose.budget_policy(self.tenant.client),
+                window_s=self.rose.serving_window_s,
+                keep_s=self.rose.serving_keep_s,
             )
             self._side = ServingSide(self.tenant.client.board_words)
 
