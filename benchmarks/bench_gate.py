@@ -1,4 +1,4 @@
-"""What the gate costs per tick, and how fast the GPU changes hands between two processes.
+"""What the gate costs per tick, and how fast the GPU changes hands between two processes, also by a SIGKILL.
 
 Publishing (deadlines of 256 running requests, and the board's page) and checking for a turn happen at every
 step of an engine. The hand-over runs between this process, as serving, and another, as rollout, over one
@@ -10,10 +10,12 @@ page.
 import argparse
 import json
 import mmap
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +23,7 @@ from gate_player import CANDIDATE, GATE, MODEL, PATIENCE_S
 from harness import run_benchmark
 
 from rose._shm import Words
-from rose.admission.board import NUM_WORDS, Word
+from rose.admission.board import NUM_WORDS, Phase, Word, announce_arrival
 from rose.admission.deadlines import ServingDeadlines
 from rose.admission.gate import GatePolicy, ServingView
 from rose.admission.rollout_side import RolloutSide
@@ -34,12 +36,15 @@ CONTEXT_TOKENS = NUM_RUNNING * 1000
 CHUNK_TOKENS = 2048
 HANDOVER_S = 0.05
 SERVING_STEP_S = 0.002
+STEP_S = 0.001
+LONG_STEP_S = 2.0
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Costs per call first, then the hand-over."""
-    num_ticks, num_steps = (2_000, 300) if args.quick else (20_000, 2_000)
-    return [*tick_figures(num_ticks), *handover_figures(num_steps)]
+    num_ticks, num_steps, num_kills = (2_000, 300, 5) if args.quick else (20_000, 2_000, 20)
+    figures = [*tick_figures(num_ticks), *handover_figures(num_steps)]
+    return [*figures, arrival_figure(num_steps, args.seed), kill_figure(num_kills)]
 
 
 def tick_figures(num_ticks: int) -> list[Figure]:
@@ -80,20 +85,10 @@ def _call_figure(name: str, call: Callable[[], object], target: str | None, num_
 def handover_figures(num_steps: int) -> list[Figure]:
     """Two processes: from one side's release of the GPU to the other's start."""
     to_rollout_us, to_serving_us = [], []
-    with TemporaryDirectory(prefix="rose-bench-") as folder:
-        path = Path(folder) / "board"
-        path.write_bytes(bytes(8 * NUM_WORDS))
-        with path.open("r+b") as file:
-            words = Words(mmap.mmap(file.fileno(), 8 * NUM_WORDS))
-        side = ServingSide(words)
-        argv = [sys.executable, str(Path(__file__).parent / "gate_player.py"), str(path), str(num_steps)]
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as player:
-            try:
-                released = _offer(words, side, num_steps, player)
-                side.end_step(NO_WORK)
-                steps = json.loads(player.communicate(timeout=PATIENCE_S)[0])
-            finally:
-                player.kill()
+    with _board() as (words, side, path), _player(path, num_steps, STEP_S) as player:
+        released = _offer(words, side, num_steps, player)
+        side.end_step(NO_WORK)
+        steps = json.loads(player.communicate(timeout=PATIENCE_S)[0])
     if len(steps) != len(released):
         raise WorkerError(f"{len(released)} turns were used for {len(steps)} steps")
     for (offered_ns, began_ns), (step_began_ns, step_ended_ns) in zip(released, steps, strict=True):
@@ -113,6 +108,79 @@ def handover_figures(num_steps: int) -> list[Figure]:
         )
         for name, percent, target in (("p50", 50, "<= 100"), ("p99", 99, "<= 300"))
     ]
+
+
+def arrival_figure(num_arrivals: int, seed: int) -> Figure:
+    """Rollouts step at will on an idle GPU; a request comes at any moment and takes it."""
+    rng, over_ms = random.Random(seed), []
+    with _board() as (words, side, path), _player(path, 10**9, STEP_S):
+        _wait_for_steps(words, 10)
+        for _ in range(num_arrivals):
+            time.sleep(rng.uniform(0.5, 2.5) * STEP_S)
+            arrived_s = time.monotonic()
+            announce_arrival(words)
+            side.absorb_arrival()
+            side.begin_step()
+            over_ms.append(1e3 * (time.monotonic() - arrived_s - STEP_S))
+            side.end_step(NO_WORK)
+    return Figure(
+        name="yield_p99_over_chunk_ms",
+        value=percentile(over_ms, 99),
+        unit="ms",
+        target="<= 5",
+        peers={"P50": percentile(over_ms, 50), "chunk, ms": 1e3 * STEP_S},
+    )
+
+
+def kill_figure(num_kills: int) -> Figure:
+    """The rollout process dies in a step that would have taken long; serving waits for it and notices."""
+    times_ms = []
+    for _ in range(num_kills):
+        with _board() as (words, side, path), _player(path, 1, LONG_STEP_S) as player:
+            while words.load(Word.R_PHASE) != Phase.RUNNING:
+                time.sleep(0.001)
+            player.kill()
+            killed_s = time.monotonic()
+            side.begin_step()
+            times_ms.append(1e3 * (time.monotonic() - killed_s))
+    return Figure(
+        name="kill_resume_ms",
+        value=max(times_ms),
+        unit="ms",
+        target="<= 20",
+        peers={"median": percentile(times_ms, 50)},
+        spread=(min(times_ms), max(times_ms)),
+    )
+
+
+def _wait_for_steps(words: Words, count: int) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while words.load(Word.R_STEPS) < count:
+        if time.monotonic() > give_up_s:
+            raise WorkerError(f"the player took no {count} steps within {PATIENCE_S:.0f} s")
+        time.sleep(0.001)
+
+
+@contextmanager
+def _board() -> Iterator[tuple[Words, ServingSide, Path]]:
+    """A page in a file that another process can map, and its serving side."""
+    with TemporaryDirectory(prefix="rose-bench-") as folder:
+        path = Path(folder) / "board"
+        path.write_bytes(bytes(8 * NUM_WORDS))
+        with path.open("r+b") as file:
+            words = Words(mmap.mmap(file.fileno(), 8 * NUM_WORDS))
+        yield words, ServingSide(words), path
+
+
+@contextmanager
+def _player(path: Path, num_steps: int, step_s: float) -> Iterator["subprocess.Popen[str]"]:
+    script = Path(__file__).with_name("gate_player.py")
+    argv = [sys.executable, str(script), str(path), str(num_steps), str(1000 * step_s)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as player:
+        try:
+            yield player
+        finally:
+            player.kill()
 
 
 def _offer(

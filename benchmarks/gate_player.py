@@ -1,6 +1,6 @@
 """The rollout half of bench_gate's hand-over: a process that takes every turn it is given.
 
-    python benchmarks/gate_player.py PAGE STEPS
+    python benchmarks/gate_player.py PAGE STEPS STEP_MS
 
 Prints one line of JSON: for each step when it began and when it ended, CLOCK_MONOTONIC nanoseconds.
 """
@@ -18,9 +18,8 @@ from rose.admission.rollout_side import RolloutSide
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO
 
-STEP_S = 0.001
 GATE = GateSettings(slo=SLO(ttft_s=0.5, tpot_s=0.15))
-MODEL = StepTimeModel(base_s=STEP_S, per_prefill_token_s=1e-5, per_decode_s=1e-5)
+MODEL = StepTimeModel(base_s=0.001, per_prefill_token_s=1e-5, per_decode_s=1e-5)
 CANDIDATE = RolloutCandidate(prefill_tokens_waiting=0, num_decodes=16, context_tokens=0)
 PATIENCE_S = 30.0
 
@@ -28,18 +27,19 @@ PATIENCE_S = 30.0
 def main() -> int:
     with Path(sys.argv[1]).open("r+b") as file:
         words = Words(mmap.mmap(file.fileno(), 8 * NUM_WORDS))
+    num_steps, step_s = int(sys.argv[2]), float(sys.argv[3]) / 1000
     side, policy = RolloutSide(words), GatePolicy(GATE)
-    side.set_want(True, STEP_S)
+    side.set_want(True, step_s)
     times: list[tuple[int, int]] = []
     give_up_s = time.monotonic() + PATIENCE_S
-    while len(times) < int(sys.argv[2]) and time.monotonic() < give_up_s:
+    while len(times) < num_steps and time.monotonic() < give_up_s:
         if not side.wait_turn():
             continue
         view = side.view()
         decision = policy.decide(time.monotonic(), view, CANDIDATE, MODEL)
-        if decision.is_admitted and side.try_begin(time.monotonic() + decision.step_s, view):
+        if decision.is_admitted and side.try_begin(time.monotonic() + step_s, view):
             began_ns = time.monotonic_ns()
-            time.sleep(STEP_S)  # the GPU works, this process waits
+            time.sleep(step_s)  # the GPU works, this process waits
             times.append((began_ns, time.monotonic_ns()))
             side.end_step(16)
     side.detach()

@@ -76,7 +76,9 @@ class RealEngine:
 
     # Requests ---------------------------------------------------------------------------------------
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int, xargs: dict[str, float] | None = None
+    ) -> Answer:
         """One greedy completion. Raises httpx.HTTPStatusError unless the answer is 200."""
         body = {
             "model": "tiny",
@@ -86,6 +88,7 @@ class RealEngine:
             "ignore_eos": True,
             "return_token_ids": True,
             "logprobs": 1,
+            **({"vllm_xargs": xargs} if xargs is not None else {}),
         }
         response = self._http.post("/v1/completions", json=body)
         response.raise_for_status()
@@ -108,6 +111,12 @@ class RealEngine:
 
     def status(self) -> WorkerStatus:
         return WorkerStatus.model_validate(self._http.get("/rose/v1/status").raise_for_status().json())
+
+    def metrics(self) -> dict[str, float]:
+        """ROSE's samples on vLLM's /metrics, by name and labels."""
+        text = self._http.get("/metrics").raise_for_status().text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("rose_")]
+        return {name: float(value) for name, value in lines}
 
     def set_gate(self, mode: GateMode) -> None:
         self.post("gate", {"mode": mode}).raise_for_status()

@@ -166,6 +166,20 @@ def test_a_profile_is_plausible_and_the_gate_goes_by_it(gpu: SharedGpu, rollout:
     assert rollout.status().gate.admitted_steps > before.admitted_steps
 
 
+def test_vllms_metrics_show_the_gate(gpu: SharedGpu, serving: RealEngine, rollout: RealEngine) -> None:
+    def total(engine: RealEngine, start: str) -> float:
+        return sum(value for name, value in engine.metrics().items() if name.startswith(start))
+
+    before = total(serving, "rose_harvested_tokens_total")
+    # A request may name its own SLO; nonsense in it costs nobody an answer.
+    own = {"rose_ttft_ms": 4000.0, "rose_tpot_ms": -1.0}
+    assert len(serving.complete(prompt("metrics", 30), 4, xargs=own).tokens) == 4
+    rollout.complete(prompt("metrics", 60), 8)
+    assert total(serving, "rose_harvested_tokens_total") >= before + 8
+    assert any('reason="admitted"' in name for name in serving.metrics())
+    assert total(rollout, "rose_generated_tokens_total") >= 8
+
+
 class KeepBusy:
     """A context manager: an engine that always has several requests to decode."""
 
