@@ -57,7 +57,8 @@ class KVConsumer:
         """What the events so far say is cached. Raises AssertionError where a batch is missing."""
         while self._socket.poll(0):
             _, seq, payload = self._socket.recv_multipart()
-            assert int.from_bytes(seq, "big") == self._next_seq
+            found = int.from_bytes(seq, "big")
+            assert found == self._next_seq, f"batch {found}, expected {self._next_seq}"
             self._next_seq += 1
             self.view.apply(self._decoder.decode(payload).events)
         return self.view.cached()
