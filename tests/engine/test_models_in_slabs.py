@@ -166,7 +166,7 @@ def test_experts_answer_as_stock_while_slabs_leave(runs: Runs) -> None:
 
 
 def test_latent_attention_answers_as_stock_while_slabs_leave(runs: Runs) -> None:
-    """One prompt at a time: on a CPU, answers of vLLM's latent attention changed when their batch shrank."""
+    """One prompt at a time: on a CPU, answers of stock vLLM's latent attention change with the batch."""
     assert_greedy(runs.over_cuts(runs.mla, 1), runs.stock(runs.mla, SHORT, SHORT_TOKENS, 1))
 
 
