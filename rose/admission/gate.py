@@ -8,7 +8,7 @@ step is predicted to end, error included, before serving's latest start. Never r
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rose.admission.slack import NEVER
+from rose.admission.slack import BANK_LIMIT_BUDGETS, NEVER
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, GateMode
 
@@ -92,6 +92,14 @@ class GateSettings:
         if self.itl_cap_s is not None:
             return self.itl_cap_s
         return max(self.slo.tpot_s, MIN_ITL_CAP_TARGETS * target_s)
+
+    @property
+    def longest_gap_s(self) -> float:
+        """The most that the bank lets one gap between tokens grow to, as far as the settings tell."""
+        cap_s = self.itl_cap_for(0.0)
+        if self.tpot_target_s is None:
+            return cap_s
+        return min(cap_s, (1.0 + BANK_LIMIT_BUDGETS) * self.tpot_target_s)
 
     @property
     def effective_max_step_s(self) -> float:
@@ -243,7 +251,7 @@ class GatePolicy:
         will_not_grow = budget_s >= settings.effective_max_step_s
         if will_not_grow or candidate.waited_s >= PATIENCE * settings.stall_timeout_s:
             return False
-        longest_s = WORTH_SAVING_FOR * settings.itl_cap_for(0.0)
+        longest_s = WORTH_SAVING_FOR * settings.longest_gap_s
         piece = min(prefill_tokens, settings.chunk_tokens // PREFILL_PIECES)
         for prefill in (piece, 0):
             whole_s = model.predict_safe(prefill, candidate.num_decodes, candidate.context_tokens)
