@@ -8,7 +8,7 @@ step is predicted to end, error included, before serving's latest start. Never r
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rose.admission.slack import NEVER
+from rose.admission.slack import BANK_LIMIT_BUDGETS, NEVER
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, GateMode
 
@@ -33,6 +33,8 @@ RETRY_S = 0.02
 # the longest gap, and for this part of the stall time-out.
 WORTH_SAVING_FOR = 0.5
 PATIENCE = 0.25
+# Prefill that only gets what decodes leave of a short gap starves, and its sequences with it.
+PREFILL_PIECES = 4
 
 
 class GateReason(StrEnum):
@@ -90,6 +92,14 @@ class GateSettings:
         if self.itl_cap_s is not None:
             return self.itl_cap_s
         return max(self.slo.tpot_s, MIN_ITL_CAP_TARGETS * target_s)
+
+    @property
+    def longest_gap_s(self) -> float:
+        """The most that the bank lets one gap between tokens grow to, as far as the settings tell."""
+        cap_s = self.itl_cap_for(0.0)
+        if self.tpot_target_s is None:
+            return cap_s
+        return min(cap_s, (1.0 + BANK_LIMIT_BUDGETS) * self.tpot_target_s)
 
     @property
     def effective_max_step_s(self) -> float:
@@ -212,17 +222,16 @@ class GatePolicy:
     ) -> GateDecision:
         """All decodes and as much prefill as fits; else as many decodes as fit."""
         num_decodes, context = candidate.num_decodes, float(candidate.context_tokens)
+        most = min(candidate.prefill_tokens_waiting, max(0, self.settings.chunk_tokens - num_decodes))
+        prefill = 0
         if model.predict_safe(0, num_decodes, context) <= budget_s:
-            most = min(candidate.prefill_tokens_waiting, max(0, self.settings.chunk_tokens - num_decodes))
             prefill = model.tokens_within(budget_s, num_decodes, most, context)
         else:
-            prefill = 0
-            whole_s = model.predict_safe(0, num_decodes, context)
             per_decode = context / max(1, num_decodes)
             num_decodes = model.decodes_within(budget_s, num_decodes, per_decode)
             context = per_decode * num_decodes
-            if num_decodes and self._is_worth_saving_for(whole_s, budget_s, candidate):
-                return _wait(now, GateReason.SAVING)
+        if prefill + num_decodes > 0 and self._saves(budget_s, candidate, most, model):
+            return _wait(now, GateReason.SAVING)
         if prefill + num_decodes == 0:
             return _wait(now, GateReason.NO_SLACK)
         return GateDecision(
@@ -233,12 +242,22 @@ class GatePolicy:
             retry_at_s=now,
         )
 
-    def _is_worth_saving_for(self, whole_s: float, budget_s: float, candidate: RolloutCandidate) -> bool:
+    def _saves(
+        self, budget_s: float, candidate: RolloutCandidate, prefill_tokens: int, model: StepTimeModel
+    ) -> bool:
+        """Whether slack this short is better kept for a whole step: all decodes and a piece of the prefill,
+        or all decodes at least."""
         settings = self.settings
-        if budget_s >= settings.effective_max_step_s:  # the budget will not grow
+        will_not_grow = budget_s >= settings.effective_max_step_s
+        if will_not_grow or candidate.waited_s >= PATIENCE * settings.stall_timeout_s:
             return False
-        will_fit = whole_s <= WORTH_SAVING_FOR * settings.itl_cap_for(0.0)
-        return will_fit and candidate.waited_s < PATIENCE * settings.stall_timeout_s
+        longest_s = WORTH_SAVING_FOR * settings.longest_gap_s
+        piece = min(prefill_tokens, settings.chunk_tokens // PREFILL_PIECES)
+        for prefill in (piece, 0):
+            whole_s = model.predict_safe(prefill, candidate.num_decodes, candidate.context_tokens)
+            if whole_s <= longest_s:
+                return budget_s < whole_s
+        return False
 
     def _smallest(self, now: float, candidate: RolloutCandidate, model: StepTimeModel) -> GateDecision:
         num_decodes = min(candidate.num_decodes, MIN_STEP_TOKENS)

@@ -81,6 +81,20 @@ def test_slack_too_short_for_all_decodes_is_saved() -> None:
     assert policy().decide(NOW, busy(0.0160001), MIXED, MODEL).reason is GateReason.SAVING
 
 
+def test_nothing_is_saved_for_that_no_gap_can_hold() -> None:
+    # The bank pays two budgets of 12 ms on top of one: half of 36 ms is less than the 20 ms of all decodes.
+    gate = GatePolicy(GateSettings(slo=SLO_600_150, tpot_target_s=0.012))
+    assert gate.decide(NOW, busy(0.0160001), MIXED, MODEL).max_tokens == 6
+
+
+def test_a_gap_that_would_starve_prefill_is_saved() -> None:
+    # Ten decodes and a quarter of a chunk take 32.8 ms; without prefill to do 20 ms are enough.
+    assert policy().decide(NOW, busy(0.032), MIXED, MODEL).reason is GateReason.SAVING
+    assert policy().decide(NOW, busy(0.033), MIXED, MODEL).is_admitted
+    decodes = replace(MIXED, prefill_tokens_waiting=0)
+    assert policy().decide(NOW, busy(0.021), decodes, MODEL).max_tokens == 10
+
+
 @pytest.mark.parametrize(
     ("model", "waited_s"),
     [(MODEL, 0.5), (replace(MODEL, ratio_q99=4.0), 0.0)],
