@@ -84,12 +84,15 @@ class ServingScheduler(RoseScheduler):
         if self._gate.may_yield(now, view):
             offer = side.yield_turns if self._gate.may_repeat(view) else side.yield_turn
             waited_s = offer(view.latest_start_s, self._gate.settings.handover_s)
-            if waited_s > 0 and self._has_input:
+            if waited_s > 0 and self._has_input and self._may_join():
                 # What came meanwhile, a request most likely, joins this step: the engine core takes it in
                 # between two scheduling passes, and its first token need not wait for one more decode step.
                 self.max_num_scheduled_tokens = 0
                 return
         side.begin_step()
+
+    def _may_join(self) -> bool:
+        return self._deadlines.may_join(time.monotonic(), self.recorder.model, self._context())
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         most = self.max_num_scheduled_tokens
