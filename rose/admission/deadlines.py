@@ -162,6 +162,15 @@ class ServingDeadlines:
             latest_start_s=self._latest_start(now, model, context_tokens) if has_work else NEVER,
         )
 
+    def may_join(self, now: float, model: StepTimeModel, context_tokens: float = 0) -> bool:
+        """Whether a newcomer's prefill, a whole chunk of it, may ride in the step that starts now after a gap
+        that rollouts used: not if a decode in that step would then break the ITL cap."""
+        if not self._decodes:
+            return True
+        step_s = model.predict_safe(self._chunk_tokens, len(self._decodes), context_tokens)
+        oldest_s = min(times.last_token_s for times in self._decodes.values())
+        return now + step_s <= oldest_s + self._itl_cap_s
+
     def check_integrity(self) -> None:
         """Raises AssertionError if the books disagree."""
         assert not self._pending.keys() & self._decodes.keys()

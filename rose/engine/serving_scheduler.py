@@ -90,12 +90,15 @@ class ServingScheduler(RoseScheduler):
                 waited_s = side.yield_turns(latest_s, handover_s, is_called=self.has_input)
             else:
                 waited_s = side.yield_turn(latest_s, handover_s)
-            if waited_s > 0 and self.has_input():
+            if waited_s > 0 and self.has_input() and self._may_join():
                 # What came meanwhile, a request most likely, joins this step: the engine core takes it in
                 # between two scheduling passes, and its first token need not wait for one more decode step.
                 self.max_num_scheduled_tokens = 0
                 return
         side.begin_step()
+
+    def _may_join(self) -> bool:
+        return self._deadlines.may_join(time.monotonic(), self.recorder.model, self._context())
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         most = self.max_num_scheduled_tokens

@@ -122,6 +122,14 @@ def test_a_decoder_has_no_first_token_to_wait_for() -> None:
     serving.check_integrity()
 
 
+def test_a_newcomer_joins_a_step_only_within_the_itl_cap() -> None:
+    serving = books()  # a whole chunk and one decode take 62.2 ms, the cap is 200 ms
+    assert serving.may_join(5.0, MODEL)
+    serving.produced(["a"], 1.0)
+    assert serving.may_join(1.137, MODEL)
+    assert not serving.may_join(1.139, MODEL)
+
+
 def test_no_work_means_no_deadline() -> None:
     serving = books()
     serving.produced(["a"], 1.0)

@@ -124,7 +124,8 @@ class TwinGpu:
             self._absorb()
             if self._serving.has_work:
                 latest_s = self._offer_turns()
-                self._absorb()  # what came meanwhile joins the step
+                if self._serving.may_join(self._now):
+                    self._absorb()  # what came meanwhile joins the step
                 self._num_late += self._now > latest_s
                 self._serve()
             elif not self._take_turn(self._serving.view(self._now)):

@@ -126,6 +126,10 @@ class TwinServing:
             now, self.online.model, has_work=self.has_work, context_tokens=self._context()
         )
 
+    def may_join(self, now: float) -> bool:
+        """Whether what arrived during a gap may be part of the step that ends it."""
+        return self._deadlines.may_join(now, self.online.model, self._context())
+
     def start_step(self) -> StepWork:
         """Fills the next step."""
         decodes = [r for r in self._running if not r.prompt_left]
