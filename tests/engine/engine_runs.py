@@ -20,8 +20,14 @@ SEND = "send"
 WINDOW_S = 0.5
 
 
-def stock_answers(model: Path, prompts: Prompts, max_tokens: int) -> list[list[int]]:
-    return [reply.tokens for reply in Driver(make_engine(model, None)).answer(prompts, max_tokens)]
+def stock_answers(model: Path, prompts: Prompts, max_tokens: int, num_at_once: int = 99) -> list[list[int]]:
+    driver = Driver(make_engine(model, None))
+    batches = [driver.answer(batch, max_tokens) for batch in _batches(prompts, num_at_once)]
+    return [reply.tokens for batch in batches for reply in batch]
+
+
+def _batches(prompts: Prompts, num_at_once: int) -> list[Prompts]:
+    return [prompts[start : start + num_at_once] for start in range(0, len(prompts), num_at_once)]
 
 
 def serve_bursts(
@@ -76,17 +82,24 @@ def _cut(driver: Driver, budget: int) -> None:
         pass
 
 
-def answer_over_cuts(model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int) -> Moves:
-    """A rollout engine alone in its pool; each round it loses half its slabs in the midst of decoding."""
+def answer_over_cuts(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, num_at_once: int
+) -> Moves:
+    """A rollout engine alone in its pool; every other batch loses half its slabs in the midst of decoding."""
     driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "lease_s": LEASE_S}))
-    before, replies = _num_changes(_tenant(driver)), []
-    for number in range(num_rounds):
-        names = driver.ask(prompts, max_tokens)
-        _wait_for_tokens(driver, names)
-        _cut(driver, _tenant(driver).pool.num_positions_in_use() // 2)
-        driver.step()
-        _begin_rl_step(driver, number + 1)
-        replies.append(driver.wait(names))
+    before, replies, step = _num_changes(_tenant(driver)), [], 0
+    for _ in range(num_rounds):
+        answers = []
+        for index, batch in enumerate(_batches(prompts, num_at_once)):
+            names = driver.ask(batch, max_tokens)
+            _wait_for_tokens(driver, names)
+            if index % 2 == 0:
+                _cut(driver, _tenant(driver).pool.num_positions_in_use() // 2)
+                driver.step()
+                step += 1
+                _begin_rl_step(driver, step)
+            answers += driver.wait(names)
+        replies.append(answers)
     _tenant(driver).pool.check_integrity()
     return Moves(replies=replies, num_moves=_num_changes(_tenant(driver)) - before)
 

@@ -7,9 +7,17 @@ from typing import Any
 import msgspec
 import zmq
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
+
+from rose.node.checks import free_port
 
 CacheKey = tuple[int | None, Any]
 """(cache group, hash)"""
@@ -39,15 +47,21 @@ class CacheView:
 
 
 class KVConsumer:
-    """A context manager: listens on a loopback port from before the engine starts, and misses nothing."""
+    """A context manager: asks vLLM's publisher on loopback for the batches that it hasn't seen.
+
+    By the replay port, as a subscriber misses what is published before its subscription has arrived.
+    """
 
     def __init__(self) -> None:
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.subscribe(b"")
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._socket = self._context.socket(zmq.DEALER)
+        replay = f"tcp://127.0.0.1:{free_port()}"
+        self._socket.connect(replay)
         self.config = KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://127.0.0.1:{port}"
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"tcp://127.0.0.1:{free_port()}",
+            replay_endpoint=replay,
         )
         self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
         self._next_seq = 0
@@ -55,12 +69,15 @@ class KVConsumer:
 
     def cached(self) -> set[CacheKey]:
         """What the events so far say is cached. Raises AssertionError where a batch is missing."""
-        while self._socket.poll(0):
-            _, seq, payload = self._socket.recv_multipart()
+        self._socket.send_multipart((b"", self._next_seq.to_bytes(8, "big")))
+        while True:
+            assert self._socket.poll(10_000), "the publisher does not answer"
+            _, _, seq, payload = self._socket.recv_multipart()
+            if seq == ZmqEventPublisher.END_SEQ:
+                return self.view.cached()
             assert int.from_bytes(seq, "big") == self._next_seq
             self._next_seq += 1
             self.view.apply(self._decoder.decode(payload).events)
-        return self.view.cached()
 
     def __enter__(self) -> "KVConsumer":
         return self
