@@ -95,14 +95,14 @@ class _Variant:
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    num_rounds, window_s = (2, 12.0) if args.quick else (4, 20.0)
+    num_rounds, window_s = (3, 10.0) if args.quick else (6, 20.0)
     with Rig() as rig:
         plan = plan_traffic(args, rig, concurrency=CONCURRENCY)
         for setting in SETTINGS:
             _start(rig, plan, setting)
         variants = [_wait(rig, plan, setting) for setting in SETTINGS]
         for index in range(num_rounds):
-            # Each comes first, second and last equally often: the machine drifts.
+            # Rounds by threes: each comes first, second and last equally often, as the machine drifts.
             for shift in range(len(variants)):
                 variants[(index + shift) % len(variants)].measure(plan, rig, index, window_s)
     note_foreign_share([window for variant in variants for window in variant.windows])
