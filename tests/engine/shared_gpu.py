@@ -30,7 +30,6 @@ SETTINGS = {
     "slo_tpot_ms": 2000.0,
     "lease_s": LEASE_S,
     "serving_window_s": WINDOW_S,
-    "stall_s": STALL_S,
     "poison_slabs": True,
 }
 
@@ -39,7 +38,13 @@ class SharedGpu:
     """The pool's daemon, its ledger, and the two engines. An engine that a test killed is started again."""
 
     def __init__(
-        self, folder: Path, models: dict[Role, Path], *, num_ranks: int = 1, gate: GateMode = GateMode.DUAL
+        self,
+        folder: Path,
+        models: dict[Role, Path],
+        *,
+        num_ranks: int = 1,
+        gate: GateMode = GateMode.DUAL,
+        stall_s: float = STALL_S,
     ) -> None:
         """``num_ranks``: of tensor parallelism, each with its part of every block in a shard of its own."""
         self.folder = folder
@@ -47,6 +52,7 @@ class SharedGpu:
         self._models = models
         self._num_ranks = num_ranks
         self._gate = gate
+        self._settings = {**SETTINGS, "pool": self.pool, "gate": gate, "stall_s": stall_s}
         self.start_daemon()
         self.observer = PoolClient.observe(self.pool, runtime_dir=runtime_dir(folder))
         self.ledger: Ledger = self.observer.ledger
@@ -93,8 +99,7 @@ class SharedGpu:
 
     def _start(self, role: Role) -> RealEngine:
         flags = ("--dtype", "float32", "--tensor-parallel-size", str(self._num_ranks))
-        settings = {**SETTINGS, "pool": self.pool, "gate": self._gate}
-        return RealEngine(self._models[role], role, self.folder, *flags, **settings)
+        return RealEngine(self._models[role], role, self.folder, *flags, **self._settings)
 
     def settle(self) -> None:
         """Idle engines, default gate, no pressure: where every test starts."""

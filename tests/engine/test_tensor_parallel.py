@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_RANKS = 2
 NUM_WAVES = 2
-ABORTS = {StopReason.RECLAIMED, StopReason.STALLED}
+STALL_S = 60.0
+"""Nothing waits for a turn here, and four processes may be slow where the machine is busy."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,7 @@ def ranks(engines_dir: Path, models: ModelDirs) -> Iterator[SharedGpu]:
         {Role.SERVING: models.serving, Role.ROLLOUT: models.untied[0]},
         num_ranks=NUM_RANKS,
         gate=GateMode.OFF,
+        stall_s=STALL_S,
     )
     try:
         gpu.ensure_running()
@@ -68,8 +70,10 @@ def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_all_ranks(
     with LedgerLog(ranks.ledger) as log:
         for wave in range(NUM_WAVES):
             prompts = {role: wave_prompts(role, wave) for role in Role}
+            log.peak[Role.ROLLOUT] = 0
             rollouts = rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS)
-            until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
+            # The log sees what is over before a status has been asked for.
+            until(lambda: log.peak[Role.ROLLOUT] > NUM_SLABS // 2, "rollouts hold half of the pool")
             servings = serving.start_requests(prompts[Role.SERVING], SERVING_TOKENS)
             for role, requests in ((Role.SERVING, servings), (Role.ROLLOUT, rollouts)):
                 answers[role] += zip(prompts[role], [each.result() for each in requests], strict=True)
@@ -80,9 +84,8 @@ def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_all_ranks(
         expected = stock.of(str(role))
         for given, answer in given_and_answers:
             is_whole = answer.finish_reason == "length"
-            assert is_whole or (role is Role.ROLLOUT and answer.stop_reason in ABORTS)
+            assert is_whole or (role is Role.ROLLOUT and answer.stop_reason == StopReason.RECLAIMED)
             assert answer.tokens == expected[tuple(given)]["tokens"][: len(answer.tokens)]
-    assert StopReason.RECLAIMED in [answer.stop_reason for _, answer in answers[Role.ROLLOUT]]
 
 
 def test_weights_change_on_all_ranks_or_on_none(
