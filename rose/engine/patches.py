@@ -145,7 +145,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
 
 
 def _check_parallelism(engine_args: Any) -> int:
-    """The number of ranks. Raises: ConfigError for other parallelism than over tensors."""
+    """The number of ranks. Raises: ConfigError for other parallelism than over tensors on one host."""
     for kind in ("pipeline", "prefill_context", "decode_context"):
         size = getattr(engine_args, f"{kind}_parallel_size", 1)
         if size > 1:
@@ -153,6 +153,10 @@ def _check_parallelism(engine_args: Any) -> int:
                 f"--{kind.replace('_', '-')}-parallel-size {size}: rose engines are parallel over tensors "
                 f"alone so far; use --tensor-parallel-size"
             )
+    if engine_args.nnodes > 1:
+        raise ConfigError(
+            f"--nnodes {engine_args.nnodes}: a slab pool is on one host, and so are its engines"
+        )
     num_ranks: int = engine_args.tensor_parallel_size
     return num_ranks
 

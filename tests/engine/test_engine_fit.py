@@ -37,8 +37,8 @@ def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_p
     assert patches._check_parallelism(EngineArgs(model, tensor_parallel_size=4)) == 4
     with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 2: .* use --tensor-parallel-size"):
         patches._check_parallelism(EngineArgs(model, pipeline_parallel_size=2))
-    with pytest.raises(ConfigError, match="--data-parallel-size 2"):
-        patches._check_parallelism(EngineArgs(model, data_parallel_size=2))
+    with pytest.raises(ConfigError, match="--nnodes 2: a slab pool is on one host"):
+        patches._check_parallelism(EngineArgs(model, tensor_parallel_size=2, nnodes=2))
 
 
 def test_both_platforms_have_a_worker_class_that_loads_anywhere() -> None:
