@@ -37,7 +37,7 @@ def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_p
     assert patches._check_parallelism(EngineArgs(model, tensor_parallel_size=4)) == 4
     with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 2: .* use --tensor-parallel-size"):
         patches._check_parallelism(EngineArgs(model, pipeline_parallel_size=2))
-    with pytest.raises(ConfigError, match="--nnodes 2: a slab pool and its engines are on one host"):
+    with pytest.raises(ConfigError, match="--nnodes 2: a slab pool is on one host"):
         patches._check_parallelism(EngineArgs(model, tensor_parallel_size=2, nnodes=2))
 
 
