@@ -202,6 +202,8 @@ def roll_out_beside_serving(
             compare(f"round {number}")
         driver.step_until(is_serving_quiet, "serving returned its slabs")
         _begin_rl_step(driver, num_rounds + 1)
+        # Bursts may have ended every answer; these come whole, on slabs that serving has used.
+        replies.append(driver.answer(prompts, max_tokens))
         moves = Moves(replies=replies, num_moves=_num_changes(tenant) - before)
         stop.set()
         lose_all("leases ended")

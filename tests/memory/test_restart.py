@@ -287,7 +287,8 @@ def test_leaving_works_after_a_restart_and_without_a_daemon(daemons: Daemons, ru
             rollout.ledger.acquire(rollout.slot, 5)
             heir = daemons.restart()
             wait_all_back(serving.ledger)
-            assert rollout.daemon_pid == heir.pid
+            # The ledger says so before the daemon's answer has been read here.
+            wait_until(serving.ledger, lambda: rollout.daemon_pid == heir.pid)
         wait_until(serving.ledger, lambda: rollout.slot not in serving.ledger.engines())
         assert serving.ledger.num_free == NUM_SLABS
         daemons.kill()
