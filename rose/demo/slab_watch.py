@@ -8,7 +8,9 @@ import threading
 import time
 
 from rose.demo.records import SlabEvent, SlabEventKind, SlabSample
-from rose.memory.ledger import Ledger, Pressure, Word
+from rose.memory.ledger import Ledger
+from rose.memory.ledger_words import Word
+from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient
 from rose.types import Role
 

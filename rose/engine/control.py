@@ -21,7 +21,7 @@ from rose.engine.recorder import profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.errors import WorkerError
-from rose.memory.ledger import Pressure
+from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient, describe_pool
 from rose.messages import ActivationChange, GateStatus, Profile, WeightUpdate, WeightUpdated, WorkerStatus
 from rose.types import GateMode, Role

@@ -25,7 +25,7 @@ from rose.engine.recorder import StepRecorder, profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.engine.tenant import Tenant
-from rose.memory.ledger import Word
+from rose.memory.ledger_words import Word
 from rose.types import GateMode, Role, StopReason
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from vllm.v1.request import Request
 
 from rose.engine.tenant import Tenant
-from rose.memory.ledger import Word
+from rose.memory.ledger_words import Word
 from rose.memory.policy import BudgetEvent, BudgetPolicy, RecentPeak
 from rose.types import Role
 

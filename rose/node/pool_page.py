@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rose.config import Settings
 from rose.errors import PoolError
-from rose.memory.ledger import Word
+from rose.memory.ledger_words import Word
 from rose.memory.pool import PoolClient
 from rose.types import Role
 

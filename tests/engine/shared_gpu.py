@@ -13,7 +13,8 @@ from real_engine import RealEngine, runtime_dir, until
 from tiny_models import BLOCK_TOKENS, SLAB_BYTES
 
 from rose.memory.daemon import start_daemon
-from rose.memory.ledger import Ledger, Pressure
+from rose.memory.ledger import Ledger
+from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient
 from rose.messages import Profile
 from rose.types import GateMode, Role

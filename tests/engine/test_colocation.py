@@ -12,7 +12,7 @@ from tiny_models import BLOCK_TOKENS
 
 from rose.admission.board import Word as BoardWord
 from rose.admission.step_time import UNPROFILED, StepTimeModel
-from rose.memory.ledger import Pressure
+from rose.memory.policy_word import Pressure
 from rose.types import GateMode, Role, StopReason
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -25,8 +25,8 @@ from pool_setup import (
 
 from rose.errors import ConfigError, PoolError
 from rose.memory import ledger as ledger_module
+from rose.memory.connections import MAX_CLIENTS
 from rose.memory.daemon import DaemonHandle, start_daemon
-from rose.memory.owner import MAX_CLIENTS
 from rose.memory.pool import describe_pool
 from rose.memory.pool_memory import PoolSize
 from rose.types import Role

@@ -13,7 +13,7 @@ from pool_setup import NUM_SLABS, POOL, StartEngine, attach, observe, start_pool
 from rose.errors import PoolError
 from rose.memory.backend import BackendKind
 from rose.memory.daemon import DaemonHandle, start_daemon
-from rose.memory.ledger import Word
+from rose.memory.ledger_words import Word
 from rose.memory.wire import Kind
 from rose.types import Role
 
