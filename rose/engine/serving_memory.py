@@ -61,7 +61,7 @@ class ServingMemory:
             seen = ledger.policy
             decision = self._policy.observe(
                 serving_used=used,
-                rollout_owned=self._rollout_owned(),
+                rollout_owned=self._tenant.ledger.num_held(Role.ROLLOUT),
                 budget=seen.rollout_budget_slabs,
                 state=seen.pressure,
             )
@@ -77,12 +77,6 @@ class ServingMemory:
                 decision.budget,
                 used,
             )
-
-    def _rollout_owned(self) -> int:
-        ledger = self._tenant.ledger
-        return sum(
-            ledger.num_owned(slot) for slot, one in ledger.engines().items() if one.role is Role.ROLLOUT
-        )
 
     def _return_surplus(self, used: int, now: float) -> float | None:
         tenant = self._tenant

@@ -165,6 +165,10 @@ class Ledger(SlabTable):
         self.set_engine(slot, None)
         return num_freed
 
+    def num_held(self, role: Role) -> int:
+        """Slabs that the engines of a role own."""
+        return sum(self.num_owned(slot) for slot, one in self.engines().items() if one.role is role)
+
     @property
     def num_quarantined(self) -> int:
         """Slabs of engines that are leaving: they come free when the last process of each has ended."""

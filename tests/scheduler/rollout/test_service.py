@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,6 +14,7 @@ from rose.config import Settings
 from rose.errors import ConfigError
 from rose.scheduler.rollout.config import build_config, parse_worker
 from rose.scheduler.rollout.policy import WorkerKind
+from rose.scheduler.rollout.service import main
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
@@ -340,6 +342,24 @@ def test_worker_flags_are_read() -> None:
 def test_a_bad_setting_is_named(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"f.yaml: {problem}"):
         build_config(fields, "f.yaml", Settings.from_environment({}))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"port: {", "not valid YAML: "),
+        (b"\xff\xfe", "not a text file in UTF-8"),
+        (b"- 1", "expected keys host, port, workers, policy"),
+        (b"1: 2", "1: unknown key"),
+    ],
+)
+def test_a_settings_file_that_can_not_be_read_is_one_clear_error(
+    tmp_path: Path, content: bytes, problem: str
+) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"router\.yaml: {problem}"):
+        main(["--config", str(path)])
 
 
 def test_keys_come_from_the_environment_unless_given() -> None:
