@@ -16,7 +16,7 @@ from pathlib import Path
 from rose.errors import PoolError
 from rose.memory.event_loop import EventLoop
 from rose.memory.passing import Inbox, send_line
-from rose.memory.processes import open_pidfd, start_ticks
+from rose.memory.processes import watch_process
 from rose.memory.roster import AttachRefused
 from rose.memory.wire import Refusal, Welcome
 
@@ -142,8 +142,7 @@ class Connections:
                 raise AttachRefused(
                     f"pool {self._pool} has {MAX_CLIENTS} clients, its limit; stop some", is_transient=True
                 )
-            pidfd = open_pidfd(pid)
-            started = start_ticks(pid)
+            pidfd, started = watch_process(pid)
         except PoolError as error:
             _refuse(client, error)
             client.close()

@@ -203,6 +203,7 @@ def test_command_line_exits_with_status_2_and_one_line(pool: DaemonHandle, runti
             "protocol 9, the pool's daemon 3",
         ),
         (b'{"engine_id": "x", "kind": "worker", "pid": 1, "rank": 1, "world_size": 1}\n', "rank 1 of 1"),
+        (b"[" * 10_000 + b"\n", "bad Hello line"),
     ],
 )
 def test_strangers_are_answered_and_hung_up(
