@@ -221,10 +221,10 @@ class RoseScheduler(Scheduler):
             if command is ProfileCommand.RECORD:
                 self.recorder.begin_profile()
             elif command is ProfileCommand.FIT:
-                self.recorder.finish_profile()
+                is_fitted = self.recorder.finish_profile()
                 self.after_profile()
-                self._profile_command = ProfileCommand.NONE
-                self.page.put(Field.PROFILE, ProfileCommand.NONE)
+                self._profile_command = ProfileCommand.NONE if is_fitted else ProfileCommand.FAILED
+                self.page.put(Field.PROFILE, self._profile_command)
 
     def _publish_status(self) -> None:
         num_running, num_waiting = self.get_request_counts()

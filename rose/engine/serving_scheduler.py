@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose.admission.deadlines import ServingDeadlines
 from rose.admission.gate import GatePolicy
-from rose.admission.serving_side import ServingSide
+from rose.admission.serving_side import NO_WORK, ServingSide
 from rose.engine.scheduler import RoseScheduler
 from rose.engine.serving_memory import ServingMemory
 from rose.types import GateMode
@@ -26,10 +26,11 @@ from rose.types import GateMode
 class ServingScheduler(RoseScheduler):
     """Set by ``role: serving``."""
 
+    _side: ServingSide | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._memory: ServingMemory | None = None
-        self._side: ServingSide | None = None
         if self.tenant is not None:
             self._memory = ServingMemory(
                 self.tenant, self.rose.budget_policy(self.tenant.client), window_s=self.rose.serving_window_s
@@ -47,6 +48,9 @@ class ServingScheduler(RoseScheduler):
         self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
         for request in self.requests.values():
             self._deadlines.arrived(request.request_id, time.monotonic(), request.num_prompt_tokens)
+        if mode is GateMode.OFF and self._side is not None:
+            # Nothing is published from now on: rollout would wait for good for the turn that it needs.
+            self._side.publish(NO_WORK)
 
     @property
     def _shares_compute(self) -> bool:
