@@ -163,7 +163,7 @@ def _checked_by_all_ranks(update: StagedUpdate) -> _StagedFile:
 
 
 def _on_all_ranks(act: Callable[[], None]) -> None:
-    """Fails on all ranks where it fails on any. Raises: what was raised here, FrameError for another rank's."""
+    """Fails on all ranks where it fails on any. Raises: what was raised here, or FrameError for another's."""
     problem: Exception | None = None
     try:
         act()

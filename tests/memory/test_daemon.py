@@ -153,6 +153,16 @@ def test_bad_sizes_are_refused_and_leave_nothing(
     assert list(runtime_dir.iterdir()) == []
 
 
+def test_a_daemon_that_dies_before_it_answers_is_told_from_a_slow_one(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PoolError, match="the daemon of pool p did not start within 0 s"):
+        start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir, timeout_s=0)
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no interpreter starts with that
+    with pytest.raises(PoolError, match="the daemon of pool p ended at once with status 1"):
+        start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir)
+
+
 def test_too_few_open_files_are_refused_with_the_numbers(runtime_dir: Path) -> None:
     command = f"{sys.executable} -m rose.memory.daemon {POOL} --num-slabs 4 --headroom-slabs 1"
     done = subprocess.run(
