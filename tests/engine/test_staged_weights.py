@@ -56,7 +56,7 @@ def test_a_good_file_of_another_model_leaves_the_old_weights(
 ) -> None:
     engine.receive_weights(stage(tmp_path, first=torch.full((4, 4), 1.0), second=torch.full((4, 4), 2.0)))
     assert engine.model.values() == [1.0, 2.0]
-    with pytest.raises(Exception, match=r"shape|size"):
+    with pytest.raises(Exception, match="Attempted to load weight"):
         engine.receive_weights(stage(tmp_path, first=torch.full((4, 4), 3.0), second=torch.ones(5, 4)))
     assert engine.model.values() == [1.0, 2.0]
     with pytest.raises(KeyError, match="third"):
