@@ -9,7 +9,6 @@ from threading import Event
 import pytest
 
 from rose.errors import PoolError
-from rose.memory import processes
 from rose.memory.link import exchange
 from rose.memory.pool import describe_pool
 from rose.memory.wire import Hello, Kind, Refusal
@@ -59,16 +58,3 @@ def test_a_daemon_whose_queue_is_full_is_waited_for(runtime_dir: Path) -> None:
             describe_pool("p", runtime_dir=runtime_dir, timeout_s=0.2)
         for client in waiting:
             client.close()
-
-
-def test_a_process_that_ends_while_it_is_identified_leaves_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def ended(pid: int) -> int:
-        raise PoolError(f"process {pid} is gone")
-
-    monkeypatch.setattr(processes, "start_ticks", ended)
-    num_open = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(PoolError, match="is gone"):
-        processes.watch_process(os.getpid())
-    assert len(os.listdir("/proc/self/fd")) == num_open
