@@ -29,8 +29,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from rose.demo.figures import Figure, percentile
 from rose.engine.block_pool import PINNED_POSITION, SlabBlockPool
 from rose.memory.layout import SlabLayout
-from rose.memory.ledger import PolicyState, Pressure
 from rose.memory.placement import Placement
+from rose.memory.policy_word import PolicyState, Pressure
 from rose.memory.pool import PoolClient
 from rose.memory.victims import SlabUse, choose_victims
 from rose.types import GateMode, Role

@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
                     threads.submit(control.complete, [prompt], ROLLOUT_TOKENS)
                 wait_until(
                     pool.ledger,
-                    lambda: held(pool.ledger, Role.ROLLOUT) >= MIN_HELD_SLABS,
+                    lambda: pool.ledger.num_held(Role.ROLLOUT) >= MIN_HELD_SLABS,
                     "rollouts hold slabs",
                 )
                 kill_daemon(rig, pool.ledger, samples)
@@ -108,7 +108,7 @@ def kill_daemon(rig: Rig, ledger: Ledger, samples: Samples) -> None:
 
 def kill_rollout(pid: int, ledger: Ledger, samples: Samples) -> None:
     """The whole rollout engine dies: API server, engine core, whatever they started."""
-    num_held = held(ledger, Role.ROLLOUT)
+    num_held = ledger.num_held(Role.ROLLOUT)
     if num_held < MIN_HELD_SLABS:
         raise WorkerError(f"the rollout engine holds {num_held} slabs, {MIN_HELD_SLABS} are wanted")
     samples.rollout_slabs.append(num_held)
@@ -188,11 +188,6 @@ def wait_until(ledger: Ledger, is_so: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise WorkerError(f"not within {PATIENCE_S:.0f} s: {what}")
         seen = ledger.wait_change(seen, 0.01)
-
-
-def held(ledger: Ledger, role: Role) -> int:
-    """Slabs that a role's engine owns."""
-    return sum(ledger.num_owned(slot) for slot, engine in ledger.engines().items() if engine.role is role)
 
 
 def random_prompt(seed: str, length: int) -> list[int]:

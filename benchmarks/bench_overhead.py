@@ -21,6 +21,7 @@ from rig import Rig
 
 from rose.demo.completions import Completion, open_session, stream_completion
 from rose.demo.figures import Figure, percentile
+from rose.node.control import completion_body
 from rose.types import Role
 
 CONCURRENCY = 8
@@ -93,11 +94,7 @@ async def _serve(url: str, num_requests: int, seed: int) -> _Round:
     async def work(session: object) -> None:
         while prompts:
             body = {
-                "model": str(Role.SERVING),
-                "prompt": prompts.pop(),
-                "max_tokens": OUTPUT_TOKENS,
-                "temperature": 0,
-                "ignore_eos": True,
+                **completion_body(str(Role.SERVING), prompts.pop(), OUTPUT_TOKENS),
                 "cache_salt": f"{os.getpid()}-{time.monotonic_ns()}",
             }
             completion, sent_s = Completion(), time.monotonic()

@@ -13,7 +13,7 @@ import aiohttp
 from rose.demo.completions import open_session
 from rose.demo.models import ROLLOUT_SPEC
 from rose.errors import WorkerError
-from rose.node.control import EngineControl
+from rose.node.control import EngineControl, completion_body
 
 NUM_SESSIONS = 12
 TASK_TOKENS = 256
@@ -66,14 +66,7 @@ async def _take_turn(
     session: aiohttp.ClientSession, rollout: EngineControl, prompt: list[int]
 ) -> tuple[list[int], int]:
     """(answer, cached tokens of the prompt)."""
-    body = {
-        "model": rollout.model,
-        "prompt": prompt,
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    body = completion_body(rollout.model, prompt, ANSWER_TOKENS)
     async with session.post(f"{rollout.url}/v1/completions", json=body) as response:
         if response.status != 200:
             raise WorkerError(f"{rollout.url}: {response.status} {(await response.text())[:300]}")

@@ -134,6 +134,11 @@ class Section(BaseModel):
 
 def load_yaml(path: Path, model: type[Model]) -> Model:
     """Reads ``path`` into ``model``. Raises: ConfigError, one line with file, key and fix."""
+    return parse_config(read_yaml(path, model), model, str(path))
+
+
+def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
+    """The keys of a file that is meant for ``model``, unchecked. Raises: ConfigError."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -144,7 +149,7 @@ def load_yaml(path: Path, model: type[Model]) -> Model:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected keys {', '.join(model.model_fields)} at the top level")
-    return parse_config(content, model, str(path))
+    return content
 
 
 def parse_config(

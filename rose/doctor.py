@@ -216,23 +216,21 @@ def _trainer() -> Finding:
 
 
 def _ray() -> Finding:
-    return Finding(
-        name="Ray",
-        is_ok=_version("ray") is not None,
-        detail=_version("ray") or "not installed",
-        enables="engine lifecycle on a cluster (optional)",
-        fix="pip install ray",
-        is_optional=True,
-    )
+    return _optional_package("ray", "Ray", "engine lifecycle on a cluster")
 
 
 def _redis() -> Finding:
+    return _optional_package("redis", "Redis client", "the job control channel across hosts")
+
+
+def _optional_package(distribution: str, name: str, enables: str) -> Finding:
+    version = _version(distribution)
     return Finding(
-        name="Redis client",
-        is_ok=_version("redis") is not None,
-        detail=_version("redis") or "not installed",
-        enables="the job control channel across hosts (optional)",
-        fix="pip install redis",
+        name=name,
+        is_ok=version is not None,
+        detail=version if version is not None else "not installed",
+        enables=f"{enables} (optional)",
+        fix=f"pip install {distribution}",
         is_optional=True,
     )
 

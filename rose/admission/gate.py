@@ -234,13 +234,7 @@ class GatePolicy:
             return _wait(now, GateReason.SAVING)
         if prefill + num_decodes == 0:
             return _wait(now, GateReason.NO_SLACK)
-        return GateDecision(
-            max_tokens=prefill + num_decodes,
-            max_seqs=num_decodes,
-            reason=GateReason.ADMITTED,
-            step_s=model.predict_safe(prefill, num_decodes, context),
-            retry_at_s=now,
-        )
+        return _admit(now, model, prefill, num_decodes, context)
 
     def _saves(
         self, budget_s: float, candidate: RolloutCandidate, prefill_tokens: int, model: StepTimeModel
@@ -263,13 +257,17 @@ class GatePolicy:
         num_decodes = min(candidate.num_decodes, MIN_STEP_TOKENS)
         prefill = 0 if num_decodes else min(candidate.prefill_tokens_waiting, MIN_STEP_TOKENS)
         context = candidate.context_tokens * num_decodes / max(1, candidate.num_decodes)
-        return GateDecision(
-            max_tokens=prefill + num_decodes,
-            max_seqs=num_decodes,
-            reason=GateReason.ADMITTED,
-            step_s=model.predict_safe(prefill, num_decodes, context),
-            retry_at_s=now,
-        )
+        return _admit(now, model, prefill, num_decodes, context)
+
+
+def _admit(now: float, model: StepTimeModel, prefill: int, num_decodes: int, context: float) -> GateDecision:
+    return GateDecision(
+        max_tokens=prefill + num_decodes,
+        max_seqs=num_decodes,
+        reason=GateReason.ADMITTED,
+        step_s=model.predict_safe(prefill, num_decodes, context),
+        retry_at_s=now,
+    )
 
 
 def _wait(now: float, reason: GateReason) -> GateDecision:

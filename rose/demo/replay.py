@@ -8,8 +8,6 @@ retries and never slows down for the server. Runs as a process of its own, so th
 
 import argparse
 import asyncio
-import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,14 +18,15 @@ import aiohttp
 
 from rose.demo.completions import Clock, Completion, open_session, stream_completion
 from rose.demo.figures import percentile
+from rose.demo.load_process import add_load_arguments, reporting
 from rose.demo.records import RequestRecord
 from rose.demo.trace import ReplayRequest, load_trace, scaled, synthetic_trace
 from rose.errors import RoseError
+from rose.node.control import completion_body
 
 __all__ = ["Replay", "ReplayRequest", "load_trace", "replay", "scaled", "synthetic_trace"]
 
 WINDOW_CLOSED = "not finished when the window closed"
-PROGRESS_PERIOD_S = 1.0
 SYNTHETIC_ROWS = 20_000
 
 
@@ -120,14 +119,8 @@ class Replay:
         }
 
     async def _send(self, session: aiohttp.ClientSession, entry: _Entry) -> None:
-        body = {
-            "model": self._model,
-            "prompt": list(entry.request.prompt_token_ids),
-            "max_tokens": entry.request.max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream_interval": 1,
-        }
+        prompt = list(entry.request.prompt_token_ids)
+        body = {**completion_body(self._model, prompt, entry.request.max_tokens), "stream_interval": 1}
         if self._cache_salt is not None:
             body["cache_salt"] = self._cache_salt
         await stream_completion(session, self._url, body, entry.completion, now=self._now)
@@ -181,23 +174,11 @@ async def replay(
     return await load.run(start_s=start_s, drain_s=drain_s)
 
 
-async def _report_progress(load: Replay) -> None:
-    while True:
-        await asyncio.sleep(PROGRESS_PERIOD_S)
-        print(json.dumps(load.progress()), flush=True)
-
-
 async def _run(args: argparse.Namespace, requests: Sequence[ReplayRequest]) -> None:
     load = Replay(args.url, args.model, requests, cache_salt=args.cache_salt)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, load.stop)
-    progress = asyncio.create_task(_report_progress(load))
-    try:
+    async with reporting(load):
         records = await load.run(start_s=args.start_at, drain_s=args.drain_s)
-    finally:
-        progress.cancel()
-    args.out.write_text("".join(record.to_json_line() + "\n" for record in records))
-    print(json.dumps(load.progress()), flush=True)
+        args.out.write_text("".join(record.to_json_line() + "\n" for record in records))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -205,20 +186,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m rose.demo.replay",
         description="Replay a bursty serving trace against an OpenAI server.",
     )
-    parser.add_argument("--url", required=True, help="server, e.g. http://127.0.0.1:8000")
-    parser.add_argument("--model", required=True, help="served model name")
-    parser.add_argument("--out", required=True, type=Path, help="JSON lines, one per request")
+    add_load_arguments(parser, url="server, e.g. http://127.0.0.1:8000", out="JSON lines, one per request")
     parser.add_argument("--trace", type=Path, help="Azure-style CSV; without it, a generated trace")
     parser.add_argument("--rate-rps", type=float, default=0.8)
     parser.add_argument("--burst-size", type=int, default=1, help="neighbours that arrive at once")
     parser.add_argument("--max-prompt-tokens", type=int, default=256)
     parser.add_argument("--max-output-tokens", type=int, default=64)
-    parser.add_argument("--vocab-size", type=int, default=1000)
-    parser.add_argument("--duration-s", type=float, default=60.0)
     parser.add_argument("--drain-s", type=float, default=30.0, help="wait for answers after the last arrival")
-    parser.add_argument("--start-at", type=float, help="time.monotonic() to start at")
-    parser.add_argument("--cache-salt", help="keeps this window out of other windows' prefix cache")
-    parser.add_argument("--seed", type=int, default=0)
     return parser
 
 

@@ -10,23 +10,22 @@ import argparse
 import asyncio
 import json
 import random
-import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from rose.demo.completions import Clock, Completion, open_session, stream_completion
+from rose.demo.load_process import add_load_arguments, reporting
+from rose.node.control import completion_body
 
 SESSION_HEADER = "X-Session-ID"
 STREAM_INTERVAL = 8
 """Tokens per event: enough to count by the second, at an eighth of the client's CPU."""
-PROGRESS_PERIOD_S = 1.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 MAX_KEPT_ERRORS = 5
@@ -210,14 +209,8 @@ class RolloutLoad:
         return action
 
     def _body(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": self._workload.temperature,
-            "ignore_eos": True,
-            "stream_interval": STREAM_INTERVAL,
-        }
+        body = completion_body(self._model, prompt, max_tokens, temperature=self._workload.temperature)
+        body["stream_interval"] = STREAM_INTERVAL
         if self._cache_salt is not None:
             body["cache_salt"] = self._cache_salt
         return body
@@ -238,42 +231,25 @@ def _random_tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]
     return [rng.randrange(vocab_size) for _ in range(count)]
 
 
-async def _report_progress(load: RolloutLoad) -> None:
-    while True:
-        await asyncio.sleep(PROGRESS_PERIOD_S)
-        print(json.dumps(load.progress()), flush=True)
-
-
 async def _run(args: argparse.Namespace) -> None:
     workload = RolloutWorkload(turns=args.turns, vocab_size=args.vocab_size, seed=args.seed)
     load = RolloutLoad(
         args.url, args.model, workload, concurrency=args.concurrency, cache_salt=args.cache_salt
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, load.stop)
-    progress = asyncio.create_task(_report_progress(load))
-    try:
+    async with reporting(load):
         result = await load.run(duration_s=args.duration_s, start_s=args.start_at)
-    finally:
-        progress.cancel()
-    args.out.write_text(json.dumps(result.to_json()) + "\n")
-    print(json.dumps(load.progress()), flush=True)
+        args.out.write_text(json.dumps(result.to_json()) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rose.demo.rollout_load", description="Closed-loop multi-turn rollout traffic."
     )
-    parser.add_argument("--url", required=True, help="router or engine, e.g. http://127.0.0.1:8001")
-    parser.add_argument("--model", required=True, help="served model name")
-    parser.add_argument("--out", required=True, type=Path, help="JSON object with the result")
+    add_load_arguments(
+        parser, url="router or engine, e.g. http://127.0.0.1:8001", out="JSON object with the result"
+    )
     parser.add_argument("--concurrency", type=int, default=8, help="trajectories at a time")
-    parser.add_argument("--duration-s", type=float, default=60.0)
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--vocab-size", type=int, default=1000)
-    parser.add_argument("--start-at", type=float, help="time.monotonic() to start at")
-    parser.add_argument("--cache-salt", help="keeps this window out of other windows' prefix cache")
-    parser.add_argument("--seed", type=int, default=0)
     return parser
 
 

@@ -8,7 +8,9 @@ import threading
 import time
 
 from rose.demo.records import SlabEvent, SlabEventKind, SlabSample
-from rose.memory.ledger import Ledger, Pressure, Word
+from rose.memory.ledger import Ledger
+from rose.memory.ledger_words import Word
+from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient
 from rose.types import Role
 
@@ -66,13 +68,10 @@ class SlabWatch:
 
 
 def _sample(ledger: Ledger, now: float) -> SlabSample:
-    held = {Role.SERVING: 0, Role.ROLLOUT: 0}
-    for slot, engine in ledger.engines().items():
-        held[engine.role] += ledger.num_owned(slot)
     return SlabSample(
         t_s=now,
-        serving=held[Role.SERVING],
-        rollout=held[Role.ROLLOUT],
+        serving=ledger.num_held(Role.SERVING),
+        rollout=ledger.num_held(Role.ROLLOUT),
         free=ledger.num_free,
         budget=ledger.policy.rollout_budget_slabs,
     )

@@ -1,7 +1,7 @@
 """What an engine's HTTP routes do: answer for its status, and pass commands on.
 
 Owns one engine's client, settings and status page on the API server's event loop. Promises that status never
-waits for the engine, and that weights change, leave and return one after the other.
+waits for the engine, and that changes of weights, activation and profiling come one after the other.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vllm.engine.protocol import EngineClient
 from rose.admission.board import announce_arrival
 from rose.admission.profile import load_measured_profile
 from rose.config import Settings
-from rose.engine.activation import Activation
+from rose.engine.activation import INACTIVE, Activation
 from rose.engine.metrics import RoseCollector
 from rose.engine.profiling import run_shapes, shapes_for
 from rose.engine.recorder import profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.errors import WorkerError
-from rose.memory.ledger import Pressure
+from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient, describe_pool
 from rose.messages import ActivationChange, GateStatus, Profile, WeightUpdate, WeightUpdated, WorkerStatus
 from rose.types import GateMode, Role
@@ -39,7 +39,8 @@ class EngineControl:
         self._settings = settings
         self._model = model
         self._weight_version: str | None = None
-        self._weights_lock = asyncio.Lock()
+        self._exclusive = asyncio.Lock()
+        """Held while weights change, leave or return, and while the engine is profiled."""
         size = describe_pool(settings.pool) if settings.pool is not None else None
         self._slab_bytes = size.slab_bytes * size.num_shards if size is not None else 0
         # Kept open: the board's page is mapped through it.
@@ -115,7 +116,7 @@ class EngineControl:
         fails, the old version goes on serving. An inactive engine checks the checkpoint and keeps it at hand:
         it has no KV, and gets these weights when it is activated.
         """
-        async with self._weights_lock:
+        async with self._exclusive:
             if not self._activation.is_active:
                 await self._update_weights(update)
             else:
@@ -138,30 +139,24 @@ class EngineControl:
 
     async def activate(self) -> ActivationChange:
         """Bring the weights back, at the version of the last update; done when turns may come."""
-        async with self._weights_lock:
+        async with self._exclusive:
             return await self._activation.activate()
 
     async def deactivate(self) -> ActivationChange:
         """End all requests as ``rose_deactivated`` and give KV and weights back."""
-        async with self._weights_lock:
+        async with self._exclusive:
             is_updated = self._weight_version is not None
             return await self._activation.deactivate(is_updated=is_updated)
 
     async def profile(self) -> Profile:
         """Run the profiling traffic with the gate off; the fit replaces the stored one of this engine.
 
-        Serving traffic at the same time spoils the fit, so profile before traffic comes.
+        Serving traffic at the same time spoils the fit, so profile before traffic comes. Raises: WorkerError.
         """
-        gate = GATE_MODES[self._page.get(Field.GATE_MODE)]
-        self.set_gate(GateMode.OFF)
-        self._page.put(Field.PROFILE, ProfileCommand.RECORD)
-        try:
-            await run_shapes(self._client, shapes_for(self._client))
-        finally:
-            self._page.put(Field.PROFILE, ProfileCommand.FIT)
-            self.set_gate(gate)
-        while self._page.get(Field.PROFILE) != ProfileCommand.NONE:
-            await asyncio.sleep(0.05)
+        async with self._exclusive:
+            if not self.is_active:
+                raise WorkerError(f"nothing to profile: {INACTIVE}")
+            await self._run_profile()
         key = profile_key(self._client.vllm_config)
         stored = load_measured_profile(self._profile_dir, key)
         if stored is None:
@@ -170,6 +165,20 @@ class EngineControl:
         return Profile(
             file=key.file_name, model=model.to_json(), observations=[astuple(one) for one in observations]
         )
+
+    async def _run_profile(self) -> None:
+        gate = GATE_MODES[self._page.get(Field.GATE_MODE)]
+        self.set_gate(GateMode.OFF)
+        self._page.put(Field.PROFILE, ProfileCommand.RECORD)
+        try:
+            await run_shapes(self._client, shapes_for(self._client))
+        finally:
+            self._page.put(Field.PROFILE, ProfileCommand.FIT)
+            self.set_gate(gate)
+        while (answer := self._page.get(Field.PROFILE)) == ProfileCommand.FIT:
+            await asyncio.sleep(0.05)
+        if answer == ProfileCommand.FAILED:
+            raise WorkerError("the engine could not make a profile of these steps; see its log")
 
     def announce_arrival(self) -> None:
         """Tell a waiting serving scheduler that a request is on its way through this front end."""

@@ -13,14 +13,9 @@ What it rests on:
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu_worker import Worker
-
-from rose.engine.rank import EngineRank
+from rose.engine.rank import RoseWorker
 from rose.engine.weights import device_bytes
 
 _ANY_FREE_MEMORY = 0.001
@@ -28,31 +23,14 @@ _ANY_FREE_MEMORY = 0.001
 the engine is told its KV size in bytes, so the usual share says nothing."""
 
 
-class RoseGPUWorker(Worker):
+class RoseGPUWorker(RoseWorker):
     """A rank of a ROSE engine on a CUDA GPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rose = EngineRank(self)
         if self._rose.settings.pool is not None:
             self.cache_config.gpu_memory_utilization = _ANY_FREE_MEMORY
-
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        self._rose.open_pool(kv_cache_config)
-        super().initialize_from_config(kv_cache_config)
-
-    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        context = self._rose.kv_context(tag)
-        return context if context is not None else super()._maybe_get_memory_pool_context(tag)
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        self._rose.apply(scheduler_output)
-        return super().execute_model(scheduler_output)
 
     def device_use(self) -> tuple[None, int]:
         """As RoseCPUWorker's; what the process holds beside weights and slabs is not measured."""
         return None, device_bytes(self.get_model())
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._rose.close()

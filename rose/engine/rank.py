@@ -2,7 +2,7 @@
 
 Owns a worker's settings and its part of the slab pool. Slab operations arrive on the scheduler's output and
 are applied before the step that needs them, so every rank sees the same order without extra messages; a slab
-is free for another engine when the last rank has unmapped its part (rose/memory/ledger.py).
+is free for another engine when the last rank has unmapped its part (rose/memory/slab_table.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,35 @@ from rose.engine.kv_range import KVRange, SlabOps
 from rose.engine.settings import EngineSettings
 
 
+class RoseWorker(Worker):
+    """vLLM's worker as one rank of a ROSE engine.
+
+    Another platform's worker class goes behind this one among the bases: everything here calls ``super()``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rose = EngineRank(self)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self._rose.open_pool(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        context = self._rose.kv_context(tag)
+        return context if context is not None else super()._maybe_get_memory_pool_context(tag)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        self._rose.apply(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._rose.close()
+
+
 class EngineRank:
-    """Held by one worker, whose methods call it; made at the end of the worker's own ``__init__``."""
+    """Held by one worker, as an object of its own: vLLM's worker may come to use any attribute's name."""
 
     def __init__(self, worker: Worker) -> None:
         settings = EngineSettings.parse(worker.vllm_config.additional_config)

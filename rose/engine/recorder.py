@@ -71,14 +71,20 @@ class StepRecorder:
         """Keep every observation from now on."""
         self._observations = []
 
-    def finish_profile(self) -> None:
-        """Fit what was kept, store it, and go on with it."""
+    def finish_profile(self) -> bool:
+        """Fit what was kept, store it, and go on with it; False, with the model as it was, where that fails.
+
+        It never raises: the step loop calls it, and a full disk or a run cut short must not end the engine.
+        """
         observations, self._observations = self._observations, None
-        if observations is None:
-            return
-        model = fit_profile(observations, self._key, self._directory)
+        try:
+            model = fit_profile(observations if observations is not None else [], self._key, self._directory)
+        except (ValueError, OSError):
+            logger.exception("no profile was made")
+            return False
         self._online = OnlineStepTime(model)
-        logger.info("profile fitted steps=%d model=%s", len(observations), model)
+        logger.info("profile fitted steps=%d model=%s", len(observations or ()), model)
+        return True
 
 
 def profile_key(config: VllmConfig) -> ProfileKey:

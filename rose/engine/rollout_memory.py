@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from vllm.v1.request import Request
 
 from rose.engine.tenant import Tenant
-from rose.memory.ledger import Word
+from rose.memory.ledger_words import Word
 from rose.memory.policy import BudgetPolicy
 from rose.memory.victims import choose_victims
 

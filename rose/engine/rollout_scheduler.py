@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -33,12 +34,13 @@ MAX_TRIES = 3
 class RolloutScheduler(RoseScheduler):
     """Set by ``role: rollout``. Without a pool it is a dedicated engine: no gate, no lease, no cut."""
 
+    _side: RolloutSide | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stalls = StallTracker(self.rose.stall_s)
         self._rl_step = 0
         self._memory: RolloutMemory | None = None
-        self._side: RolloutSide | None = None
         if self.tenant is not None:
             policy = self.rose.budget_policy(self.tenant.client)
             self._memory = RolloutMemory(self.tenant, policy, self._reclaim)
@@ -53,6 +55,22 @@ class RolloutScheduler(RoseScheduler):
     def set_gate_mode(self, mode: GateMode) -> None:
         super().set_gate_mode(mode)
         self._gate = GatePolicy(self.rose.gate_settings(mode))
+        if mode is GateMode.OFF:
+            self._want_nothing()
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """A paused request stands still on purpose: it waits for new weights, or the engine for its own."""
+        super().set_pause_state(pause_state)
+        if pause_state is PauseState.UNPAUSED:
+            self._stalls.activate(time.monotonic())
+        else:
+            self._stalls.deactivate(time.monotonic())
+            self._want_nothing()
+
+    def _want_nothing(self) -> None:
+        """Nobody asks for turns from now on: serving would offer them all the same, and wait for each."""
+        if self._side is not None:
+            self._side.set_want(False)
 
     # Ahead of the step ----------------------------------------------------------------------------------
 
@@ -158,7 +176,7 @@ class RolloutScheduler(RoseScheduler):
         return self._starved == self._memory_state() and time.monotonic() < self._starved_until_s
 
     def _candidate(self) -> RolloutCandidate:
-        if self._is_starved():
+        if self._is_starved() or self.pause_state is PauseState.PAUSED_ALL:
             return RolloutCandidate(prefill_tokens_waiting=0, num_decodes=0, context_tokens=0)
         prefill = decodes = context = 0
         for request in self.running:

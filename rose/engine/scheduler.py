@@ -25,7 +25,7 @@ from rose.engine.recorder import StepRecorder, profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.engine.tenant import Tenant
-from rose.memory.ledger import Word
+from rose.memory.ledger_words import Word
 from rose.types import GateMode, Role, StopReason
 
 logger = logging.getLogger(__name__)
@@ -226,10 +226,10 @@ class RoseScheduler(Scheduler):
             if command is ProfileCommand.RECORD:
                 self.recorder.begin_profile()
             elif command is ProfileCommand.FIT:
-                self.recorder.finish_profile()
+                is_fitted = self.recorder.finish_profile()
                 self.after_profile()
-                self._profile_command = ProfileCommand.NONE
-                self.page.put(Field.PROFILE, ProfileCommand.NONE)
+                self._profile_command = ProfileCommand.NONE if is_fitted else ProfileCommand.FAILED
+                self.page.put(Field.PROFILE, self._profile_command)
 
     def _publish_status(self) -> None:
         num_running, num_waiting = self.get_request_counts()

@@ -14,7 +14,7 @@ from dataclasses import replace
 from vllm.v1.request import Request
 
 from rose.engine.tenant import Tenant
-from rose.memory.ledger import Word
+from rose.memory.ledger_words import Word
 from rose.memory.policy import BudgetEvent, BudgetPolicy, RecentPeak
 from rose.types import Role
 
@@ -66,7 +66,7 @@ class ServingMemory:
             seen = ledger.policy
             decision = self._policy.observe(
                 serving_used=used,
-                rollout_owned=self._rollout_owned(),
+                rollout_owned=self._tenant.ledger.num_held(Role.ROLLOUT),
                 budget=seen.rollout_budget_slabs,
                 state=seen.pressure,
             )
@@ -82,12 +82,6 @@ class ServingMemory:
                 decision.budget,
                 used,
             )
-
-    def _rollout_owned(self) -> int:
-        ledger = self._tenant.ledger
-        return sum(
-            ledger.num_owned(slot) for slot, one in ledger.engines().items() if one.role is Role.ROLLOUT
-        )
 
     def _return_surplus(self, used: int, now: float) -> float | None:
         tenant = self._tenant

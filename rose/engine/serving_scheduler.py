@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
 from rose.admission.gate import GatePolicy
 from rose.admission.reach import unreachable_slo
-from rose.admission.serving_side import ServingSide
+from rose.admission.serving_side import NO_WORK, ServingSide
 from rose.engine.scheduler import RoseScheduler
 from rose.engine.serving_memory import ServingMemory
 from rose.engine.slo_class import requested_slo
@@ -32,10 +32,11 @@ logger = logging.getLogger(__name__)
 class ServingScheduler(RoseScheduler):
     """Set by ``role: serving``."""
 
+    _side: ServingSide | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._memory: ServingMemory | None = None
-        self._side: ServingSide | None = None
         problem = self._slo_problem() if self.tenant is not None else None
         if problem is not None:
             raise ConfigError(f"--additional-config: rose: {problem}")
@@ -66,6 +67,9 @@ class ServingScheduler(RoseScheduler):
         self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
         for request in self.requests.values():
             self._track(request, time.monotonic())
+        if mode is GateMode.OFF and self._side is not None:
+            # Nothing is published from now on: rollout would wait for good for the turn that it needs.
+            self._side.publish(NO_WORK)
 
     @property
     def _shares_compute(self) -> bool:

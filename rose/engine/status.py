@@ -43,7 +43,7 @@ class Field(IntEnum):
     RL_STEP = 32
     WANTED_GATE_MODE = 33
     PROFILE = 34
-    """A ``ProfileCommand``; the scheduler sets it back to NONE when it has obeyed FIT."""
+    """A ``ProfileCommand``; the scheduler answers FIT with NONE or FAILED."""
     WANTED_INACTIVE = 35
     """1 while the engine shall hold no requests and no KV."""
 
@@ -54,6 +54,8 @@ class ProfileCommand(IntEnum):
     NONE = 0
     RECORD = 1
     FIT = 2
+    FAILED = 3
+    """The scheduler's answer where there was nothing to fit, or the profile could not be stored."""
 
 
 class StatusPage:

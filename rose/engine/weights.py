@@ -9,7 +9,7 @@ leaves the old weights serving.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,15 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
 
         Raises:
             FrameError: some rank found another state hash than the announced one; nothing was changed.
+            whatever loading raises, e.g. for a good file of another model; the old weights were loaded again.
         """
         staged = _checked_by_all_ranks(update_info)
         try:
             if self.is_resident:
-                self._load(staged.tensors())
-        except BaseException:
+                _on_all_ranks(lambda: self._load(staged.tensors()))
+        except Exception:
             staged.close()
+            self.load()  # the layers before the one that failed are new already
             raise
         self._forget_staged()
         self._staged = staged
@@ -94,8 +96,13 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         )
 
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(tensors)
-        finalize_layerwise_reload(self.model, self.model_config)
+        try:
+            self.model.load_weights(tensors)
+        except BaseException:
+            _forget_half_loaded(self.model)
+            raise
+        finally:
+            finalize_layerwise_reload(self.model, self.model_config)
         _repack_heads(self.model)
 
     def finish_weight_update(self) -> None:
@@ -138,22 +145,36 @@ def _checked_by_all_ranks(update: StagedUpdate) -> _StagedFile:
     """Opens and checks a staged checkpoint; no rank loads what another one has refused, or the engine would
     compute with two versions at once.
 
-    Raises: whatever was found wrong here, FrameError for what another rank found.
+    Raises: as _on_all_ranks.
     """
-    staged: _StagedFile | None = None
+    opened: list[_StagedFile] = []
+
+    def check() -> None:
+        opened.append(_StagedFile(update.path))
+        opened[0].check(update.state_hash)
+
+    try:
+        _on_all_ranks(check)
+    except Exception:
+        for staged in opened:
+            staged.close()
+        raise
+    return opened[0]
+
+
+def _on_all_ranks(act: Callable[[], None]) -> None:
+    """Fails on all ranks where it fails on any. Raises: what was raised here, or FrameError for another's."""
     problem: Exception | None = None
     try:
-        staged = _StagedFile(update.path)
-        staged.check(update.state_hash)
+        act()
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         problem = error
     verdicts = _gather(str(problem) if problem is not None else None)
+    if problem is not None:
+        raise problem
     wrong = [f"rank {rank}: {verdict}" for rank, verdict in enumerate(verdicts) if verdict is not None]
-    if staged is not None and not wrong:
-        return staged
-    if staged is not None:
-        staged.close()
-    raise problem if problem is not None else FrameError("; ".join(wrong))
+    if wrong:
+        raise FrameError("; ".join(wrong))
 
 
 def _gather(verdict: str | None) -> list[str | None]:
@@ -165,6 +186,18 @@ def _gather(verdict: str | None) -> list[str | None]:
     if group.world_size > 1:
         torch.distributed.all_gather_object(verdicts, verdict, group=group.cpu_group)
     return verdicts
+
+
+def _forget_half_loaded(model: torch.nn.Module) -> None:
+    """Where loading broke off: vLLM's finalize then puts the layers that are not done back as they were, and
+    the next reload does not find tensors that wait for the rest of theirs."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights.clear()
 
 
 def _repack_heads(model: torch.nn.Module) -> None:

@@ -6,15 +6,13 @@ Owns the hook-up of one rank on the CPU platform, where weights also come and go
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rose.engine.rank import EngineRank
+from rose.engine.rank import RoseWorker
 from rose.engine.weights import StagedWeightEngine, device_bytes
 from rose.types import Role
 
@@ -22,28 +20,18 @@ if TYPE_CHECKING:
     from rose.engine.sleep import HostWeightsBackend
 
 
-class RoseCPUWorker(CPUWorker):
+class RoseCPUWorker(RoseWorker, CPUWorker):
     """A rank of a ROSE engine on the CPU platform."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rose = EngineRank(self)
         self._is_pinned = False
         # No engine argument leads here; vLLM looks the backend up by this name when first told to sleep.
         self.model_config.sleep_mode_backend = "rose"
 
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        self._rose.open_pool(kv_cache_config)
-        super().initialize_from_config(kv_cache_config)
-
-    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        context = self._rose.kv_context(tag)
-        return context if context is not None else super()._maybe_get_memory_pool_context(tag)
-
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if not self._is_pinned and scheduler_output.total_num_scheduled_tokens > 0:
             self._pin_to_compute_cpus()
-        self._rose.apply(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -89,10 +77,6 @@ class RoseCPUWorker(CPUWorker):
         assert isinstance(self.weight_transfer_engine, StagedWeightEngine)
         backend.attach(self.weight_transfer_engine)
         return backend
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._rose.close()
 
     def _pin_to_compute_cpus(self) -> None:
         """Pin the calling thread alone: those that only move bytes stay off the CPUs that stand for a GPU.

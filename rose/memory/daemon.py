@@ -97,14 +97,15 @@ def start_daemon(
         finally:
             os.close(writer)
         handle = DaemonHandle(name, process)
-        answer = answers.readline() if is_readable(answers.fileno(), timeout_s) else b""
-    if answer:
-        error = json.loads(answer)["error"]
-        if error is None:
-            return handle
-    else:
-        error = f"the daemon of pool {name} did not start within {timeout_s:g} s; its log has the reason"
-    handle.stop()
+        is_late = not is_readable(answers.fileno(), timeout_s)
+        answer = answers.readline() if not is_late else b""
+    error = json.loads(answer)["error"] if answer else None
+    if answer and error is None:
+        return handle
+    status = handle.stop()
+    if error is None:
+        what = f"did not start within {timeout_s:g} s" if is_late else f"ended at once with status {status}"
+        error = f"the daemon of pool {name} {what}; its log has the reason"
     raise PoolError(error)
 
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rose.errors import PoolError
@@ -140,7 +141,8 @@ def exchange(
 ) -> tuple[Welcome | Refusal, list[int]]:
     """Connects; hello and descriptors out, answer and descriptors in. Raises: OSError, PoolError."""
     connection.connect(str(path))
-    send_line(connection, hello.to_line(), fds)
+    with suppress(BrokenPipeError):  # it has hung up without hearing us: there may be a reason to read
+        send_line(connection, hello.to_line(), fds)
     inbox = Inbox(_MAX_FDS)
     try:
         while (line := inbox.take_line()) is None:

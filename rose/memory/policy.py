@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from rose.memory.ledger import Pressure
+from rose.memory.policy_word import Pressure
 
 RETURN_PACE_SLABS = 8
 """Slabs that an engine returns per step outside pressure: unmapping a populated 2 MiB slab took 70 us, so

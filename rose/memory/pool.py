@@ -24,6 +24,9 @@ from rose.types import Role
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_TIMEOUT_S = 5.0
+"""Of a daemon that is there, however short the wait for one may be: it answers at once, as soon as the
+machine lets it run."""
 _RETRY_S = 0.05
 """While the daemon is starting or an engine's predecessor is being buried; both take tens of ms."""
 
@@ -94,7 +97,7 @@ class PoolClient:
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                connection.settimeout(max(deadline - time.monotonic(), _RETRY_S))
+                connection.settimeout(max(deadline - time.monotonic(), _ANSWER_TIMEOUT_S))
                 answer, fds = exchange(connection, path, hello)
                 if isinstance(answer, Welcome):
                     connection.settimeout(None)
@@ -104,6 +107,8 @@ class PoolClient:
                 reason, is_transient = answer.refused, answer.is_transient
             except (FileNotFoundError, ConnectionRefusedError):
                 reason, is_transient = f"pool {name} has no daemon ({path}); start one with --num-slabs", True
+            except BlockingIOError:
+                reason, is_transient = f"pool {name}: too many clients wait for the daemon at {path}", True
             except ConnectionError as error:
                 reason, is_transient = f"pool {name}: the daemon at {path} hung up ({error})", True
             except OSError as error:

@@ -25,10 +25,16 @@ class PoolLock:
                 raise PoolError(
                     f"pool already owned: {pool} has a running daemon ({path} is locked)"
                 ) from error
-            # A daemon that was just stopping may have unlinked the file between our open and our lock.
-            if path.exists() and os.fstat(self._fd).st_ino == path.stat().st_ino:
+            if self._is_current():
                 return
             os.close(self._fd)
+
+    def _is_current(self) -> bool:
+        """A daemon that was just stopping may have unlinked the file between our open and our lock."""
+        try:
+            return os.fstat(self._fd).st_ino == self._path.stat().st_ino
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
         self._path.unlink(missing_ok=True)

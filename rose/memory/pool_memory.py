@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from rose._shm import Words
 from rose.errors import ConfigError, PoolError, VmmError
 from rose.memory.backend import BackendKind, Slabs, open_backend
-from rose.memory.ledger import Ledger, ledger_bytes
+from rose.memory.ledger import Ledger
+from rose.memory.ledger_words import ledger_bytes
 
 BOARD_BYTES = 4096
 MIN_SLABS = 2

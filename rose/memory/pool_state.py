@@ -7,11 +7,13 @@ Holds no memory: that is in the hands of the processes it names.
 import json
 import os
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
 from rose.errors import PoolError
 from rose.memory.backend import BackendKind
+from rose.memory.pool_memory import PoolSize
 from rose.memory.wire import Hello
 
 STATE_VERSION = 2
@@ -44,6 +46,37 @@ class PoolState(BaseModel):
     members: list[MemberState]
     broken_slots: list[int]
     """Engines that have lost a process already: nobody joins them any more."""
+
+    @classmethod
+    def of(
+        cls,
+        size: PoolSize,
+        *,
+        files: list[tuple[int, int]],
+        members: list[MemberState],
+        broken_slots: list[int],
+    ) -> Self:
+        """The state of a pool of this size."""
+        return cls(
+            num_slabs=size.num_slabs,
+            slab_bytes=size.slab_bytes,
+            headroom_slabs=size.headroom_slabs,
+            num_shards=size.num_shards,
+            backend=size.backend,
+            files=files,
+            members=members,
+            broken_slots=broken_slots,
+        )
+
+    @property
+    def size(self) -> PoolSize:
+        return PoolSize(
+            num_slabs=self.num_slabs,
+            slab_bytes=self.slab_bytes,
+            headroom_slabs=self.headroom_slabs,
+            num_shards=self.num_shards,
+            backend=self.backend,
+        )
 
 
 def read_state(path: Path) -> PoolState | None:

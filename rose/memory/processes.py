@@ -33,6 +33,16 @@ def start_ticks(pid: int) -> int:
     return int(status.rpartition(")")[2].split()[_START_TIME_FIELD - 3])
 
 
+def watch_process(pid: int) -> tuple[int, int]:
+    """Of a living process: its pidfd and start_ticks. Raises: PoolError if it has ended."""
+    pidfd = open_pidfd(pid)
+    try:
+        return pidfd, start_ticks(pid)
+    except BaseException:
+        os.close(pidfd)
+        raise
+
+
 def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
     """Whether a descriptor becomes readable within the time. Unlike select() it takes numbers above 1,023."""
     poll = select.poll()

@@ -71,7 +71,7 @@ class Hello(_Message):
         """Raises: PoolError for anything but a hello, and first of all for one in another version."""
         try:
             content = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         # Another version has other fields: complaining about these would say nothing.
         version = content.get("protocol", PROTOCOL_VERSION) if isinstance(content, dict) else PROTOCOL_VERSION

@@ -21,6 +21,23 @@ ACTIVATION_TIMEOUT_S = 600.0
 """A large model's files may have to come from the disk again."""
 
 
+def completion_body(
+    model: str, prompt: list[int] | list[list[int]], max_tokens: int, *, temperature: float = 0.0
+) -> dict[str, Any]:
+    """A body of ``/v1/completions`` for just ``max_tokens`` tokens and their ids, greedy by default.
+
+    ``prompt``: token ids, or those of several prompts.
+    """
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
 class EngineControl:
     """One engine, named by its URL."""
 
@@ -51,14 +68,7 @@ class EngineControl:
 
     def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], str]]:
         """Greedy continuations: (token ids, finish reason) per prompt, in order."""
-        body = {
-            "model": self.model,
-            "prompt": [list(prompt) for prompt in prompts],
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+        body = completion_body(self.model, [list(prompt) for prompt in prompts], max_tokens)
         answer = self._call("POST", "/v1/completions", body, PROFILE_TIMEOUT_S)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         return [(choice["token_ids"], choice["finish_reason"]) for choice in choices]

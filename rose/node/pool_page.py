@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rose.config import Settings
 from rose.errors import PoolError
-from rose.memory.ledger import Word
+from rose.memory.ledger_words import Word
 from rose.memory.pool import PoolClient
 from rose.types import Role
 
@@ -50,11 +50,9 @@ def _sample(socket: Path, settings: Settings) -> PoolSample:
 
 def _cells(client: PoolClient) -> tuple[str, ...]:
     ledger, policy = client.ledger, client.ledger.policy
-    held = dict.fromkeys(Role, 0)
-    for slot, engine in ledger.engines().items():
-        held[engine.role] += ledger.num_owned(slot)
+    held = (ledger.num_held(role) for role in Role)
     counts = (ledger.count(word, 0) for word in (Word.CUTS, Word.RECLAIMED_REQUESTS, Word.EXPIRED_LEASES))
-    slabs = (client.num_slabs, ledger.num_free, *held.values(), ledger.num_draining)
+    slabs = (client.num_slabs, ledger.num_free, *held, ledger.num_draining)
     budget = (policy.rollout_budget_slabs, policy.pressure.name.lower())
     return tuple(str(each) for each in (*slabs, *budget, *counts))
 

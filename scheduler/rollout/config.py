@@ -6,11 +6,9 @@ Never does: start anything.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rose.config import Settings
@@ -105,30 +103,14 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
         "rose_key": settings.key,
     }
     try:
-        config = RouterConfig(**{**{name: key for name, key in found.items() if key is not None}, **fields})
+        keys = {name: key for name, key in found.items() if key is not None}
+        config = RouterConfig.model_validate({**keys, **fields})
     except ValidationError as error:
         raise ConfigError(f"{source}: {_first_problem(error)}") from error
     ids = [worker.id for worker in config.workers]
     if twice := sorted({i for i in ids if ids.count(i) > 1}):
         raise ConfigError(f"{source}: workers: {twice[0]} is given twice")
     return config
-
-
-def read_config_file(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file, unchecked.
-
-    Raises:
-        ConfigError: the file is missing, not YAML, or not a mapping.
-    """
-    try:
-        loaded = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: want a mapping of settings, e.g. 'port: 8100'")
-    return loaded
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -12,17 +12,16 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from rose.arguments import CommandParser, run_command
-from rose.config import Settings
+from rose.config import Settings, read_yaml
 from rose.errors import ConfigError
 from rose.http import KEEPALIVE_S
 from rose.scheduler.rollout.api import Service
-from rose.scheduler.rollout.config import RouterConfig, build_config, parse_worker, read_config_file
+from rose.scheduler.rollout.config import RouterConfig, build_config, parse_worker
 from rose.scheduler.rollout.dataplane import DataPlane
 
 logger = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
     parsed = _parser().parse_args(argv)
-    fields: dict[str, Any] = read_config_file(parsed.config) if parsed.config is not None else {}
+    fields = read_yaml(parsed.config, RouterConfig) if parsed.config is not None else {}
     flags = {name: getattr(parsed, name) for name in ("host", "port", "policy")}
     fields |= {name: value for name, value in flags.items() if value is not None}
     if parsed.worker:

@@ -1,4 +1,4 @@
-"""A process at one side of a board, for tests: `board_player.py PAGE ACTION [NUMBER]`.
+"""A process at one side of a board, for tests: `board_player.py PAGE ACTION [NUMBER NUMBER]`.
 
 Inside every step it checks that it is alone, through words of the page that the board leaves unused.
 """
@@ -9,6 +9,7 @@ import sys
 import time
 
 from rose._shm import Words
+from rose.admission.board import Word
 from rose.admission.gate import GateReason, ServingView
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
@@ -32,20 +33,26 @@ def critical_section(words: Words, rng: random.Random) -> None:
     words.add(INSIDE, -1)
 
 
-def serve(words: Words, num_steps: int) -> None:
+def serve(words: Words, num_steps: int, num_rollout_steps: int) -> None:
+    """Until both sides have done so many steps: rollout's process may start, or get to run, much later."""
     rng = random.Random(1)
     side = ServingSide(words)
-    for step in range(num_steps):
-        side.yield_turn(NEVER, 0.002)
-        side.begin_step(grace_s=60)
-        critical_section(words, rng)
-        # The last publication leaves work behind: only a detach may free the GPU then.
-        has_work = step == num_steps - 1 or rng.random() < 0.7
-        side.end_step(ServingView(has_work=has_work, has_pending_prefill=False, latest_start_s=NEVER))
+    while words.load(Word.S_STEPS) < num_steps - 1 or words.load(Word.R_STEPS) < num_rollout_steps:
+        has_work = rng.random() < 0.7
+        serve_step(side, words, rng, has_work)
         if not has_work:
             time.sleep(rng.random() * 5e-4)
+    # The last publication leaves work behind: only a detach may free the GPU then.
+    serve_step(side, words, rng, has_work=True)
     side.detach()
     words.store(STOP, 1)
+
+
+def serve_step(side: ServingSide, words: Words, rng: random.Random, has_work: bool) -> None:
+    side.yield_turn(NEVER, 0.002)
+    side.begin_step(grace_s=60)
+    critical_section(words, rng)
+    side.end_step(ServingView(has_work=has_work, has_pending_prefill=False, latest_start_s=NEVER))
 
 
 def roll_out(words: Words) -> None:
@@ -78,7 +85,7 @@ def main() -> None:
     words = open_words(sys.argv[1])
     action = sys.argv[2]
     if action == "serve":
-        serve(words, int(sys.argv[3]))
+        serve(words, int(sys.argv[3]), int(sys.argv[4]))
     elif action == "roll-out":
         roll_out(words)
     elif action == "hang-serving":

@@ -80,6 +80,19 @@ class Players:
                 player.stdout.close()
 
 
+def serving_and_wanting(words: Words) -> tuple[ServingSide, RolloutSide]:
+    """Both sides: serving between two steps, rollout with something to run."""
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    serving.publish(work())
+    return serving, rollout
+
+
+def await_turn(rollout: RolloutSide) -> None:
+    while not rollout.wait_turn():
+        pass
+
+
 def begin(rollout: RolloutSide) -> bool:
     return rollout.try_begin(time.monotonic() + FAR_S, rollout.view())
 
@@ -118,9 +131,7 @@ def test_rollout_needs_a_turn_while_serving_has_work(words: Words) -> None:
 
 
 def test_a_turn_admits_one_step(words: Words) -> None:
-    serving, rollout = ServingSide(words), RolloutSide(words)
-    rollout.set_want(True)
-    serving.publish(work())
+    serving, rollout = serving_and_wanting(words)
     serving.yield_turn(NEVER, 1e-6)
     assert begin(rollout)
     rollout.end_step(1)
@@ -128,9 +139,7 @@ def test_a_turn_admits_one_step(words: Words) -> None:
 
 
 def test_begin_step_takes_an_unused_turn_back(words: Words) -> None:
-    serving, rollout = ServingSide(words), RolloutSide(words)
-    rollout.set_want(True)
-    serving.publish(work())
+    serving, rollout = serving_and_wanting(words)
     serving.yield_turn(NEVER, 1e-6)
     assert rollout.view().may_start
     serving.begin_step()
@@ -203,24 +212,18 @@ def test_serving_waits_for_the_running_step_and_goes_before_the_next(words: Word
 
 
 def test_a_decline_ends_the_handover(words: Words) -> None:
-    serving, rollout = ServingSide(words), RolloutSide(words)
-    rollout.set_want(True)
-    serving.publish(work())
+    serving, rollout = serving_and_wanting(words)
     waiting = in_thread(serving.yield_turn, NEVER, FAR_S)
-    while not rollout.wait_turn():
-        pass
+    await_turn(rollout)
     rollout.decline(rollout.view(), GateReason.NO_SLACK)
     waiting.join()
     assert board.snapshot(words).declines[GateReason.NO_SLACK] == 1
 
 
 def test_a_step_taken_on_a_turn_ends_the_handover(words: Words) -> None:
-    serving, rollout = ServingSide(words), RolloutSide(words)
-    rollout.set_want(True)
-    serving.publish(work())
+    serving, rollout = serving_and_wanting(words)
     waiting = in_thread(serving.yield_turn, NEVER, FAR_S)
-    while not rollout.wait_turn():
-        pass
+    await_turn(rollout)
     assert begin(rollout)
     rollout.end_step(1)
     waiting.join()
@@ -228,26 +231,27 @@ def test_a_step_taken_on_a_turn_ends_the_handover(words: Words) -> None:
 
 
 def test_turns_go_on_while_rollout_uses_them(words: Words) -> None:
-    serving, rollout = ServingSide(words), RolloutSide(words)
-    rollout.set_want(True)
-    serving.publish(work())
+    serving, rollout = serving_and_wanting(words)
     waiting = in_thread(serving.yield_turns, NEVER, FAR_S)
     for _ in range(3):
-        while not rollout.wait_turn():
-            pass
+        await_turn(rollout)
         assert begin(rollout)
         rollout.end_step(1)
-    while not rollout.wait_turn():
-        pass
+    await_turn(rollout)
     rollout.decline(rollout.view(), GateReason.NO_SLACK)
     waiting.join()
     assert board.snapshot(words).num_yields == 4
 
 
+@pytest.fixture
+def patient_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announcements hold for as long as a test takes."""
+    monkeypatch.setattr(board, "ARRIVAL_HOLD_S", FAR_S)
+
+
+@pytest.mark.usefixtures("patient_hold")
 def test_an_announced_arrival_ends_the_handover_and_holds_rollout_back(words: Words) -> None:
-    serving, rollout = ServingSide(words), RolloutSide(words)
-    rollout.set_want(True)
-    serving.publish(work())
+    serving, rollout = serving_and_wanting(words)
     waiting = in_thread(serving.yield_turn, NEVER, FAR_S)
     while words.load(Word.S_YIELDS) == 0:
         time.sleep(0.001)
@@ -262,10 +266,9 @@ def test_an_announced_arrival_ends_the_handover_and_holds_rollout_back(words: Wo
     assert not rollout.view().has_pending_prefill
 
 
+@pytest.mark.usefixtures("patient_hold")
 def test_the_first_of_a_burst_does_not_stand_for_the_rest(words: Words) -> None:
-    serving, rollout = ServingSide(words), RolloutSide(words)
-    rollout.set_want(True)
-    serving.publish(work())
+    serving, rollout = serving_and_wanting(words)
     board.announce_arrival(words)
     first_s = time.monotonic()
     board.announce_arrival(words)
@@ -278,20 +281,15 @@ def test_the_first_of_a_burst_does_not_stand_for_the_rest(words: Words) -> None:
 
 
 def test_an_engine_with_other_work_offers_no_more_turns(words: Words) -> None:
-    serving, rollout = ServingSide(words), RolloutSide(words)
-    rollout.set_want(True)
-    serving.publish(work())
+    serving, _ = serving_and_wanting(words)
     assert serving.yield_turns(NEVER, FAR_S, is_called=lambda: True) == 0.0
     assert board.snapshot(words).num_yields == 0
 
 
 def test_an_unused_turn_ends_the_offers(words: Words) -> None:
-    serving, rollout = ServingSide(words), RolloutSide(words)
-    rollout.set_want(True)
-    serving.publish(work())
+    serving, rollout = serving_and_wanting(words)
     waiting = in_thread(serving.yield_turns, NEVER, FAR_S)
-    while not rollout.wait_turn():
-        pass
+    await_turn(rollout)
     assert begin(rollout)
     rollout.end_step(0)
     waiting.join()
@@ -348,14 +346,14 @@ def test_identity_tells_a_process_from_a_later_one_with_its_pid() -> None:
 
 def test_two_processes_never_step_at_once(words: Words, players: Players) -> None:
     rollout = players.start("roll-out")
-    serving = players.start("serve", "3000")
+    serving = players.start("serve", "3000", "100")
     assert serving.wait(timeout=120) == 0
     assert rollout.wait(timeout=60) == 0
     seen = board.snapshot(words)
     assert words.load(VIOLATIONS) == 0
     assert seen.num_overruns == 0
-    assert seen.serving.num_steps == 3000
-    assert seen.rollout.num_steps > 100
+    assert seen.serving.num_steps >= 3000
+    assert seen.rollout.num_steps >= 100
     assert words.load(TOTAL) == seen.serving.num_steps + seen.rollout.num_steps
     assert not seen.serving.alive and not seen.rollout.alive
 
@@ -379,18 +377,18 @@ def test_serving_goes_on_after_rollout_is_killed_in_a_step(words: Words, players
 
 def test_serving_finishes_after_rollout_is_killed_at_any_moment(words: Words, players: Players) -> None:
     rollout = players.start("roll-out")
-    serving = players.start("serve", "2000")
+    serving = players.start("serve", "2000", "20")
     while words.load(Word.R_STEPS) < 20 and serving.poll() is None:
         time.sleep(0.001)
     rollout.kill()
     rollout.wait()
     assert serving.wait(timeout=120) == 0
-    assert board.snapshot(words).serving.num_steps == 2000
+    assert board.snapshot(words).serving.num_steps >= 2000
 
 
 def test_rollout_answers_after_serving_is_killed_at_any_moment(words: Words, players: Players) -> None:
     rollout = players.start("roll-out")
-    serving = players.start("serve", "1000000")
+    serving = players.start("serve", "1000000", "0")
     while words.load(Word.R_STEPS) < 20:
         time.sleep(0.001)
     serving.kill()

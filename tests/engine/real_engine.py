@@ -1,6 +1,5 @@
 """A real vLLM engine on the CPU, started as `rose serve` starts it, and the calls that tests make to it."""
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +12,9 @@ from tiny_models import MAX_MODEL_LEN
 
 from rose.http import http_client
 from rose.messages import ActivationChange, Profile, WeightUpdate, WorkerStatus
+from rose.node.checks import free_port
 from rose.node.config import EngineConfig
+from rose.node.control import completion_body
 from rose.node.launch import engine_process
 from rose.types import GateMode, Role
 
@@ -42,7 +43,7 @@ class RealEngine:
         self.role = role
         config = EngineConfig(
             model=str(model),
-            port=_free_port(),
+            port=free_port(),
             role=role,
             vllm_args=(
                 *("--served-model-name", "tiny", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)),
@@ -80,16 +81,9 @@ class RealEngine:
         self, prompt: Sequence[int], max_tokens: int, xargs: dict[str, float] | None = None
     ) -> Answer:
         """One greedy completion. Raises httpx.HTTPStatusError unless the answer is 200."""
-        body = {
-            "model": "tiny",
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "logprobs": 1,
-            **({"vllm_xargs": xargs} if xargs is not None else {}),
-        }
+        body = {**completion_body("tiny", list(prompt), max_tokens), "logprobs": 1}
+        if xargs is not None:
+            body["vllm_xargs"] = xargs
         response = self._http.post("/v1/completions", json=body)
         response.raise_for_status()
         answer = response.json()
@@ -154,10 +148,3 @@ def runtime_dir(folder: Path) -> Path:
     path = folder / "run"
     path.mkdir(mode=0o700, exist_ok=True)
     return path
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

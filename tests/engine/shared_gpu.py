@@ -13,7 +13,8 @@ from real_engine import RealEngine, runtime_dir, until
 from tiny_models import BLOCK_TOKENS, SLAB_BYTES
 
 from rose.memory.daemon import start_daemon
-from rose.memory.ledger import Ledger, Pressure
+from rose.memory.ledger import Ledger
+from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient
 from rose.messages import Profile
 from rose.types import GateMode, Role
@@ -106,7 +107,7 @@ class SharedGpu:
         for engine in self._engines.values():
             engine.set_gate(self._gate)
             until(lambda e=engine: e.status().num_running + e.status().num_waiting == 0, "idle engine")
-        until(lambda: self.held(Role.SERVING) == 1, "serving returned its slabs")
+        until(lambda: self.ledger.num_held(Role.SERVING) == 1, "serving returned its slabs")
         self.begin_rl_step()
 
     def begin_rl_step(self) -> None:
@@ -114,11 +115,6 @@ class SharedGpu:
         self._rl_step += 1
         self.engine(Role.ROLLOUT).begin_rl_step(self._rl_step)
         until(lambda: self.ledger.policy.rl_step == self._rl_step, "the rollout engine began the RL step")
-
-    def held(self, role: Role) -> int:
-        """Slabs that a role's engines own."""
-        ledger = self.ledger
-        return sum(ledger.num_owned(slot) for slot, one in ledger.engines().items() if one.role is role)
 
     def close(self) -> None:
         for engine in self._engines.values():

@@ -61,7 +61,7 @@ def test_requests_end_with_their_tokens_and_every_slab_goes_back(gpu: SharedGpu,
     assert {answer.stop_reason for answer in answers} == {StopReason.DEACTIVATED}
     assert sum(len(answer.tokens) for answer in answers) >= 5 * NUM_SEQS
     # The slab under the padding block is all that stays.
-    assert gpu.held(Role.ROLLOUT) == 1
+    assert gpu.ledger.num_held(Role.ROLLOUT) == 1
     assert gpu.ledger.num_draining == 0
     status = active.status()
     assert (status.is_active, status.num_running, status.num_waiting) == (False, 0, 0)

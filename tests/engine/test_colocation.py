@@ -12,7 +12,7 @@ from tiny_models import BLOCK_TOKENS
 
 from rose.admission.board import Word as BoardWord
 from rose.admission.step_time import UNPROFILED, StepTimeModel
-from rose.memory.ledger import Pressure
+from rose.memory.policy_word import Pressure
 from rose.types import GateMode, Role, StopReason
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -88,7 +88,7 @@ def test_a_serving_burst_cuts_aborts_and_freezes_until_the_next_rl_step(
     assert "emergency cut budget=" in serving.process.log_tail(1000)
 
     # Serving's slabs are back in the pool, and still rollout may not grow.
-    until(lambda: gpu.held(Role.SERVING) == 1, "serving returned its slabs")
+    until(lambda: gpu.ledger.num_held(Role.SERVING) == 1, "serving returned its slabs")
     with LedgerLog(gpu.ledger) as log:
         for request in rollout.start_requests([prompt(f"frozen-{i}", 50) for i in range(8)], max_tokens=20):
             assert request.result().finish_reason == "length"
@@ -113,7 +113,9 @@ def test_idle_prefix_cache_is_returned_to_the_pool_when_its_lease_ends(
     before = rollout.status()
     assert before.kv_slabs_owned > 1
     # Nothing is asked of the engine meanwhile: it must wake by itself.
-    until(lambda: gpu.held(Role.ROLLOUT) == 1, "only the padding block's slab is left", at_most_s=30)
+    until(
+        lambda: gpu.ledger.num_held(Role.ROLLOUT) == 1, "only the padding block's slab is left", at_most_s=30
+    )
     until(lambda: gpu.ledger.num_draining == 0, "slabs unmapped")
     after = rollout.status()
     assert after.leases_expired - before.leases_expired >= before.kv_slabs_owned - 1
@@ -125,7 +127,7 @@ def test_idle_prefix_cache_is_returned_to_the_pool_when_its_lease_ends(
 def test_idle_engines_rest(gpu: SharedGpu) -> None:
     """A step that tells the ledger of no change would wake its own watcher, and so the next step."""
     gpu.settle()
-    until(lambda: gpu.held(Role.ROLLOUT) == 1, "all leases ended")
+    until(lambda: gpu.ledger.num_held(Role.ROLLOUT) == 1, "all leases ended")
 
     def a_quiet_second() -> bool:
         seen = gpu.ledger.change_seq

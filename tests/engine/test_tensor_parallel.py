@@ -109,7 +109,7 @@ def test_all_ranks_leave_the_gpu_and_come_back_the_same(ranks: SharedGpu, rollou
     before, status = probe(rollout), rollout.status()
     assert status.device_weights_bytes > 0
     rollout.deactivate()
-    assert ranks.held(Role.ROLLOUT) == 1
+    assert ranks.ledger.num_held(Role.ROLLOUT) == 1
     idle = rollout.status()
     assert (idle.device_weights_bytes, idle.device_kv_bytes) == (0, SLAB_BYTES)
     # Two interpreters with torch and vLLM in them.
@@ -128,10 +128,13 @@ def test_an_engine_that_loses_a_rank_ends_and_gives_its_slabs_back(
     kept = serving.start_requests([prompt(f"kept-{i}", 100) for i in range(4)], max_tokens=40)
     os.kill(worker_pid(ranks, Role.ROLLOUT, rank=1), signal.SIGKILL)
     until(lambda: all(one.role is not Role.ROLLOUT for one in ranks.ledger.engines().values()), "slot freed")
-    assert ranks.held(Role.ROLLOUT) == 0
+    assert ranks.ledger.num_held(Role.ROLLOUT) == 0
     assert all(len(request.result().tokens) == 40 for request in kept)
     assert any(request.exception() is not None for request in lost)
-    until(lambda: ranks.ledger.num_free == NUM_SLABS - ranks.held(Role.SERVING), "every slab has an owner")
+    until(
+        lambda: ranks.ledger.num_free == NUM_SLABS - ranks.ledger.num_held(Role.SERVING),
+        "every slab has an owner",
+    )
     ranks.ledger.check_integrity()
 
 

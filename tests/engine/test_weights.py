@@ -65,10 +65,10 @@ def test_slabs_of_forgotten_cache_return_to_the_pool(
     gpu: SharedGpu, rollout: RealEngine, models: ModelDirs
 ) -> None:
     rollout.complete(prompt("forgotten", 600), 4)
-    assert gpu.held(Role.ROLLOUT) > 1
+    assert gpu.ledger.num_held(Role.ROLLOUT) > 1
     update(rollout, models.untied[0], 0)
     assert rollout.status().kv_cached_blocks == 0
-    until(lambda: gpu.held(Role.ROLLOUT) == 1, "slabs returned", at_most_s=10 * LEASE_S)
+    until(lambda: gpu.ledger.num_held(Role.ROLLOUT) == 1, "slabs returned", at_most_s=10 * LEASE_S)
 
 
 def test_requests_in_flight_end_whole_across_an_update(

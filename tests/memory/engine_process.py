@@ -14,6 +14,7 @@ import random
 import sys
 from pathlib import Path
 
+from pool_setup import PATIENCE_S
 from vmm_worlds import World
 
 from rose.memory.backend import CUDA_DRIVER, BackendKind
@@ -81,6 +82,7 @@ def main() -> None:
         rank=int(rank),
         world_size=int(world_size),
         runtime_dir=Path(runtime_dir),
+        timeout_s=PATIENCE_S,
     )
     engine = Engine(client)
     print(json.dumps(client.slot), flush=True)

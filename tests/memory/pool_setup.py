@@ -73,7 +73,7 @@ def start_pool(runtime_dir: Path, **sizes: Any) -> DaemonHandle:
 
 
 def observe(runtime_dir: Path) -> PoolClient:
-    return PoolClient.observe(POOL, runtime_dir=runtime_dir)
+    return PoolClient.observe(POOL, runtime_dir=runtime_dir, timeout_s=PATIENCE_S)
 
 
 def attach(

@@ -25,8 +25,8 @@ from pool_setup import (
 
 from rose.errors import ConfigError, PoolError
 from rose.memory import ledger as ledger_module
+from rose.memory.connections import MAX_CLIENTS
 from rose.memory.daemon import DaemonHandle, start_daemon
-from rose.memory.owner import MAX_CLIENTS
 from rose.memory.pool import describe_pool
 from rose.memory.pool_memory import PoolSize
 from rose.types import Role
@@ -153,6 +153,16 @@ def test_bad_sizes_are_refused_and_leave_nothing(
     assert list(runtime_dir.iterdir()) == []
 
 
+def test_a_daemon_that_dies_before_it_answers_is_told_from_a_slow_one(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PoolError, match="the daemon of pool p did not start within 0 s"):
+        start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir, timeout_s=0)
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no interpreter starts with that
+    with pytest.raises(PoolError, match="the daemon of pool p ended at once with status 1"):
+        start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir)
+
+
 def test_too_few_open_files_are_refused_with_the_numbers(runtime_dir: Path) -> None:
     command = f"{sys.executable} -m rose.memory.daemon {POOL} --num-slabs 4 --headroom-slabs 1"
     done = subprocess.run(
@@ -203,6 +213,7 @@ def test_command_line_exits_with_status_2_and_one_line(pool: DaemonHandle, runti
             "protocol 9, the pool's daemon 3",
         ),
         (b'{"engine_id": "x", "kind": "worker", "pid": 1, "rank": 1, "world_size": 1}\n', "rank 1 of 1"),
+        (b"[" * 10_000 + b"\n", "bad Hello line"),
     ],
 )
 def test_strangers_are_answered_and_hung_up(

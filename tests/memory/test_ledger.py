@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rose._shm import Words
 from rose.errors import PoolError, PoolExhausted
-from rose.memory.ledger import EngineSlot, Ledger, PolicyState, Pressure, Word, ledger_bytes
+from rose.memory.ledger import EngineSlot, Ledger
+from rose.memory.ledger_words import Word, ledger_bytes
+from rose.memory.policy_word import PolicyState, Pressure
 from rose.memory.slab_word import MAX_SLOT, SlabState
 from rose.types import Role
 

@@ -13,7 +13,7 @@ from pool_setup import NUM_SLABS, POOL, StartEngine, attach, observe, start_pool
 from rose.errors import PoolError
 from rose.memory.backend import BackendKind
 from rose.memory.daemon import DaemonHandle, start_daemon
-from rose.memory.ledger import Word
+from rose.memory.ledger_words import Word
 from rose.memory.wire import Kind
 from rose.types import Role
 
@@ -37,15 +37,16 @@ def start_any_pool(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterato
     backend = BackendKind.HOST if request.param == "host" else BackendKind.CUDA
     sizes = {"slab_bytes": 2 << 20} if request.param == "gpu" else {}
     with ExitStack() as stack:
-        pids: list[int] = []
+        running: list[DaemonHandle] = []
 
         def start(num_shards: int = 1) -> None:
             if request.param == "gpu" and num_shards > len(list(NVIDIA_GPUS.glob("*"))):
                 pytest.skip(f"needs {num_shards} GPUs")
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
+            while running:
+                os.kill(running[-1].pid, signal.SIGKILL)
+                running.pop().stop()  # returns once it is gone
             handle = start_pool(runtime_dir, num_shards=num_shards, backend=backend, **sizes)
-            pids[:] = [stack.enter_context(handle).pid]
+            running.append(stack.enter_context(handle))
 
         yield start
 

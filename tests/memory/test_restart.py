@@ -29,7 +29,8 @@ from pool_setup import (
 from rose.errors import PoolError
 from rose.memory import owner
 from rose.memory.daemon import DaemonHandle
-from rose.memory.ledger import Ledger, Word
+from rose.memory.ledger import Ledger
+from rose.memory.ledger_words import Word
 from rose.memory.link import exchange
 from rose.memory.owner import PoolOwner
 from rose.memory.pool import PoolClient, describe_pool

@@ -3,28 +3,21 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from rose.config import Settings
 from rose.node import checks
+from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 
 READY_TIMEOUT_S = 400
 VLLM_FLAGS = ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(is_true: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -64,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_node_reports_a_killed_engine_and_leaves_nothing_running(
     model: Path, runtime_dir: Path, tmp_path: Path
 ) -> None:
-    port, log = free_port(), tmp_path / "node.log"
+    port, log = checks.free_port(), tmp_path / "node.log"
     (tmp_path / "NODE.yaml").write_text(
         "pool: {name: agent-test, num_slabs: 32, headroom_slabs: 4}\n"
         f"engines: [{{model: {model}, role: serving, port: {port}, vllm_args: {VLLM_FLAGS!r}}}]\n"
@@ -87,29 +80,10 @@ def test_node_reports_a_killed_engine_and_leaves_nothing_running(
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_serve_ends_cleanly_on_sigterm(model: Path, runtime_dir: Path, tmp_path: Path) -> None:
-    port = free_port()
-    pool = [
-        sys.executable,
-        "-m",
-        "rose.cli",
-        "pool",
-        "serve-test",
-        "--num-slabs",
-        "32",
-        "--headroom-slabs",
-        "4",
-    ]
-    serve = [
-        sys.executable,
-        "-m",
-        "rose.cli",
-        "serve",
-        str(model),
-        "--role",
-        "serving",
-        "--pool",
-        "serve-test",
-    ]
+    port = checks.free_port()
+    rose = [sys.executable, "-m", "rose.cli"]
+    pool = [*rose, "pool", "serve-test", "--num-slabs", "32", "--headroom-slabs", "4"]
+    serve = [*rose, "serve", str(model), "--role", "serving", "--pool", "serve-test"]
     serve += ["--port", str(port), *VLLM_FLAGS]
     with ServerProcess(pool, "pool", tmp_path / "pool.log") as daemon:
         settings = Settings.from_environment()
@@ -117,9 +91,10 @@ def test_serve_ends_cleanly_on_sigterm(model: Path, runtime_dir: Path, tmp_path:
         with ServerProcess(serve, "serve", tmp_path / "serve.log") as server:
             log = tmp_path / "serve.log"
             server.wait_until(lambda: "ready url=" in log.read_text(), "engine", READY_TIMEOUT_S)
-            body = {"model": str(model), "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
-            assert answer.json()["usage"]["completion_tokens"] == 4
+            control = EngineControl(f"http://127.0.0.1:{port}", str(model))
+            ((tokens, _),) = control.complete([[5, 6, 7]], max_tokens=4)
+            assert len(tokens) == 4
+            control.close()
             server.send_signal(signal.SIGTERM)
             assert server.wait(60) == 0
             assert list(runtime_dir.glob("engine-*.page")) == []

@@ -45,13 +45,14 @@ class ScriptedWorker:
     pressure: str = "normal"
     is_active: bool = True
     has_rose_routes: bool = True
-    token_delay_s: float = 0.0
     requests: list[dict[str, Any]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     num_cancelled: int = 0
     url: str = ""
+    _may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> "ScriptedWorker":
+        self.go_on()
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -74,6 +75,13 @@ class ScriptedWorker:
 
     async def stop(self) -> None:
         await self._runner.cleanup()
+
+    def hold(self) -> None:
+        """Makes no token until told to go on."""
+        self._may_go_on.clear()
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
 
     @property
     def id(self) -> str:
@@ -135,8 +143,7 @@ class ScriptedWorker:
             is_due = fault is not None and position == fault.after_tokens
             if is_due and not await self._fail(request, response, fault):
                 return response
-            if self.token_delay_s:
-                await asyncio.sleep(self.token_delay_s)
+            await self._may_go_on.wait()
             tokens.append(next_token(tokens))
             finish = "length" if position == total - 1 else None
             await _send(response, self._chunk(body, prompt, tokens[-1], position, finish))
@@ -175,7 +182,7 @@ class ScriptedWorker:
         if fault.kind == "hang":
             await asyncio.sleep(3600)
         if fault.kind == "late":
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(10)
             return True
         if fault.kind == "disconnect":
             assert request.transport is not None

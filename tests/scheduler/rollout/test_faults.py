@@ -50,8 +50,9 @@ async def test_a_cut_turn_is_finished_on_the_other_worker(
 ) -> None:
     async with ScriptedWorker() as bad, ScriptedWorker() as good:
         bad.faults.append(Fault(kind=kind, after_tokens=after))
-        good.faults.clear()
-        async with start_router(bad, (good, "serving"), avoid_s=5) as client:
+        # Where a stall is meant, long enough that the other worker never seems to stall on a busy machine.
+        stall = {"stall_s": 1, "first_token_s": 1} if cause == "stalled" else {}
+        async with start_router(bad, (good, "serving"), avoid_s=60, **stall) as client:
             answer = await client.complete(BODY)
             choice = answer["choices"][0]
             assert_whole(choice)
@@ -122,10 +123,11 @@ async def test_a_turn_that_fails_everywhere_ends_in_502(start_router: StartRoute
 
 async def test_a_killed_worker_is_lost_and_its_turns_finish_elsewhere(start_router: StartRouter) -> None:
     async with (
-        ScriptedWorker(token_delay_s=0.05) as bad,
+        ScriptedWorker() as bad,
         ScriptedWorker() as good,
         start_router(bad, (good, "serving")) as client,
     ):
+        bad.hold()
         turns = [asyncio.create_task(client.complete(BODY)) for _ in range(4)]
         await until(lambda: len(bad.requests) == 4)
         await bad.stop()
@@ -138,7 +140,7 @@ async def test_a_killed_worker_is_lost_and_its_turns_finish_elsewhere(start_rout
 async def test_a_lost_heartbeat_cuts_a_silent_attempt(start_router: StartRouter) -> None:
     async with ScriptedWorker() as bad, ScriptedWorker() as good:
         bad.faults.append(Fault(kind="hang", after_tokens=2))
-        async with start_router(bad, (good, "serving"), stall_s=60, first_token_s=60) as client:
+        async with start_router(bad, (good, "serving")) as client:
             turn = asyncio.create_task(client.complete(BODY))
             await until(lambda: client.router.plane.registry.workers()[0].num_tokens == 2)
             client.router.plane.registry.workers()[0].lost("scripted")

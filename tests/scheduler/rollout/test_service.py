@@ -1,9 +1,9 @@
 """The router's service: fan-out, queue, affinity, versions, membership, keys, drain."""
 
 import asyncio
-import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,6 +13,7 @@ from rose.config import Settings
 from rose.errors import ConfigError
 from rose.scheduler.rollout.config import build_config, parse_worker
 from rose.scheduler.rollout.policy import WorkerKind
+from rose.scheduler.rollout.service import main
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
@@ -86,14 +87,18 @@ async def test_what_cannot_be_streamed_goes_to_one_worker_whole(start_router: St
 @pytest.mark.asyncio
 async def test_turns_over_the_cap_spill_to_serving_and_the_rest_waits(start_router: StartRouter) -> None:
     async with (
-        ScriptedWorker(token_delay_s=0.05) as a,
-        ScriptedWorker(token_delay_s=0.05) as s,
+        ScriptedWorker() as a,
+        ScriptedWorker() as s,
         start_router(a, (s, "serving"), turns_per_gpu=2) as client,
     ):
+        a.hold()
+        s.hold()
         turns = [asyncio.create_task(client.complete(BODY)) for _ in range(7)]
         await until(lambda: client.router.plane.dispatcher.num_queued == 3)
         await until(lambda: (len(a.requests), len(s.requests)) == (2, 2))
         assert [w.in_flight for w in client.router.plane.registry.workers()] == [2, 2]
+        a.go_on()
+        s.go_on()
         await asyncio.gather(*turns)
         assert client.router.plane.dispatcher.num_queued == 0
         assert all(w.in_flight == 0 for w in client.router.plane.registry.workers())
@@ -125,16 +130,15 @@ async def test_a_full_queue_is_429_and_a_passed_deadline_504(start_router: Start
         ScriptedWorker(pressure="pressure") as s,
         start_router((s, "serving"), max_queued_per_job=1) as client,
     ):
-        waiting = asyncio.create_task(client.post("/v1/completions", BODY, X_Rose_Timeout_S="0.5"))
+        waiting = asyncio.create_task(client.post("/v1/completions", BODY))
         await until(lambda: client.router.plane.dispatcher.num_queued == 1)
         async with client.http.post(f"{client.router.url}/v1/completions", json=BODY) as response:
             assert response.status == 429
             assert response.headers["Retry-After"] == "1"
-        other = asyncio.create_task(
-            client.post("/v1/completions", BODY, X_Rose_Job="b", X_Rose_Timeout_S="0.5")
-        )
-        assert (await waiting)[0] == 504
-        assert (await other)[0] == 504
+        late = {"X_Rose_Job": "b", "X_Rose_Timeout_S": "0.1"}
+        assert (await client.post("/v1/completions", BODY, **late))[0] == 504
+        s.pressure = "normal"
+        assert (await waiting)[0] == 200
 
 
 @pytest.mark.asyncio
@@ -198,12 +202,16 @@ async def test_workers_come_and_go_at_run_time(start_router: StartRouter) -> Non
 
 @pytest.mark.asyncio
 async def test_a_returning_worker_is_on_probation_until_it_makes_a_token(start_router: StartRouter) -> None:
-    async with ScriptedWorker(token_delay_s=0.05) as worker, start_router(worker) as client:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
         entry = client.router.plane.registry.workers()[0]
         entry.lost("scripted")
         await until(lambda: entry.is_alive)
         assert entry.view().cap == 1
+        worker.hold()
         turns = [asyncio.create_task(client.complete(BODY)) for _ in range(3)]
+        await until(lambda: client.router.plane.dispatcher.num_queued == 2)
+        await until(lambda: len(worker.requests) == 1)
+        worker.go_on()
         await asyncio.gather(*turns)
         assert entry.view().cap == 16
 
@@ -268,7 +276,7 @@ async def test_chat_is_tried_again_whole_and_streams_pass(start_router: StartRou
 async def test_a_client_that_leaves_frees_the_worker(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.append(Fault(kind="hang", after_tokens=1))
-        async with start_router(worker, stall_s=60) as client:
+        async with start_router(worker) as client:
             turn = asyncio.create_task(client.complete(BODY))
             await until(lambda: client.router.plane.registry.workers()[0].num_tokens == 1)
             turn.cancel()
@@ -279,29 +287,30 @@ async def test_a_client_that_leaves_frees_the_worker(start_router: StartRouter) 
 
 @pytest.mark.asyncio
 async def test_sigterm_lets_turns_in_flight_finish() -> None:
-    async with ScriptedWorker(token_delay_s=0.1) as worker:
-        command = (
-            sys.executable,
-            "-m",
-            "rose.scheduler.rollout.service",
-            "--port",
-            "0",
-            "--worker",
-            worker.url,
-        )
+    async with ScriptedWorker() as worker:
+        worker.hold()
+        command = [sys.executable, "-m", "rose.scheduler.rollout.service", "--port", "0"]
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+            *(*command, "--worker", worker.url),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
         )
-        assert process.stdout is not None
-        url = (await process.stdout.readline()).decode().split()[-1]
-        async with aiohttp.ClientSession() as http:
-            turn = asyncio.create_task(
-                post_json(http, f"{url}/v1/completions", {**BODY, "return_token_ids": True})
-            )
-            await until(lambda: bool(worker.requests))
-            os.kill(process.pid, signal.SIGTERM)
-            assert (await turn)["choices"][0]["token_ids"] == expected_tokens(PROMPT, 5)
-        assert await process.wait() == 0
+        try:
+            assert process.stdout is not None
+            url = (await process.stdout.readline()).decode().split()[-1]
+            async with aiohttp.ClientSession() as http:
+                turn = asyncio.create_task(
+                    post_json(http, f"{url}/v1/completions", {**BODY, "return_token_ids": True})
+                )
+                await until(lambda: bool(worker.requests))
+                process.send_signal(signal.SIGTERM)
+                worker.go_on()
+                assert (await turn)["choices"][0]["token_ids"] == expected_tokens(PROMPT, 5)
+            assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 async def post_json(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
@@ -340,6 +349,24 @@ def test_worker_flags_are_read() -> None:
 def test_a_bad_setting_is_named(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"f.yaml: {problem}"):
         build_config(fields, "f.yaml", Settings.from_environment({}))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"port: {", "not valid YAML: "),
+        (b"\xff\xfe", "not a text file in UTF-8"),
+        (b"- 1", "expected keys host, port, workers, policy"),
+        (b"1: 2", "1: Keys should be strings"),
+    ],
+)
+def test_a_settings_file_that_can_not_be_read_is_one_clear_error(
+    tmp_path: Path, content: bytes, problem: str
+) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"router\.yaml: {problem}"):
+        main(["--config", str(path)])
 
 
 def test_keys_come_from_the_environment_unless_given() -> None:

@@ -1,0 +1,145 @@
+"""What commands do between an engine's routes and its scheduler, without a model behind."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+from vllm.v1.core.sched.interface import PauseState
+
+from rose._shm import Words
+from rose.admission.board import Phase, Word
+from rose.admission.gate import ServingView
+from rose.admission.profile import ProfileKey
+from rose.admission.rollout_side import RolloutSide
+from rose.admission.serving_side import ServingSide
+from rose.admission.slack import NEVER
+from rose.admission.stall import StallTracker
+from rose.admission.step_time import UNPROFILED
+from rose.engine.control import EngineControl
+from rose.engine.recorder import StepRecorder
+from rose.engine.rollout_scheduler import RolloutScheduler
+from rose.engine.scheduler import GATE_MODES, RoseScheduler
+from rose.engine.serving_scheduler import ServingScheduler
+from rose.engine.settings import EngineSettings
+from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
+from rose.errors import WorkerError
+from rose.types import GateMode, Role
+
+KEY = ProfileKey(model="m", hardware="h", vllm_version="0", parallelism="tp1pp1")
+NUM_STEPS = 200
+
+
+class Client:
+    """An engine that answers at once, without a token."""
+
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", max_model_len=64, get_vocab_size=lambda: 10),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=2),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+    )
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[None]:
+        await asyncio.sleep(0)
+        yield None
+
+
+def bare(scheduler_class: type[RoseScheduler], role: Role, page: StatusPage) -> Any:
+    """A scheduler with ROSE's half alone: vLLM's would need a model's configuration."""
+    scheduler: Any = scheduler_class.__new__(scheduler_class)
+    scheduler.rose = EngineSettings(role=role)
+    scheduler.page = page
+    scheduler.requests, scheduler.max_num_scheduled_tokens = {}, 512
+    return scheduler
+
+
+@pytest.fixture
+def page(runtime_dir: Path) -> Iterator[StatusPage]:
+    made = StatusPage(page_path(runtime_dir, "e"), create=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def words() -> Words:
+    return Words(bytearray(4096))
+
+
+async def obey(scheduler: RoseScheduler) -> None:
+    while True:
+        scheduler._obey_commands()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_is_an_error(
+    page: StatusPage, tmp_path: Path
+) -> None:
+    scheduler = bare(RoseScheduler, Role.ROLLOUT, page)
+    scheduler.recorder, scheduler._profile_command = StepRecorder(KEY, tmp_path), ProfileCommand.NONE
+    scheduler.set_gate_mode(GateMode.DUAL)
+    control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
+    obeying = asyncio.create_task(obey(scheduler))
+    first = asyncio.create_task(control.profile())
+    while page.get(Field.GATE_MODE) != GATE_MODES.index(GateMode.OFF):
+        await asyncio.sleep(0)
+    for profile in (first, asyncio.create_task(control.profile())):
+        with pytest.raises(WorkerError, match="could not make a profile"):
+            await profile
+    obeying.cancel()
+    scheduler._obey_commands()
+    assert page.get(Field.GATE_MODE) == GATE_MODES.index(GateMode.DUAL)
+
+
+@pytest.mark.parametrize("num_steps", [0, NUM_STEPS])
+def test_a_profile_that_can_not_be_made_or_stored_leaves_the_model_as_it_was(
+    tmp_path: Path, num_steps: int
+) -> None:
+    (tmp_path / "file").touch()
+    recorder = StepRecorder(KEY, tmp_path / "file" / "profiles")
+    recorder.begin_profile()
+    for step in range(num_steps):
+        num_tokens = 1 + step % 50
+        request = SimpleNamespace(num_computed_tokens=num_tokens, num_prompt_tokens=num_tokens)
+        output: Any = SimpleNamespace(num_scheduled_tokens={"r": num_tokens})
+        recorder.started(output, {"r": request})  # type: ignore[dict-item]
+        recorder.ended(recorder._started_s + 0.01 * num_tokens)
+    model = recorder.model
+    assert not recorder.finish_profile()
+    assert recorder.model == model and (num_steps > 0 or model == UNPROFILED)
+
+
+def test_a_paused_engine_stalls_nobody_and_asks_for_no_turn(page: StatusPage, words: Words) -> None:
+    scheduler = bare(RolloutScheduler, Role.ROLLOUT, page)
+    scheduler._stalls, scheduler._side = StallTracker(1000.0), RolloutSide(words)
+    scheduler._side.set_want(True)
+    scheduler._stalls.observe({"a"}, time.monotonic())
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert words.load(Word.R_WANT) == 0
+    assert scheduler._stalls.stalled(time.monotonic() + 5000) == ()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert scheduler._stalls.stalled(time.monotonic() + 500) == ()
+    assert scheduler._stalls.stalled(time.monotonic() + 1001) == ("a",)
+
+
+def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_turns(page: StatusPage, words: Words) -> None:
+    scheduler = bare(RolloutScheduler, Role.ROLLOUT, page)
+    scheduler._side = RolloutSide(words)
+    scheduler._side.set_want(True)
+    scheduler.set_gate_mode(GateMode.OFF)
+    assert words.load(Word.R_WANT) == 0
+
+
+def test_a_serving_engine_whose_gate_goes_off_leaves_rollout_free(page: StatusPage, words: Words) -> None:
+    scheduler = bare(ServingScheduler, Role.SERVING, page)
+    scheduler._side, rollout = ServingSide(words), RolloutSide(words)
+    scheduler._side.publish(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER))
+    assert not rollout.view().may_start
+    scheduler.set_gate_mode(GateMode.OFF)
+    assert words.load(Word.S_PHASE) == Phase.IDLE and rollout.view().may_start
