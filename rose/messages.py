@@ -12,6 +12,8 @@ class GateStatus(BaseModel):
     """What the compute gate of an engine does."""
 
     mode: GateMode
+    tpot_target_ms: float | None = None
+    """Of the last change; None: as the engine was started."""
     admitted_steps: int
     declined_steps: int
 
@@ -66,6 +68,8 @@ class GateChange(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     mode: GateMode
+    tpot_target_ms: float | None = Field(default=None, gt=0)
+    """What the gate aims at per serving token, within the SLO; None: as the engine was started."""
 
 
 class WeightUpdate(BaseModel):

@@ -22,7 +22,7 @@ from rose.engine.profiling import run_shapes, shapes_for
 from rose.engine.recorder import profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
-from rose.errors import WorkerError
+from rose.errors import ConfigError, WorkerError
 from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient, describe_pool
 from rose.messages import ActivationChange, GateStatus, Profile, WeightUpdate, WeightUpdated, WorkerStatus
@@ -87,6 +87,7 @@ class EngineControl:
             pressure=Pressure(get(Field.PRESSURE)).name.lower(),
             gate=GateStatus(
                 mode=GATE_MODES[get(Field.GATE_MODE)],
+                tpot_target_ms=get(Field.TPOT_TARGET_US) / 1000 or None,
                 admitted_steps=get(Field.ADMITTED_STEPS),
                 declined_steps=get(Field.DECLINED_STEPS),
             ),
@@ -106,7 +107,11 @@ class EngineControl:
     def begin_rl_step(self, step: int) -> None:
         self._page.put(Field.RL_STEP, step)
 
-    def set_gate(self, mode: GateMode) -> None:
+    def set_gate(self, mode: GateMode, tpot_target_ms: float | None = None) -> None:
+        """``tpot_target_ms`` None: as the engine was started. Raises: ConfigError for one above the SLO."""
+        if problem := self._settings.target_problem(tpot_target_ms):
+            raise ConfigError(problem)
+        self._page.put(Field.WANTED_TPOT_TARGET_US, round(1000 * tpot_target_ms) if tpot_target_ms else 0)
         self._page.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))
 
     async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
@@ -167,14 +172,14 @@ class EngineControl:
         )
 
     async def _run_profile(self) -> None:
-        gate = GATE_MODES[self._page.get(Field.GATE_MODE)]
-        self.set_gate(GateMode.OFF)
+        gate = self.status().gate
+        self.set_gate(GateMode.OFF, gate.tpot_target_ms)
         self._page.put(Field.PROFILE, ProfileCommand.RECORD)
         try:
             await run_shapes(self._client, shapes_for(self._client))
         finally:
             self._page.put(Field.PROFILE, ProfileCommand.FIT)
-            self.set_gate(gate)
+            self.set_gate(gate.mode, gate.tpot_target_ms)
         while (answer := self._page.get(Field.PROFILE)) == ProfileCommand.FIT:
             await asyncio.sleep(0.05)
         if answer == ProfileCommand.FAILED:

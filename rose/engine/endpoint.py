@@ -69,7 +69,10 @@ async def post_rl_step(body: RlStep, request: Request) -> RlStep:
 
 @router.post("/gate")
 async def post_gate(body: GateChange, request: Request) -> GateChange:
-    _control(request).set_gate(body.mode)
+    try:
+        _control(request).set_gate(body.mode, body.tpot_target_ms)
+    except ConfigError as error:
+        raise HTTPException(422, str(error)) from error
     return body
 
 

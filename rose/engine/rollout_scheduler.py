@@ -15,7 +15,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
-from rose.admission.gate import GateDecision, GatePolicy, GateReason, RolloutCandidate, ServingView
+from rose.admission.gate import (
+    GateDecision,
+    GatePolicy,
+    GateReason,
+    GateSettings,
+    RolloutCandidate,
+    ServingView,
+)
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.stall import StallTracker
 from rose.engine.rollout_memory import RolloutMemory
@@ -52,10 +59,10 @@ class RolloutScheduler(RoseScheduler):
         self._starved_until_s = 0.0
         self._waits_since_s = time.monotonic()
 
-    def set_gate_mode(self, mode: GateMode) -> None:
-        super().set_gate_mode(mode)
-        self._gate = GatePolicy(self.rose.gate_settings(mode))
-        if mode is GateMode.OFF:
+    def set_gate(self, gate: GateSettings) -> None:
+        super().set_gate(gate)
+        self._gate = GatePolicy(gate)
+        if gate.mode is GateMode.OFF:
             self._want_nothing()
 
     def set_pause_state(self, pause_state: PauseState) -> None:

@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from rose.admission.gate import GateSettings
 from rose.config import Settings
 from rose.engine.recorder import StepRecorder, profile_key
 from rose.engine.settings import EngineSettings
@@ -32,7 +33,15 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 0.05
 """Longest time until an idle engine notices a command on its status page."""
-COMMANDS = (Field.RL_STEP, Field.WANTED_GATE_MODE, Field.PROFILE, Field.WANTED_INACTIVE)
+COMMANDS = (
+    *(
+        Field.RL_STEP,
+        Field.WANTED_GATE_MODE,
+        Field.WANTED_TPOT_TARGET_US,
+        Field.PROFILE,
+        Field.WANTED_INACTIVE,
+    ),
+)
 GATE_MODES = list(GateMode)
 
 
@@ -71,7 +80,7 @@ class RoseScheduler(Scheduler):
         self._next_due_s: float | None = None
         self._input_queue: queue.Queue[Any] | None = None
         self._closing = threading.Event()
-        self.set_gate_mode(settings.gate)
+        self.set_gate(settings.gate_settings(settings.gate))
 
     running: list[Request]
     max_num_scheduled_tokens: int
@@ -84,9 +93,9 @@ class RoseScheduler(Scheduler):
     def after_profile(self) -> None:
         """A profiling run has ended: forget what its traffic looked like."""
 
-    def set_gate_mode(self, mode: GateMode) -> None:
-        """Adopt a gate mode; subclasses rebuild what depends on it."""
-        self.page.put(Field.GATE_MODE, GATE_MODES.index(mode))
+    def set_gate(self, gate: GateSettings) -> None:
+        """Adopt these settings; subclasses rebuild what depends on them."""
+        self.page.put(Field.GATE_MODE, GATE_MODES.index(gate.mode))
 
     # vLLM's scheduler interface ---------------------------------------------------------------------
 
@@ -217,9 +226,11 @@ class RoseScheduler(Scheduler):
         return bool(self.kv_cache_manager.block_pool.kv_event_queue)
 
     def _obey_commands(self) -> None:
-        wanted = self.page.get(Field.WANTED_GATE_MODE)
-        if wanted >= 0 and wanted != self.page.get(Field.GATE_MODE):
-            self.set_gate_mode(GATE_MODES[wanted])
+        mode, target_us = self.page.get(Field.WANTED_GATE_MODE), self.page.get(Field.WANTED_TPOT_TARGET_US)
+        has = self.page.get(Field.GATE_MODE), self.page.get(Field.TPOT_TARGET_US)
+        if mode >= 0 and (mode, target_us) != has:
+            self.page.put(Field.TPOT_TARGET_US, target_us)
+            self.set_gate(self.rose.gate_settings(GATE_MODES[mode], target_us / 1000 or None))
         command = ProfileCommand(self.page.get(Field.PROFILE))
         if command is not self._profile_command:
             self._profile_command = command

@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
-from rose.admission.gate import GatePolicy
+from rose.admission.gate import GatePolicy, GateSettings
 from rose.admission.reach import unreachable_slo
 from rose.admission.serving_side import NO_WORK, ServingSide
 from rose.engine.scheduler import RoseScheduler
@@ -60,14 +60,13 @@ class ServingScheduler(RoseScheduler):
         if self._memory is not None:
             self._memory.forget_peak()
 
-    def set_gate_mode(self, mode: GateMode) -> None:
-        super().set_gate_mode(mode)
-        gate = self.rose.gate_settings(mode)
+    def set_gate(self, gate: GateSettings) -> None:
+        super().set_gate(gate)
         self._gate = GatePolicy(gate)
         self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
         for request in self.requests.values():
             self._track(request, time.monotonic())
-        if mode is GateMode.OFF and self._side is not None:
+        if gate.mode is GateMode.OFF and self._side is not None:
             # Nothing is published from now on: rollout would wait for good for the turn that it needs.
             self._side.publish(NO_WORK)
 

@@ -5,9 +5,9 @@ Owns the names, types and defaults. Promises one clear line for bad input. Never
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rose.admission.gate import GateSettings
 from rose.errors import ConfigError
@@ -66,6 +66,21 @@ class EngineSettings(BaseModel):
         except ValidationError as error:
             raise ConfigError(_one_line(error)) from error
 
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if problem := self.target_problem(self.tpot_target_ms):
+            raise ValueError(problem)
+        return self
+
+    def target_problem(self, tpot_target_ms: float | None) -> str | None:
+        """What is wrong with a TPOT target beside this SLO; None where nothing is."""
+        if tpot_target_ms is None or tpot_target_ms <= self.slo_tpot_ms:
+            return None
+        return (
+            f"tpot_target_ms is {tpot_target_ms:g}, above slo_tpot_ms of {self.slo_tpot_ms:g}: "
+            "the gate would aim past the SLO; lower the target or raise the SLO"
+        )
+
     def named(self, pid: int) -> "EngineSettings":
         """These settings with an engine id; one that was given stays."""
         return self if self.engine_id else self.model_copy(update={"engine_id": f"{self.role}-{pid}"})
@@ -73,11 +88,13 @@ class EngineSettings(BaseModel):
     def slo(self) -> SLO:
         return SLO(ttft_s=self.slo_ttft_ms / 1000, tpot_s=self.slo_tpot_ms / 1000)
 
-    def gate_settings(self, mode: GateMode) -> GateSettings:
+    def gate_settings(self, mode: GateMode, tpot_target_ms: float | None = None) -> GateSettings:
+        """For another mode, and another TPOT target where one is given, than the engine was started with."""
+        target_ms = tpot_target_ms if tpot_target_ms is not None else self.tpot_target_ms
         return GateSettings(
             mode=mode,
             slo=self.slo(),
-            tpot_target_s=None if self.tpot_target_ms is None else self.tpot_target_ms / 1000,
+            tpot_target_s=None if target_ms is None else target_ms / 1000,
             itl_cap_s=None if self.itl_cap_ms is None else self.itl_cap_ms / 1000,
             chunk_tokens=self.chunk_tokens,
             stall_timeout_s=self.stall_s,
@@ -94,6 +111,8 @@ class EngineSettings(BaseModel):
 def _one_line(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
+    if not key:  # two keys that don't fit together
+        return f"--additional-config: '{CONFIG_KEY}': {first['ctx']['error']}"
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, EngineSettings.model_fields, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""

@@ -39,6 +39,8 @@ class Field(IntEnum):
     """1 once the scheduler obeyed WANTED_INACTIVE: no request and no slab but the pinned one is left."""
     SLABS_QUARANTINED = 19
     KV_LIVE_BLOCKS = 20
+    TPOT_TARGET_US = 21
+    """Of the last gate change; 0: as the engine was started."""
     # Commands: written by the endpoint, read by the scheduler.
     RL_STEP = 32
     WANTED_GATE_MODE = 33
@@ -46,6 +48,7 @@ class Field(IntEnum):
     """A ``ProfileCommand``; the scheduler answers FIT with NONE or FAILED."""
     WANTED_INACTIVE = 35
     """1 while the engine shall hold no requests and no KV."""
+    WANTED_TPOT_TARGET_US = 36
 
 
 class ProfileCommand(IntEnum):

@@ -49,8 +49,9 @@ class EngineControl:
     def status(self) -> WorkerStatus:
         return WorkerStatus.model_validate(self._call("GET", "/rose/v1/status"))
 
-    def set_gate(self, mode: GateMode) -> None:
-        self._call("POST", "/rose/v1/gate", GateChange(mode=mode).model_dump(mode="json"))
+    def set_gate(self, mode: GateMode, tpot_target_ms: float | None = None) -> None:
+        body = GateChange(mode=mode, tpot_target_ms=tpot_target_ms)
+        self._call("POST", "/rose/v1/gate", body.model_dump(mode="json"))
 
     def profile(self, timeout_s: float = PROFILE_TIMEOUT_S) -> Profile:
         return Profile.model_validate(self._call("POST", "/rose/v1/profile", {}, timeout_s))

@@ -29,7 +29,7 @@ from rose.engine.scheduler import GATE_MODES, RoseScheduler
 from rose.engine.serving_scheduler import ServingScheduler
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
-from rose.errors import WorkerError
+from rose.errors import ConfigError, WorkerError
 from rose.types import GateMode, Role
 
 KEY = ProfileKey(model="m", hardware="h", vllm_version="0", parallelism="tp1pp1")
@@ -83,7 +83,7 @@ async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_i
 ) -> None:
     scheduler = bare(RoseScheduler, Role.ROLLOUT, page)
     scheduler.recorder, scheduler._profile_command = StepRecorder(KEY, tmp_path), ProfileCommand.NONE
-    scheduler.set_gate_mode(GateMode.DUAL)
+    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.DUAL))
     control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
     obeying = asyncio.create_task(obey(scheduler))
     first = asyncio.create_task(control.profile())
@@ -95,6 +95,22 @@ async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_i
     obeying.cancel()
     scheduler._obey_commands()
     assert page.get(Field.GATE_MODE) == GATE_MODES.index(GateMode.DUAL)
+
+
+def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_first_one_back(
+    page: StatusPage,
+) -> None:
+    scheduler = bare(RolloutScheduler, Role.ROLLOUT, page)
+    scheduler._profile_command = ProfileCommand.NONE
+    control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
+    targets = []
+    for target_ms in (40.0, None):
+        control.set_gate(GateMode.DUAL, target_ms)
+        scheduler._obey_commands()
+        targets.append((scheduler._gate.settings.tpot_target_s, page.get(Field.TPOT_TARGET_US)))
+    assert targets == [(0.04, 40_000), (None, 0)]
+    with pytest.raises(ConfigError, match="tpot_target_ms is 200, above slo_tpot_ms of 150"):
+        control.set_gate(GateMode.DUAL, 200.0)
 
 
 @pytest.mark.parametrize("num_steps", [0, NUM_STEPS])
@@ -132,7 +148,7 @@ def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_turns(page: Statu
     scheduler = bare(RolloutScheduler, Role.ROLLOUT, page)
     scheduler._side = RolloutSide(words)
     scheduler._side.set_want(True)
-    scheduler.set_gate_mode(GateMode.OFF)
+    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.OFF))
     assert words.load(Word.R_WANT) == 0
 
 
@@ -141,5 +157,5 @@ def test_a_serving_engine_whose_gate_goes_off_leaves_rollout_free(page: StatusPa
     scheduler._side, rollout = ServingSide(words), RolloutSide(words)
     scheduler._side.publish(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER))
     assert not rollout.view().may_start
-    scheduler.set_gate_mode(GateMode.OFF)
+    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.OFF))
     assert words.load(Word.S_PHASE) == Phase.IDLE and rollout.view().may_start

@@ -37,6 +37,7 @@ def test_milliseconds_stay_at_the_edge() -> None:
     gate = settings.gate_settings(GateMode.TPOT_ONLY)
     assert (gate.mode, gate.tpot_target_for(0.01)) == (GateMode.TPOT_ONLY, 0.04)
     assert gate.itl_cap_for(0.04) == 0.09
+    assert settings.gate_settings(GateMode.DUAL, 60).tpot_target_for(0.01) == 0.06
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,10 @@ def test_milliseconds_stay_at_the_edge() -> None:
         ({"role": "trainer"}, "'rose.role': Input should be 'serving' or 'rollout' (got 'trainer')"),
         ({"role": "serving", "stall_s": 0}, "'rose.stall_s': Input should be greater than 0 (got 0)"),
         ({"role": "serving", "high_watermark": 1.5}, "'rose.high_watermark'"),
+        (
+            {"role": "serving", "slo_tpot_ms": 50, "tpot_target_ms": 60},
+            "--additional-config: 'rose': tpot_target_ms is 60, above slo_tpot_ms of 50",
+        ),
         ({"role": "serving", "gate": "both"}, "'rose.gate': Input should be 'dual', 'ttft-only'"),
     ],
 )
