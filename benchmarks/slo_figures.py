@@ -1,57 +1,70 @@
-"""What simulated runs of the sharing policies come to: percentiles, attainment, harvest, and the figures.
+"""What runs of the sharing policies come to: percentiles, attainment, harvest, and the figures.
 
-Owns the figures' names and targets; each carries kind "simulated". Runs nothing.
+Owns the figures' names and targets, for simulated and for measured runs alike; a figure says which it is.
+Runs nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 from harness import median_figure
 
-from rose.admission.twin.gpu import TwinOutcome
-from rose.admission.twin.serving import ServedRequest
 from rose.demo.figures import Figure
 from rose.types import SLO
 
-DENSITIES = (1.0, 1.5, 2.0)
-HEAVY = "heavy"
-ALONE = "serving alone"
+ALONE, DUAL = "serving alone", "dual"
+MAX_TTFT_P99_RATIO = {True: "<= 1.05", False: "<= 1.15"}
+"""Simulated, measured."""
 # ROSE §6.2: P99 of dual relative to a single objective.
 PAPER_DUAL = {
     "tpot-only": {"ttft": 1 - 0.037, "tpot": 1 - 0.034},
     "ttft-only": {"ttft": 1 - 0.284, "tpot": 1 - 0.763},
 }
-# ROSE Table 5: average rollout time relative to density 1.
-PAPER_ROLLOUT_TIME = {
-    "8B": {1.5: 511.7 / 496.3, 2.0: 569.9 / 496.3},
-    "32B": {1.5: 977.7 / 960.1, 2.0: 989.9 / 960.1},
-}
 
 
+class Served(Protocol):
+    """One serving request, measured or simulated; None for what never happened."""
+
+    @property
+    def ttft_s(self) -> float | None: ...
+
+    @property
+    def tpot_s(self) -> float | None: ...
+
+    @property
+    def max_itl_s(self) -> float | None: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """One policy on the same samples of the traffic as every other."""
+    """One policy on the same samples of the traffic as every other; lists are per repeat."""
 
-    def __init__(self, outcomes: Sequence[TwinOutcome], slo: SLO, alone_rates: Sequence[float]) -> None:
-        self._outcomes = outcomes
-        self._slo = slo
-        self.harvest = [
-            outcome.generated_tokens / outcome.horizon_s / rate
-            for outcome, rate in zip(outcomes, alone_rates, strict=True)
-        ]
-        self.free = [1 - outcome.serving_share for outcome in outcomes]
+    requests: Sequence[Sequence[Served]]
+    slo: SLO
+    harvest: list[float]
+    """Rollout tokens/s over those of rollouts alone."""
+    free: list[float]
+    """Share of the time that serving left."""
+    is_simulated: bool
 
     @cached_property
     def ttfts_s(self) -> list[list[float]]:
         """Per repeat."""
-        return [[r.ttft_s for r in o.requests if r.ttft_s is not None] for o in self._outcomes]
+        return [[r.ttft_s for r in repeat if r.ttft_s is not None] for repeat in self.requests]
 
     @cached_property
     def tpots_s(self) -> list[list[float]]:
         """Per repeat: of answers that came to their end."""
-        return [[r.tpot_s for r in o.requests if r.tpot_s is not None] for o in self._outcomes]
+        return [
+            [r.tpot_s for r in repeat if r.is_complete and r.tpot_s is not None] for repeat in self.requests
+        ]
 
     def p99(self, kind: str) -> list[float]:
         """Per repeat, of "ttft" or "tpot"."""
@@ -63,85 +76,113 @@ class Run:
             [v for values in (self.ttfts_s if kind == "ttft" else self.tpots_s) for v in values], percent
         )
 
-    def attainment(self, kind: str) -> float:
+    def attainment(self, kind: str, slo: SLO | None = None) -> float:
         """Share of all requests within the SLO; one that was not answered misses it."""
-        requests = [r for outcome in self._outcomes for r in outcome.requests]
-        return sum(self._is_met(kind, r) for r in requests) / len(requests)
+        requests = [r for repeat in self.requests for r in repeat]
+        limits = slo if slo is not None else self.slo
+        return sum(_is_met(kind, r, limits) for r in requests) / len(requests)
 
-    def _is_met(self, kind: str, r: ServedRequest) -> bool:
-        if kind == "ttft":
-            return r.ttft_s is not None and r.ttft_s <= self._slo.ttft_s
-        if r.last_token_s is None:
-            return False
-        if kind == "itl":
-            return r.max_gap_s <= self._slo.tpot_s
-        return r.tpot_s is None or r.tpot_s <= self._slo.tpot_s
+    def figure(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        target: str | None = None,
+        peers: dict[str, float | None] | None = None,
+    ) -> Figure:
+        """One number without a spread."""
+        made = Figure(name=name, value=value, unit=unit, target=target, peers=peers if peers else {})
+        return self.marked(made)
+
+    def marked(self, figure: Figure) -> Figure:
+        """Says so where it is simulated."""
+        return replace(figure, kind="simulated") if self.is_simulated else figure
 
 
-def case_figures(case: str, runs: dict[str, Run]) -> list[Figure]:
-    """Attainment, harvest and tail ratios of one workload."""
-    dual, alone = runs["dual"], runs[ALONE]
+def _is_met(kind: str, r: Served, slo: SLO) -> bool:
+    if kind == "ttft":
+        return r.ttft_s is not None and r.ttft_s <= slo.ttft_s
+    latency_s = r.max_itl_s if kind == "itl" else r.tpot_s
+    return r.is_complete and (latency_s is None or latency_s <= slo.tpot_s)
+
+
+def case_figures(case: str, runs: dict[str, Run], *, is_heavy: bool = False) -> list[Figure]:
+    """Attainment, harvest and tail ratios of one workload. ``is_heavy``: serving takes most of the time."""
+    dual, alone = runs[DUAL], runs[ALONE]
     figures = [
-        one(f"slo_attainment[{kind}, {case}]", dual.attainment(kind), "share", ">= 0.99", runs, kind)
-        for kind in ("ttft", "tpot", "itl")
+        attainment_figure(f"slo_attainment[{kind}, {case}]", runs, kind) for kind in ("ttft", "tpot", "itl")
     ]
     peers: dict[str, float | None] = {name: mean(run.harvest) for name, run in runs.items() if name != ALONE}
-    # Under heavy load serving itself takes more of the time.
-    target = None if HEAVY in case else ">= 0.80"
+    target = None if is_heavy else ">= 0.80"
     of_free = [h / f for h, f in zip(dual.harvest, dual.free, strict=True)]
-    figures += [
-        simulated(
-            median_figure(
-                f"harvested_fraction[{case}]", dual.harvest, "of rollout alone", target=target, peers=peers
-            )
-        ),
-        simulated(
-            median_figure(f"harvested_free_fraction[{case}]", of_free, "of free time", target=">= 0.97")
-        ),
-        _ratio(
-            f"ttft_p99_ratio[{case}]",
-            dual,
-            alone,
-            "ttft",
-            "<= 1.05",
-            {"paper": 1.07, "Prism": 3.1, "Valve": 1.05},
-        ),
-        _ratio(
-            f"tpot_p99_ratio[{case}]",
-            dual,
-            alone,
-            "tpot",
-            None,
-            {"alternate": _p99_ratio(runs["alternate"], alone, "tpot")},
-        ),
-    ]
+    harvested = median_figure(
+        f"harvested_fraction[{case}]", dual.harvest, "of rollout alone", target=target, peers=peers
+    )
+    free = median_figure(f"harvested_free_fraction[{case}]", of_free, "of free time", target=">= 0.97")
+    figures += [dual.marked(harvested), dual.marked(free)]
+    paper: dict[str, float | None] = {"paper": 1.07, "Prism": 3.1, "Valve": 1.05}
+    max_ratio = MAX_TTFT_P99_RATIO[dual.is_simulated]
+    figures.append(_ratio(f"ttft_p99_ratio[{case}]", dual, alone, "ttft", max_ratio, paper))
+    others: dict[str, float | None] = {
+        name: _p99_ratio(run, alone, "tpot") for name, run in runs.items() if name in ("alternate", "naive")
+    }
+    figures.append(_ratio(f"tpot_p99_ratio[{case}]", dual, alone, "tpot", None, others))
     return figures + (invisible_figures(case, runs["idle only"], alone) if "idle only" in runs else [])
+
+
+def attainment_figure(name: str, runs: dict[str, Run], kind: str, slo: SLO | None = None) -> Figure:
+    """The gate's, held against its target only where serving alone reaches it."""
+    peers: dict[str, float | None] = {
+        each: run.attainment(kind, slo) for each, run in runs.items() if each != DUAL
+    }
+    is_reachable = runs[ALONE].attainment(kind, slo) >= 0.99
+    value = runs[DUAL].attainment(kind, slo)
+    return runs[DUAL].figure(name, value, "share", ">= 0.99" if is_reachable else None, peers)
 
 
 def invisible_figures(case: str, idle: Run, alone: Run) -> list[Figure]:
     """The mode that harvests idle time only."""
     share = [h / f for h, f in zip(idle.harvest, idle.free, strict=True)]
+    of_idle = median_figure(f"invisible_idle_fraction[{case}]", share, "of idle time", target=">= 0.95")
     return [
         _ratio(f"invisible_p99_ratio[ttft, {case}]", idle, alone, "ttft", "<= 1.10", {"Valve": 1.05}),
         _ratio(f"invisible_p99_ratio[tpot, {case}]", idle, alone, "tpot", "<= 1.05", {"Valve": 1.02}),
-        simulated(median_figure(f"invisible_idle_fraction[{case}]", share, "of idle time", target=">= 0.95")),
+        idle.marked(of_idle),
     ]
 
 
-def trend_figures(pair: str, by_density: Sequence[dict[str, Run]]) -> list[Figure]:
-    """Table 5: rollout time and tails grow with density, within the SLO."""
-    first = by_density[0]["dual"]
-    figures = []
-    for density, runs in list(zip(DENSITIES, by_density, strict=True))[1:]:
-        paper: dict[str, float | None] = {"paper": PAPER_ROLLOUT_TIME[pair][density]}
-        value = mean(first.harvest) / mean(runs["dual"].harvest)
-        figures.append(
-            plain(f"rollout_time[{pair}, density {density:g} over 1]", value, "ratio", None, paper)
+def tight_figures(case: str, runs: dict[str, Run], slo: SLO) -> list[Figure]:
+    """A TPOT SLO of a few decode steps."""
+    figures = [
+        attainment_figure(f"tight_attainment[{kind}, {case}]", runs, kind, slo) for kind in ("ttft", "tpot")
+    ]
+    dual = runs[DUAL]
+    harvest = median_figure(f"tight_harvest[{case}]", dual.harvest, "of rollout alone", target=">= 0.70")
+    return [*figures, dual.marked(harvest)]
+
+
+def frontier_figures(prefix: str, points: Sequence[Run], runs: dict[str, Run]) -> list[Figure]:
+    """What each allowed TPOT buys, beside alternation. ``prefix``: of the case, e.g. "8B, "."""
+    alone_s = runs[ALONE].pooled("tpot", 99)
+    curve = [(p.pooled("tpot", 99) / alone_s, mean(p.harvest)) for p in points]
+    alternate = (runs["alternate"].pooled("tpot", 99) / alone_s, mean(runs["alternate"].harvest))
+    peers: dict[str, float | None] = {"alternation": alternate[1], "at its TPOT of": alternate[0]}
+    figures = [
+        runs[DUAL].figure(
+            f"frontier[{prefix}TPOT P99 cap {cap:g}x]",
+            harvest_at(curve, cap),
+            "of rollout alone",
+            target,
+            peers,
         )
-    return figures
+        for cap, target in ((2.0, ">= 0.60"), (4.5, ">= 0.75"))
+    ]
+    over = harvest_at(curve, alternate[0]) - alternate[1]
+    name = "frontier_over_alternation" + (f"[{prefix.removesuffix(', ')}]" if prefix else "")
+    return [*figures, runs[DUAL].figure(name, over, "more harvest", ">= 0", peers)]
 
 
-def dual_best_figures(pair: str, points: Sequence[Run], runs: dict[str, Run]) -> list[Figure]:
+def dual_best_figures(prefix: str, points: Sequence[Run], runs: dict[str, Run]) -> list[Figure]:
     """The gate's tails over a single objective's, where its TPOT target gives it that one's harvest.
 
     ROSE Figure 9 compares at about equal rollout time; the gate's place on its frontier is a setting.
@@ -154,8 +195,9 @@ def dual_best_figures(pair: str, points: Sequence[Run], runs: dict[str, Run]) ->
             harvests, tails_s = ([point[i] for point in curve] for i in (0, 1))
             at = float(np.interp(harvest, harvests, tails_s))
             peers: dict[str, float | None] = {"at harvest": harvest, "paper": PAPER_DUAL[single][kind]}
-            name = f"dual_best[{kind}, {pair}, over {single}]"
-            figures.append(plain(name, at / runs[single].pooled(kind, 99), "P99 ratio", "<= 1.02", peers))
+            name = f"dual_best[{kind}, {prefix}over {single}]"
+            over = at / runs[single].pooled(kind, 99)
+            figures.append(runs[DUAL].figure(name, over, "P99 ratio", "<= 1.02", peers))
     return figures
 
 
@@ -187,23 +229,7 @@ def _p99_ratio(run: Run, alone: Run, kind: str) -> float:
 def _ratio(
     name: str, run: Run, alone: Run, kind: str, target: str | None, peers: dict[str, float | None]
 ) -> Figure:
+    """Of the pooled percentiles; the spread is over the repeats."""
     ratios = [ours / theirs for ours, theirs in zip(run.p99(kind), alone.p99(kind), strict=True)]
-    figure = simulated(median_figure(name, ratios, "ratio", target=target, peers=peers))
+    figure = run.marked(median_figure(name, ratios, "ratio", target=target, peers=peers))
     return replace(figure, value=_p99_ratio(run, alone, kind))
-
-
-def one(name: str, value: float, unit: str, target: str, runs: dict[str, Run], kind: str) -> Figure:
-    peers: dict[str, float | None] = {
-        each: run.attainment(kind) for each, run in runs.items() if each != "dual"
-    }
-    # Where serving alone misses it nobody can reach it.
-    reachable = runs[ALONE].attainment(kind) >= 0.99
-    return plain(name, value, unit, target if reachable else None, peers)
-
-
-def plain(name: str, value: float, unit: str, target: str | None, peers: dict[str, float | None]) -> Figure:
-    return Figure(name=name, value=value, unit=unit, target=target, peers=peers, kind="simulated")
-
-
-def simulated(figure: Figure) -> Figure:
-    return replace(figure, kind="simulated")

@@ -7,23 +7,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness import median_figure
 from rich.console import Console
-from rich.table import Table
 from slo_figures import (
     ALONE,
-    DENSITIES,
-    HEAVY,
+    DUAL,
     Run,
     case_figures,
     dual_best_figures,
-    harvest_at,
+    frontier_figures,
     mean,
-    one,
-    plain,
-    simulated,
-    trend_figures,
+    tight_figures,
 )
+from slo_policies import FEW, MODES, policy_table
 
 from rose.admission.gate import GateSettings
 from rose.admission.twin.gpu import TwinGpu
@@ -41,19 +36,15 @@ BURST = "burst"
 BURST_ON_S, BURST_PERIOD_S = 5.0, 20.0
 HEAVY_DENSITY = 6.0
 """Serving alone then computes for nine tenths of the time."""
-HEAVY_POLICIES = ("naive", "alternate", "dual")
 MAX_PROMPT_TOKENS = 8192
 TIGHT_STEPS = 5.0
 FRONTIER_TARGETS = (1.8, 2.0, 2.2, 2.4, 2.6, 3.0, 4.0, 5.0, 5.7, 6.4)
 """TPOT targets of the frontier, in decode steps."""
-MODES = {
-    "naive": GateMode.OFF,
-    "alternate": GateMode.ALTERNATE,
-    "idle only": GateMode.IDLE,
-    "ttft-only": GateMode.TTFT_ONLY,
-    "tpot-only": GateMode.TPOT_ONLY,
-    "equations": GateMode.EQUATIONS,
-    "dual": GateMode.DUAL,
+DENSITIES = (1.0, 1.5, 2.0)
+# ROSE Table 5: average rollout time relative to density 1.
+PAPER_ROLLOUT_TIME = {
+    "8B": {1.5: 511.7 / 496.3, 2.0: 569.9 / 496.3},
+    "32B": {1.5: 977.7 / 960.1, 2.0: 989.9 / 960.1},
 }
 
 
@@ -83,12 +74,13 @@ class TwinBench:
                 f"{pair.name}, density {d:g}": self._policies(pair, self._traffic(pair, d)) for d in DENSITIES
             }
             cases[f"{pair.name}, {BURST}"] = self._policies(pair, self._bursts(pair))
-            heavy = self._policies(pair, self._traffic(pair, HEAVY_DENSITY), policies=HEAVY_POLICIES)
-            cases[f"{pair.name}, {HEAVY}"] = heavy
             for case, runs in cases.items():
                 self._print(case, runs)
                 figures += case_figures(case, runs)
-            figures += trend_figures(pair.name, list(cases.values())[: len(DENSITIES)])
+            heavy = self._policies(pair, self._traffic(pair, HEAVY_DENSITY), policies=FEW)
+            self._print(f"{pair.name}, heavy", heavy)
+            figures += case_figures(f"{pair.name}, heavy", heavy, is_heavy=True)
+            figures += trend_figures(pair.name, [cases[f"{pair.name}, density {d:g}"] for d in DENSITIES])
             figures += self._tight(pair) + self._frontier(pair, cases[f"{pair.name}, density 1"])
         return figures
 
@@ -107,7 +99,14 @@ class TwinBench:
             ).run()
             for index, arrivals in enumerate(samples)
         ]
-        return Run(outcomes, gate.slo, self._rollouts_alone(pair))
+        rates = zip(outcomes, self._rollouts_alone(pair), strict=True)
+        return Run(
+            requests=[outcome.requests for outcome in outcomes],
+            slo=gate.slo,
+            harvest=[outcome.generated_tokens / outcome.horizon_s / rate for outcome, rate in rates],
+            free=[1 - outcome.serving_share for outcome in outcomes],
+            is_simulated=True,
+        )
 
     def _policies(
         self,
@@ -135,50 +134,21 @@ class TwinBench:
 
     def _tight(self, pair: Pair) -> list[Figure]:
         slo = SLO(ttft_s=pair.slo.ttft_s, tpot_s=TIGHT_STEPS * pair.decode_step_s)
-        runs = self._policies(pair, self._traffic(pair, 1.0), slo, HEAVY_POLICIES)
+        runs = self._policies(pair, self._traffic(pair, 1.0), slo, FEW)
         case = f"{pair.name}, TPOT SLO {1e3 * slo.tpot_s:.0f} ms"
         self._print(case, runs)
-        figures = [
-            one(
-                f"tight_attainment[{kind}, {case}]",
-                runs["dual"].attainment(kind),
-                "share",
-                ">= 0.99",
-                runs,
-                kind,
-            )
-            for kind in ("ttft", "tpot")
-        ]
-        harvest = median_figure(
-            f"tight_harvest[{case}]", runs["dual"].harvest, "of rollout alone", target=">= 0.70"
-        )
-        return [*figures, simulated(harvest)]
+        return tight_figures(case, runs, slo)
 
     def _frontier(self, pair: Pair, runs: dict[str, Run]) -> list[Figure]:
         """What each allowed TPOT buys at density 1; the gate beside single objectives at equal harvest."""
-        samples, alone_s = self._traffic(pair, 1.0), runs[ALONE].pooled("tpot", 99)
+        samples = self._traffic(pair, 1.0)
         points = []
         for steps in FRONTIER_TARGETS:
             gate = GateSettings(slo=pair.slo, tpot_target_s=steps * pair.decode_step_s)
             points.append(self.run(pair, gate, samples))
-        points.append(runs["dual"])
-        curve = [(p.pooled("tpot", 99) / alone_s, mean(p.harvest)) for p in points]
-        self._print_curve(pair.name, curve)
-        alternate = (runs["alternate"].pooled("tpot", 99) / alone_s, mean(runs["alternate"].harvest))
-        peers: dict[str, float | None] = {"alternation": alternate[1], "at its TPOT of": alternate[0]}
-        figures = [
-            plain(
-                f"frontier[{pair.name}, TPOT P99 cap {cap:g}x]",
-                harvest_at(curve, cap),
-                "of rollout alone",
-                t,
-                peers,
-            )
-            for cap, t in ((2.0, ">= 0.60"), (4.5, ">= 0.75"))
-        ]
-        over = harvest_at(curve, alternate[0]) - alternate[1]
-        figures.append(plain(f"frontier_over_alternation[{pair.name}]", over, "more harvest", ">= 0", peers))
-        return figures + dual_best_figures(pair.name, points, runs)
+        points.append(runs[DUAL])
+        prefix = f"{pair.name}, "
+        return frontier_figures(prefix, points, runs) + dual_best_figures(prefix, points, runs)
 
     # Traffic ------------------------------------------------------------------------------------------
 
@@ -206,32 +176,20 @@ class TwinBench:
     # Tables -------------------------------------------------------------------------------------------
 
     def _print(self, case: str, runs: dict[str, Run]) -> None:
-        table = Table(title=f"SIMULATED: {case}")
-        for column in (
-            "policy",
-            "TTFT P50/P95/P99 ms",
-            "TPOT P50/P95/P99 ms",
-            "attained ttft/tpot/itl",
-            "harvest",
-            "of free",
-        ):
-            table.add_column(column, justify="left" if column == "policy" else "right")
-        for name, run in runs.items():
-            table.add_row(
-                name,
-                *(
-                    " / ".join(f"{1e3 * run.pooled(kind, p):.1f}" for p in (50, 95, 99))
-                    for kind in ("ttft", "tpot")
-                ),
-                " / ".join(f"{run.attainment(kind):.3f}" for kind in ("ttft", "tpot", "itl")),
-                f"{mean(run.harvest):.3f}",
-                f"{mean(run.harvest) / mean(run.free):.3f}",
-            )
-        self._console.print(table)
+        self._console.print(policy_table(f"SIMULATED: {case}", runs))
 
-    def _print_curve(self, name: str, curve: Sequence[tuple[float, float]]) -> None:
-        points = ", ".join(f"{ratio:.2f}x {harvest:.3f}" for ratio, harvest in sorted(curve))
-        self._console.print(f"SIMULATED frontier {name}, TPOT P99 over serving alone, harvest: {points}")
+
+def trend_figures(pair: str, by_density: Sequence[dict[str, Run]]) -> list[Figure]:
+    """Table 5: rollout time and tails grow with density, within the SLO."""
+    first = by_density[0][DUAL]
+    figures = []
+    for density, runs in list(zip(DENSITIES, by_density, strict=True))[1:]:
+        paper: dict[str, float | None] = {"paper": PAPER_ROLLOUT_TIME[pair][density]}
+        value = mean(first.harvest) / mean(runs[DUAL].harvest)
+        figures.append(
+            first.figure(f"rollout_time[{pair}, density {density:g} over 1]", value, "ratio", None, paper)
+        )
+    return figures
 
 
 def sample(trace: Sequence[TraceRow], count: int, horizon_s: float, seed: int) -> list[Arrival]:

@@ -41,7 +41,7 @@ def twin(
 
 
 def answered(outcome: TwinOutcome) -> list[bool]:
-    return [request.last_token_s is not None for request in outcome.requests]
+    return [request.is_complete for request in outcome.requests]
 
 
 @pytest.mark.parametrize("mode", GATED)
@@ -102,7 +102,7 @@ def test_idle_mode_never_steps_while_serving_has_work() -> None:
 
 def test_default_mode_meets_the_slo_where_the_printed_equations_do_not() -> None:
     def worst_gap_s(mode: GateMode) -> float:
-        return max(request.max_gap_s for request in twin(mode).run().requests)
+        return max(request.max_itl_s for request in twin(mode).run().requests)
 
     assert worst_gap_s(GateMode.DUAL) <= PAIR_8B.slo.tpot_s < worst_gap_s(GateMode.EQUATIONS)
 

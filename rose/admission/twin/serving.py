@@ -33,8 +33,13 @@ class ServedRequest:
     arrival: Arrival
     first_token_s: float | None
     last_token_s: float | None
-    max_gap_s: float
+    max_itl_s: float
     """The longest time between two of its tokens."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its answer came to its end."""
+        return self.last_token_s is not None
 
     @property
     def ttft_s(self) -> float | None:
@@ -175,7 +180,7 @@ class TwinServing:
                 arrival=r.arrival,
                 first_token_s=r.first_s,
                 last_token_s=r.last_s if r.num_out >= r.arrival.output_tokens else None,
-                max_gap_s=r.gap_s,
+                max_itl_s=r.gap_s,
             )
             for r in self._all
         ]
