@@ -54,6 +54,7 @@ def test_a_killed_serving_engine_is_reported_and_a_new_one_takes_its_place(
     until(lambda: "serving process is gone" in rollout.process.log_tail(200), "rollout reports the loss")
     assert request.result().stop_reason == "rose_stall"
 
+    until(lambda: not serving.process.is_alive(), "its API server ends")
     gpu.ensure_running()
     gpu.settle()
     assert snapshot(gpu.observer.board_words).serving.alive
@@ -79,7 +80,8 @@ def test_a_killed_rollout_engine_gives_its_slabs_back_and_serving_loses_nothing(
     for request in requests:
         answer = request.result()
         assert (answer.finish_reason, len(answer.tokens)) == ("length", 120)
-    assert any(request.exception() is not None for request in lost)  # some were reclaimed before
+    # On a slow machine all of them may have been reclaimed, or have stalled, before.
+    assert all(request.exception() is not None or request.result().stop_reason for request in lost)
     # What the dead engine held is of use to serving at once.
     burst = serving.start_requests([prompt(f"more-{i}", 300) for i in range(7)], max_tokens=20)
     assert all(len(request.result().tokens) == 20 for request in burst)
