@@ -1,4 +1,4 @@
-"""A stock vLLM server on the CPU, in its own process, for the demo's tests."""
+"""Stock vLLM on the CPU, each engine in its own process, for the demo's tests."""
 
 import socket
 import subprocess
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forked_engines import make_engine
+
 from rose.config import child_environment
 
 START_TIMEOUT_S = 240.0
@@ -20,6 +22,18 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_PLUGINS": "",
 }
+
+
+def first_token(model: Path, prompt: list[int]) -> tuple[int, float]:
+    """The greedy choice and its logprob, of an engine made in this process: call it in a ``Fork``."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    engine = make_engine(model, None, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=64)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1, detokenize=False)
+    (answer,) = engine.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
+    (token,) = answer.outputs[0].token_ids
+    return token, answer.outputs[0].logprobs[0][token].logprob
 
 
 @contextmanager

@@ -4,15 +4,16 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
-from stock_engine import running_engine
+from forked_engines import Fork
+from stock_engine import first_token
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rose.demo import frozenlake, models
 from rose.demo.tokenizer import END, PAD, word_tokenizer
 
+PROMPT = list(range(3, 43))
 SMALL_SERVING_SPEC = dataclasses.replace(
     models.SERVING_SPEC, hidden_size=128, intermediate_size=256, num_layers=2, vocab_size=256
 )
@@ -80,17 +81,14 @@ def test_bad_word_lists_are_refused(words: list[str]) -> None:
 def test_vllm_decodes_the_model_greedily_like_transformers(kind: str, tmp_path: Path) -> None:
     make = models.make_serving_model if kind == "serving" else models.make_rollout_model
     directory = make(tmp_path)
-    prompt = list(range(3, 43))
-    with running_engine(directory, kind) as url:
-        body = {"model": kind, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 5}
-        answer = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60)
-    choice = answer.json()["choices"][0]
+    fork = Fork(tmp_path, first_token, model=directory, prompt=PROMPT)
+    try:
+        token, logprob = fork.result()
+    finally:
+        fork.stop()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     with torch.no_grad():
-        logprobs = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-    assert len(choice["token_ids"]) == 1
+        logprobs = model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
     # bfloat16 in the engine, float32 here: the same distribution up to rounding.
-    assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(
-        float(logprobs[choice["token_ids"][0]]), abs=0.05
-    )
-    assert float(logprobs.max() - logprobs[choice["token_ids"][0]]) < 0.05
+    assert logprob == pytest.approx(float(logprobs[token]), abs=0.05)
+    assert float(logprobs.max() - logprobs[token]) < 0.05
