@@ -171,4 +171,8 @@ def test_start_failure_in_a_group_stops_the_others(tmp_path: Path) -> None:
 
 
 def test_watcher_ignores_processes_outside_the_session() -> None:
-    assert watcher.group_members(os.getpid()) in ([], [os.getpid()])
+    with subprocess.Popen(SLEEPER) as sleeper:  # in this process's group, so none is named after it
+        try:
+            assert watcher.group_members(sleeper.pid) == []
+        finally:
+            sleeper.kill()
