@@ -1,12 +1,14 @@
 """The mirror: an engine's copy of the published weights, on the host.
 
 Owns: the bits of the version that the engine is to run next, and its identity.
-Promises: transactional. load_snapshot() and apply_delta() check every frame and the resulting state hash
-before the first write; when they raise, version, hash and bits are as before.
+Promises: transactional. Every frame's checksums, base, place and payload are checked before the first write,
+and what was written is hashed as it is written: a bucket that comes out wrong takes all of them back. When
+load_snapshot() or apply_delta() raise, version, hash and bits are as before.
 Pure: no relay, no files, no clock. One thread at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +20,16 @@ from rose.transfer.manifest import Manifest
 from rose.transfer.planes import WeightPlanes, bits_dtype
 from rose.transfer.state_hash import StateHash
 from rose.types import WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One bucket's way to the next version; payload and base were checked, nothing is written yet."""
+
+    bucket: Bucket
+    patch: Patch
+    before: StateHash
+    after: StateHash
 
 
 class WeightMirror:
@@ -70,15 +82,14 @@ class WeightMirror:
         Raises: FrameError and keeps the old state.
         """
         planes = self._require_base(manifest)
-        patches = [
-            self._check_patch(planes, _open_frame(data, manifest, bucket), bucket)
+        steps = [
+            self._check_step(planes, _open_frame(data, manifest, bucket), bucket)
             for bucket, data in zip(_buckets(manifest, planes.layout), frames, strict=True)
         ]
-        after = sum((patch.change for _, patch in patches), planes.state_hash)
+        after = sum((step.after - step.before for step in steps), planes.state_hash)
         if str(after) != manifest.state_hash:
             raise FrameError(f"version {manifest.version} would hash to {after}, not {manifest.state_hash}")
-        for bucket, patch in patches:
-            planes.patch(bucket, patch)
+        _apply_all(planes, steps)
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
 
     def check_integrity(self) -> None:
@@ -99,17 +110,27 @@ class WeightMirror:
         return self.planes
 
     @staticmethod
-    def _check_patch(planes: WeightPlanes, frame: Frame, bucket: Bucket) -> tuple[Bucket, Patch]:
+    def _check_step(planes: WeightPlanes, frame: Frame, bucket: Bucket) -> _Step:
         before = planes.bucket_hash(bucket)
         if frame.base_hash != before:
             raise FrameError(f"bucket {bucket.index} starts at {frame.base_hash}, mirror at {before}")
-        patch = decode(frame.codec, frame.payload, planes.bits(bucket), bucket.first_index)
-        if patch.num_changed != frame.num_changed or before + patch.change != frame.new_hash:
+        patch = decode(frame.codec, frame.payload, planes.bits(bucket))
+        if patch.num_changed != frame.num_changed:
             raise FrameError(
-                f"bucket {bucket.index} would hash to {before + patch.change} with {patch.num_changed} "
-                f"changes, its frame says {frame.new_hash} with {frame.num_changed}"
+                f"bucket {bucket.index} has {patch.num_changed} changes, its frame says {frame.num_changed}"
             )
-        return bucket, patch
+        return _Step(bucket=bucket, patch=patch, before=before, after=frame.new_hash)
+
+
+def _apply_all(planes: WeightPlanes, steps: Sequence[_Step]) -> None:
+    """Applies all steps; none when one of them leads to another hash than its frame says."""
+    for number, step in enumerate(steps):
+        planes.patch(step.bucket, step.patch)
+        found = planes.bucket_hash(step.bucket)
+        if found != step.after:
+            for done in steps[: number + 1]:
+                planes.revert(done.bucket, done.patch, done.before)
+            raise FrameError(f"bucket {step.bucket.index} hashes to {found}, its frame says {step.after}")
 
 
 def _buckets(manifest: Manifest, layout: Layout) -> list[Bucket]:

@@ -55,8 +55,12 @@ class WeightPlanes:
 
     def patch(self, bucket: Bucket, patch: Patch) -> None:
         """Applies a patch that was decoded against this bucket as it is now; can't fail."""
-        patch.apply_to(self.bits(bucket))
-        self._bucket_hashes[bucket.index] += patch.change
+        self._bucket_hashes[bucket.index] += patch.apply_to(self.bits(bucket), bucket.first_index)
+
+    def revert(self, bucket: Bucket, patch: Patch, before: StateHash) -> None:
+        """Takes back the bucket's last patch; `before`: the hash it had then."""
+        patch.revert(self.bits(bucket))
+        self._bucket_hashes[bucket.index] = before
 
     def check_integrity(self) -> None:
         """Raises: AssertionError when a bucket's bits don't have the hash that is kept for them."""

@@ -19,7 +19,8 @@ from typing import Any
 from rose.config import Settings
 from rose.errors import RelayError, WorkerError
 from rose.transfer import manifest as keys
-from rose.transfer.codec import Codec, Patch, decode, encode
+from rose.transfer.codec import Bits, Codec, Encoded, Patch, encode
+from rose.transfer.codec_choice import encode_for_link
 from rose.transfer.layout import Bucket, Layout
 from rose.transfer.manifest import Ack, Head, HeadRun, LayoutBody, pack_body, unpack_body
 from rose.transfer.planes import WeightPlanes
@@ -32,6 +33,8 @@ from rose.types import WeightVersion
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 100
+DEFAULT_LINK_GBPS = 1.0
+"""Where nobody says what the link carries: G8S with zstd, the fewest bytes that cost no time worth naming."""
 _PUT_THREADS = 2
 _ACK_POLL_S = 0.05
 
@@ -61,6 +64,7 @@ class WeightPublisher:
     """Publishes a trainer's weights as a run of versions 0, 1, 2, ...
 
     weights: a torch module, a mapping or pairs of (Hugging Face name, tensor); read at each publish().
+    codec: one for all buckets; None chooses for each by its density and by link_gbps, the link to the relay.
     Raises: RelayError when the relay does not answer or holds a run of this id already.
     """
 
@@ -71,17 +75,19 @@ class WeightPublisher:
         run_id: str | None = None,
         dtype: str | None = "bfloat16",
         *,
-        codec: Codec = Codec.G8S_ZSTD,
+        codec: Codec | None = None,
+        link_gbps: float = DEFAULT_LINK_GBPS,
         snapshot_every: int = SNAPSHOT_EVERY,
         key: str | None = None,
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
-        if codec is Codec.DENSE or snapshot_every < 1:
-            raise ValueError(f"need a sparse codec and snapshot_every >= 1, got {codec!r} {snapshot_every}")
+        if link_gbps <= 0 or snapshot_every < 1:
+            raise ValueError(f"need link_gbps > 0 and snapshot_every >= 1, got {link_gbps} {snapshot_every}")
         self._source = TorchSource(weights, dtype)
         self.layout = Layout(self._source.specs())
         self._planes = WeightPlanes(self.layout)
         self._codec = codec
+        self._link_bytes_per_s = link_gbps * 1e9 / 8
         self._snapshot_every = snapshot_every
         self._number = -1
         self._snapshots: list[int] = []
@@ -182,23 +188,27 @@ class WeightPublisher:
 
     def _put_delta(self, writer: VersionWriter) -> None:
         patches: list[tuple[Bucket, Patch]] = []
+        after = self.state_hash
         for bucket in self.layout.buckets:
             before = self._planes.bucket_hash(bucket)
             with writer.encoding():
-                old = self._planes.bits(bucket)
-                new = self._source.read(self.layout, bucket)
-                encoded = encode(self._codec, old, new, bucket.first_index)
-                patch = decode(self._codec, encoded.payload, old, bucket.first_index)
-            assert patch.change == encoded.change, f"codec {self._codec!r} does not invert"
+                encoded = self._encode(bucket, self._source.read(self.layout, bucket))
             if encoded.num_changed > 0:
-                after = before + encoded.change
-                writer.put(bucket, self._codec, encoded.payload, encoded.num_changed, before, after)
-                patches.append((bucket, patch))
-        writer.commit(sum((patch.change for _, patch in patches), self.state_hash), self.state_hash)
+                writer.put(bucket, encoded, before, before + encoded.change)
+                patches.append((bucket, encoded.patch))
+                after += encoded.change
+        writer.commit(after, self.state_hash)
         for bucket, patch in patches:
             self._planes.patch(bucket, patch)
+        assert self.state_hash == after, f"version {writer.version}: {self.state_hash}, expected {after}"
         self._number = writer.version
         self._chain_bytes += writer.wire_bytes
+
+    def _encode(self, bucket: Bucket, new: Bits) -> Encoded:
+        old = self._planes.bits(bucket)
+        if self._codec is not None:
+            return encode(self._codec, old, new, bucket.first_index, bucket.dtype)
+        return encode_for_link(old, new, bucket.first_index, bucket.dtype, self._link_bytes_per_s)
 
     def _needs_snapshot(self) -> bool:
         """Late joiners walk the chain: it may be neither long nor half as big as what it saves."""
@@ -209,9 +219,7 @@ class WeightPublisher:
 
     def _put_snapshot(self, writer: VersionWriter) -> None:
         for bucket in self.layout.buckets:
-            payload = self._planes.bits(bucket).tobytes()
-            after = self._planes.bucket_hash(bucket)
-            writer.put(bucket, Codec.DENSE, payload, bucket.num_elements, StateHash(), after)
+            writer.put_dense(bucket, self._planes.bits(bucket), self._planes.bucket_hash(bucket))
         writer.commit(self.state_hash, None)
         self._snapshots = [*self._snapshots[-1:], writer.version]
         self._snapshot_bytes = writer.wire_bytes

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 
 from rose.transfer import manifest as keys
-from rose.transfer.codec import Codec
+from rose.transfer.codec import Bits, Codec, Encoded
 from rose.transfer.frame import NO_BASE, Frame, run_digest
 from rose.transfer.layout import DTYPE_BYTES, Bucket, Layout
 from rose.transfer.manifest import BucketEntry, Manifest, pack_body
@@ -50,7 +50,15 @@ class VersionWriter:
         yield
         self.encode_s += time.perf_counter() - started
 
-    def put(
+    def put(self, bucket: Bucket, encoded: Encoded, before: StateHash, after: StateHash) -> None:
+        """Sends one bucket's difference. Raises: RelayError, also for an earlier bucket."""
+        self._put(bucket, encoded.codec, encoded.payload, encoded.num_changed, before, after)
+
+    def put_dense(self, bucket: Bucket, bits: Bits, after: StateHash) -> None:
+        """Sends one bucket of a snapshot. Raises: RelayError, also for an earlier bucket."""
+        self._put(bucket, Codec.DENSE, bits.tobytes(), bucket.num_elements, StateHash(), after)
+
+    def _put(
         self,
         bucket: Bucket,
         codec: Codec,
@@ -59,7 +67,6 @@ class VersionWriter:
         before: StateHash,
         after: StateHash,
     ) -> None:
-        """Sends one bucket. Raises: RelayError, also for an earlier bucket."""
         frame = Frame(
             codec=codec,
             width=DTYPE_BYTES[bucket.dtype],
