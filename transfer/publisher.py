@@ -21,7 +21,7 @@ from rose.errors import RelayError, WorkerError
 from rose.transfer import manifest as keys
 from rose.transfer.codec import Bits, Codec, Encoded, Patch, encode
 from rose.transfer.codec_choice import encode_for_link
-from rose.transfer.layout import Bucket, Layout
+from rose.transfer.layout import BUCKET_BYTES, Bucket, Layout
 from rose.transfer.manifest import Ack, Head, HeadRun, LayoutBody, pack_body, unpack_body
 from rose.transfer.planes import WeightPlanes
 from rose.transfer.relay import open_relay, remove_run
@@ -78,13 +78,14 @@ class WeightPublisher:
         codec: Codec | None = None,
         link_gbps: float = DEFAULT_LINK_GBPS,
         snapshot_every: int = SNAPSHOT_EVERY,
+        bucket_bytes: int = BUCKET_BYTES,
         key: str | None = None,
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         if link_gbps <= 0 or snapshot_every < 1:
             raise ValueError(f"need link_gbps > 0 and snapshot_every >= 1, got {link_gbps} {snapshot_every}")
         self._source = TorchSource(weights, dtype)
-        self.layout = Layout(self._source.specs())
+        self.layout = Layout(self._source.specs(), bucket_bytes)
         self._planes = WeightPlanes(self.layout)
         self._codec = codec
         self._link_bytes_per_s = link_gbps * 1e9 / 8
