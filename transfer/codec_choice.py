@@ -29,9 +29,7 @@ _ABOUT_EQUAL = 1.25
 """Time is estimated no better than this, and the link may serve others."""
 
 
-def encode_for_link(
-    old: Bits, new: Bits, first_index: int, dtype: str, link_bytes_per_s: float
-) -> Encoded:
+def encode_for_link(old: Bits, new: Bits, first_index: int, dtype: str, link_bytes_per_s: float) -> Encoded:
     """The difference from `old` to `new`, in the codec that suits its density and the link."""
     patch, change = compare(old, new, first_index)
     codec = choose_codec(patch.num_changed, old.nbytes, link_bytes_per_s)

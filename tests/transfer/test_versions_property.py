@@ -53,7 +53,9 @@ class Trainer:
         return self.rng.integers(0, 256**bits.itemsize, bits.size).astype(bits.dtype)
 
     def step(self):
-        kind = self.rng.choice(["ulp", "special", "redraw", "rollback", "none"], p=[0.6, 0.15, 0.05, 0.1, 0.1])
+        kind = self.rng.choice(
+            ["ulp", "special", "redraw", "rollback", "none"], p=[0.6, 0.15, 0.05, 0.1, 0.1]
+        )
         self.saved = [*self.saved[-4:], {name: self.bits(name).copy() for name in self.tensors}]
         if kind == "rollback":
             older = self.saved[self.rng.integers(len(self.saved))]
