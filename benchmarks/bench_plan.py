@@ -1,9 +1,10 @@
 """Shard plans recorded from vLLM's own loaders: exact, quick, and each rank pulls little more than its share.
 
-`plan_exact` is the share of ranks whose plan fills every parameter of a small model bit for bit as the loader does:
-Qwen3 dense (untied and tied) and mixture of experts, at TP 1, 2, 4, 8 and TP4 x PP2, with GQA replicas, merged
-projections and a padded vocabulary. `plan_s` is the time to record one rank's plan of a full-size model (built without
-memory), and `pulled_share` what the rank with most of it pulls, over the checkpoint. Nothing is transferred.
+`plan_exact` is the share of ranks whose plan fills every parameter of a small model bit for bit as the loader
+does: Qwen3 dense (untied and tied) and mixture of experts, at TP 1, 2, 4, 8 and TP4 x PP2, with GQA replicas,
+merged projections and a padded vocabulary. `plan_s` is the time to record one rank's plan of a full-size
+model (built without memory), and `pulled_share` what the rank with most of it pulls, over the checkpoint.
+Nothing is transferred.
 
     python benchmarks/bench_plan.py --json plan.json
 """

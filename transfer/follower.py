@@ -1,7 +1,8 @@
 """The follower: brings a mirror to the newest published version.
 
 Owns: the choice of the way there (deltas from the own version, or the latest snapshot and its deltas).
-Promises: the mirror is always at a whole version; when advance() raises, it stays at the last good one.
+Promises: the mirror is always at a whole version; when advance() raises, it stays at the last good one. It
+never goes back, within a run or to a run it has left, so a relay copy that missed writes does no harm.
 Never talks to a worker, never sleeps.
 """
 
@@ -41,6 +42,8 @@ class Follower:
         self._base_checkpoint = base_checkpoint
         self.mirror = mirror
         self.fetched_bytes = 0
+        self._writer: str | None = None
+        self._left: set[str] = set()
 
     def advance(self) -> bool:
         """One look at HEAD; True when the mirror moved. Raises: RelayError, FrameError."""
@@ -49,7 +52,7 @@ class Follower:
         if run_id is None or data is None:
             return False
         head = unpack_body(data, Head, keys.head_key(run_id))
-        if self._is_at(run_id, head):
+        if self._is_at(run_id, head) or self._is_past(run_id, head):
             return False
         try:
             self._walk(run_id, head)
@@ -57,14 +60,23 @@ class Follower:
             logger.warning("delta chain unusable, starts over: run=%s error=%s", run_id, error)
             self._load_snapshot(run_id, head.snapshot)
             self._walk(run_id, head)
+        self._writer = head.writer
         logger.info("mirror moved: version=%s state_hash=%s", self.mirror.version, self.mirror.state_hash)
         return True
 
     def _current_run(self) -> str | None:
         if self._run_id != AUTO_RUN:
             return self._run_id
+        current = self.mirror.version.run_id if self.mirror.version is not None else None
         data = self._relay.get(keys.HEAD_RUN_KEY)
-        return unpack_body(data, HeadRun, keys.HEAD_RUN_KEY).run_id if data is not None else None
+        if data is None:
+            return current
+        newest = unpack_body(data, HeadRun, keys.HEAD_RUN_KEY).run_id
+        if newest in self._left:
+            return current
+        if current is not None and newest != current:
+            self._left.add(current)
+        return newest
 
     def _is_at(self, run_id: str, head: Head) -> bool:
         version = self.mirror.version
@@ -72,6 +84,15 @@ class Follower:
             version is not None
             and (version.run_id, version.number) == (run_id, head.version)
             and str(self.mirror.state_hash) == head.state_hash
+        )
+
+    def _is_past(self, run_id: str, head: Head) -> bool:
+        """Whether HEAD is older than the mirror: read from a copy of the relay that missed writes."""
+        version = self.mirror.version
+        return (
+            version is not None
+            and (version.run_id, self._writer) == (run_id, head.writer)
+            and version.number > head.version
         )
 
     def _walk(self, run_id: str, head: Head) -> None:

@@ -37,6 +37,8 @@ class HeadRun(_Body):
 class Head(_Body):
     """How to reach the newest version: from the snapshot, or from any version since `oldest_base`."""
 
+    writer: str
+    """The publisher's process. Its versions only grow: a lower one comes from a relay copy that is behind."""
     version: int = Field(ge=0)
     snapshot: int = Field(ge=0)
     oldest_base: int = Field(ge=0)
@@ -130,6 +132,12 @@ def version_prefix(run_id: str, version: int, base: int | None) -> str:
 
 def manifest_key(run_id: str, version: int, base: int | None) -> str:
     return version_prefix(run_id, version, base) + "MANIFEST"
+
+
+def is_version_key(key: str) -> bool:
+    """Whether an object of a run belongs to one of its versions: rose/{run}/{new}-{base}/..."""
+    parts = key.split("/")
+    return len(parts) == 4 and parts[2] != "ack"
 
 
 def bucket_key(run_id: str, version: int, base: int | None, bucket: int) -> str:

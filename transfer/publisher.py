@@ -1,7 +1,7 @@
 """The publisher: the trainer's end of the weight transfer.
 
-Owns: the kept copy of what was published last, the run's version numbers, the run's objects in the relay.
-Promises: HEAD names a version only when all its objects are in the relay; a publish that fails leaves the
+Owns: the kept copy of what was published last, and the run's version numbers.
+Promises: a version is announced only when all its objects are in the relay; a publish that fails leaves the
 kept copy at the last committed version, so the next one starts from there. Deltas are exact.
 Never waits for engines (wait_acked does, when the trainer asks). One thread at a time.
 Source: ROSE §4.2. Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is
@@ -19,12 +19,13 @@ from typing import Any
 from rose.config import Settings
 from rose.errors import RelayError, WorkerError
 from rose.transfer import manifest as keys
+from rose.transfer.chain import VersionChain, claim_run
 from rose.transfer.codec import Bits, Codec, Encoded, Patch, encode
 from rose.transfer.codec_choice import encode_for_link
 from rose.transfer.layout import BUCKET_BYTES, Bucket, Layout
-from rose.transfer.manifest import Ack, Head, HeadRun, LayoutBody, pack_body, unpack_body
+from rose.transfer.manifest import Ack
 from rose.transfer.planes import WeightPlanes
-from rose.transfer.relay import open_relay, remove_run
+from rose.transfer.relay import open_relay
 from rose.transfer.state_hash import StateHash
 from rose.transfer.torch_source import TorchSource
 from rose.transfer.version_writer import VersionWriter
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 100
 DEFAULT_LINK_GBPS = 1.0
 """Where nobody says what the link carries: G8S with zstd, the fewest bytes that cost no time worth naming."""
+FULL_WAIT_S = 30.0
 _PUT_THREADS = 2
 _ACK_POLL_S = 0.05
 
@@ -63,8 +65,10 @@ class SyncReport:
 class WeightPublisher:
     """Publishes a trainer's weights as a run of versions 0, 1, 2, ...
 
-    weights: a torch module, a mapping or pairs of (Hugging Face name, tensor); read at each publish().
-    codec: one for all buckets; None chooses for each by its density and by link_gbps, the link to the relay.
+    weights: a torch module, a mapping or pairs of (Hugging Face name, tensor); read at each publish(). codec:
+    one for all buckets; None chooses for each by its density and by link_gbps, the link to the relay.
+    full_wait_s: how long a full relay is waited for, while acknowledgements free what it holds of old
+    versions.
     Raises: RelayError when the relay does not answer or holds a run of this id already.
     """
 
@@ -79,6 +83,7 @@ class WeightPublisher:
         link_gbps: float = DEFAULT_LINK_GBPS,
         snapshot_every: int = SNAPSHOT_EVERY,
         bucket_bytes: int = BUCKET_BYTES,
+        full_wait_s: float = FULL_WAIT_S,
         key: str | None = None,
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
@@ -89,20 +94,16 @@ class WeightPublisher:
         self._planes = WeightPlanes(self.layout)
         self._codec = codec
         self._link_bytes_per_s = link_gbps * 1e9 / 8
-        self._snapshot_every = snapshot_every
+        self._full_wait_s = full_wait_s
         self._number = -1
-        self._snapshots: list[int] = []
-        self._oldest_base = 0
-        self._snapshot_bytes = 0
-        self._chain_bytes = 0
-        self._is_announced = False
-        self._objects: dict[tuple[int, int | None], list[str]] = {}
         self._relay = open_relay(relay_url, key if key is not None else Settings.from_environment().key)
         self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
-        if self._relay.get(keys.head_key(self.run_id)) is not None:
+        self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every)
+        try:
+            claim_run(self._relay, self.run_id, relay_url)
+        except RelayError:
             self.close()
-            raise RelayError(f"run {self.run_id} is in relay {relay_url} already; choose another run id")
-        remove_run(self._relay, self.run_id)
+            raise
 
     @property
     def version(self) -> WeightVersion | None:
@@ -116,29 +117,22 @@ class WeightPublisher:
 
     def publish(self) -> SyncReport:
         """Publishes the weights as they are now. Raises: RelayError; calling again is safe."""
-        if self._relay.get(keys.head_key(self.run_id)) is None:
-            self._start_run()
+        self._chain.open()
         if self._number < 0:
             writer = self._write(0, None, self._put_first)
         else:
             writer = self._write(self._number + 1, self._number, self._put_delta)
         snapshot_bytes = 0
-        if self._needs_snapshot():
+        if self._chain.needs_snapshot(self._number):
             snapshot_bytes = self._write(self._number, None, self._put_snapshot).wire_bytes
-        self._move_head()
+        self._chain.move_head(self._number, self.state_hash)
         report = self._report(writer, snapshot_bytes)
         logger.info("published: %s", report)
         return report
 
     def acks(self) -> dict[str, Ack]:
         """What each worker of this run acknowledged last, its own state hash included. Raises: RelayError."""
-        found: dict[str, Ack] = {}
-        for key in self._relay.keys(keys.ack_prefix(self.run_id)):
-            data = self._relay.get(key)
-            if data is not None:
-                ack = unpack_body(data, Ack, key)
-                found[ack.worker] = ack
-        return found
+        return self._chain.acks()
 
     def acked(self) -> dict[str, int]:
         """The version that each worker of this run acknowledged last. Raises: RelayError."""
@@ -166,19 +160,22 @@ class WeightPublisher:
 
     def _write(self, version: int, base: int | None, put: Callable[[VersionWriter], None]) -> VersionWriter:
         """Runs `put` on a new writer, first clearing away what an aborted attempt left."""
-        self._relay.remove(self._objects.pop((version, base), []))
-        writer = VersionWriter(self._relay, self._puts, self.run_id, self.layout, version, base)
-        self._objects[version, base] = writer.keys
+        writer = VersionWriter(
+            self._relay,
+            self._puts,
+            self.run_id,
+            self.layout,
+            version,
+            base,
+            written=self._chain.start(version, base),
+            make_room=self._chain.make_room,
+            full_wait_s=self._full_wait_s,
+        )
         try:
             put(writer)
         finally:
             writer.abort()
         return writer
-
-    def _start_run(self) -> None:
-        """Puts what precedes all versions; again when the relay came back empty after a crash."""
-        self._relay.upsert(keys.layout_key(self.run_id), pack_body(LayoutBody.of(self.layout)))
-        self._is_announced = False
 
     def _put_first(self, writer: VersionWriter) -> None:
         for bucket in self.layout.buckets:
@@ -203,7 +200,7 @@ class WeightPublisher:
             self._planes.patch(bucket, patch)
         assert self.state_hash == after, f"version {writer.version}: {self.state_hash}, expected {after}"
         self._number = writer.version
-        self._chain_bytes += writer.wire_bytes
+        self._chain.add_delta(writer.wire_bytes)
 
     def _encode(self, bucket: Bucket, new: Bits) -> Encoded:
         old = self._planes.bits(bucket)
@@ -211,48 +208,11 @@ class WeightPublisher:
             return encode(self._codec, old, new, bucket.first_index, bucket.dtype)
         return encode_for_link(old, new, bucket.first_index, bucket.dtype, self._link_bytes_per_s)
 
-    def _needs_snapshot(self) -> bool:
-        """Late joiners walk the chain: it may be neither long nor half as big as what it saves."""
-        if self._snapshots[-1] == self._number or not self._is_announced:
-            return self._snapshots[-1] != self._number
-        is_long = self._number - self._snapshots[-1] >= self._snapshot_every
-        return is_long or self._chain_bytes > self._snapshot_bytes / 2
-
     def _put_snapshot(self, writer: VersionWriter) -> None:
         for bucket in self.layout.buckets:
             writer.put_dense(bucket, self._planes.bits(bucket), self._planes.bucket_hash(bucket))
         writer.commit(self.state_hash, None)
-        self._snapshots = [*self._snapshots[-1:], writer.version]
-        self._snapshot_bytes = writer.wire_bytes
-        self._chain_bytes = 0
-
-    def _move_head(self) -> None:
-        """Points followers at the newest version, then removes what nobody needs any more."""
-        self._oldest_base = self._choose_oldest_base()
-        head = Head(
-            version=self._number,
-            snapshot=self._snapshots[-1],
-            oldest_base=self._oldest_base,
-            state_hash=str(self.state_hash),
-        )
-        self._relay.upsert(keys.head_key(self.run_id), pack_body(head))
-        if not self._is_announced:
-            self._relay.upsert(keys.HEAD_RUN_KEY, pack_body(HeadRun(run_id=self.run_id)))
-            self._is_announced = True
-        for version, base in list(self._objects):
-            if (base if base is not None else version) < self._oldest_base:
-                self._relay.remove(self._objects[version, base])
-                del self._objects[version, base]
-
-    def _choose_oldest_base(self) -> int:
-        """The latest snapshot once all workers are past it; the one before it for workers that lag.
-
-        A worker that falls two snapshots behind, perhaps dead, is not waited for: it starts over.
-        """
-        latest = self._snapshots[-1]
-        if latest == self._oldest_base or min(self.acked().values(), default=latest) >= latest:
-            return latest
-        return max(self._snapshots[0], self._oldest_base)
+        self._chain.add_snapshot(writer.version, writer.wire_bytes)
 
     def _report(self, writer: VersionWriter, snapshot_bytes: int) -> SyncReport:
         dense_bytes = self.layout.num_bytes

@@ -1,13 +1,14 @@
 """Several relays that hold the same objects: one may die, and nothing is lost.
 
 Owns: the choice of the copy to talk to, writing to all of them, bringing one up to date that missed writes.
-Promises: an object is written when every copy that answers has it, and at least one does; it is read from any. An
-embedded relay hands objects on to its peers itself, so that they cross the link from the trainer once; copies of
-other kinds are written one by one. A copy that does not answer rests for a while instead of slowing every call.
+Promises: an object is written when every copy that answers has it, and at least one does; it is read from
+any. An embedded relay hands objects on to its peers itself, so that they cross the link from the trainer
+once; copies of other kinds are written one by one. A copy that does not answer rests for a while instead of
+slowing every call.
 Never decides which objects are needed: the publisher says so in repair().
 
-A copy that comes back may still hold an older HEAD. Followers never go back within a run (follower.py), and the
-next publish brings it up to date.
+A copy that comes back may still hold an older HEAD. Followers never go back within a run (follower.py), and
+the next publish brings it up to date.
 """
 
 import logging

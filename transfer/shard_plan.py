@@ -1,10 +1,11 @@
 """Which elements of the checkpoint a serving rank holds, and where each of them goes.
 
 Owns: the plan of one rank as data, its regions of each tensor, applying it to plain arrays.
-Promises: exact; what a loader did that can't be told as strided copies makes the whole tensor held, and is named.
+Promises: exact; what a loader did that can't be told as strided copies makes the whole tensor held, and is
+named.
 Never looks at a model: rose.engine.shard_recorder makes plans from vLLM's own loaders. Source: ROSE §4.2
-(shard-aware transfer). Where we differ: recorded from what the loader does instead of inferred from module types
-and shapes, so merged, replicated, padded and fused tensors need no rules.
+(shard-aware transfer). Where we differ: recorded from what the loader does instead of inferred from module
+types and shapes, so merged, replicated, padded and fused tensors need no rules.
 """
 
 import math
@@ -82,7 +83,7 @@ class ShardPlan(_Body):
     """Of every tensor of the checkpoint."""
     copies: list[ShardCopy]
     whole: list[str]
-    """Tensors that the loader did more with than copy: all of them is needed, and only the loader can load."""
+    """Tensors that the loader did more with than copy: they are needed whole, and only it can load them."""
 
     def boxes(self) -> dict[str, list[Box]]:
         """The regions that the rank holds, by tensor; tensors it holds nothing of are absent."""

@@ -3,8 +3,8 @@
     u32 pairs (raw size, stored size), one per stream; equal sizes mean stored as it is
     the streams, in order
 
-Owns that container. Promises: unpack_streams() refuses anything but the exact bytes of pack_streams(), and asks
-for no memory that an honest payload of this bucket could not need. Never knows what a stream means.
+Owns that container. Promises: unpack_streams() refuses anything but the exact bytes of pack_streams(), and
+asks for no memory that an honest payload of this bucket could not need. Never knows what a stream means.
 """
 
 import struct

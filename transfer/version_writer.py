@@ -1,16 +1,17 @@
 """Writes the objects of one version to the relay: frames in the background, the manifest last.
 
 Owns: the keys, sizes and times of one version's way into the relay.
-Promises: commit() puts the manifest only after every frame is in; `keys` names whatever may have been
+Promises: commit() puts the manifest only after every frame is in; `written` names whatever may have been
 written, so that an aborted version can be cleared away. Used once, by one thread.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 
+from rose.errors import RelayFull
 from rose.transfer import manifest as keys
 from rose.transfer.codec import Bits, Codec, Encoded
 from rose.transfer.frame import NO_BASE, Frame, run_digest
@@ -19,14 +20,29 @@ from rose.transfer.manifest import BucketEntry, Manifest, pack_body
 from rose.transfer.relay import Relay
 from rose.transfer.state_hash import StateHash
 
+_FULL_POLL_S = 0.05
 _MAX_PENDING = 4  # of up to 64 MB each: bounds what waits for a slow link
 
 
 class VersionWriter:
-    """base: the version that a delta starts from, None for a snapshot."""
+    """base: the version that a delta starts from, None for a snapshot.
+
+    written: gets every key before it is put. make_room: called again and again while the relay is full, from
+    the executor's threads; after full_wait_s of that the put fails.
+    """
 
     def __init__(
-        self, relay: Relay, executor: Executor, run_id: str, layout: Layout, version: int, base: int | None
+        self,
+        relay: Relay,
+        executor: Executor,
+        run_id: str,
+        layout: Layout,
+        version: int,
+        base: int | None,
+        *,
+        written: list[str],
+        make_room: Callable[[], None],
+        full_wait_s: float,
     ) -> None:
         self._relay = relay
         self._executor = executor
@@ -34,7 +50,9 @@ class VersionWriter:
         self._layout = layout
         self.version = version
         self.base = base
-        self.keys: list[str] = []
+        self._written = written
+        self._make_room = make_room
+        self._full_wait_s = full_wait_s
         self.num_changed = 0
         self.coo_bytes = 0
         self.wire_bytes = 0
@@ -115,9 +133,21 @@ class VersionWriter:
         self._pending.clear()
 
     def _send(self, key: str, data: bytes) -> None:
-        self.keys.append(key)
+        self._written.append(key)
         self.wire_bytes += len(data)
-        self._pending.append(self._executor.submit(self._relay.put, key, data))
+        self._pending.append(self._executor.submit(self._put_patiently, key, data))
+
+    def _put_patiently(self, key: str, data: bytes) -> None:
+        """Raises: RelayFull when no room came in time; RelayError."""
+        deadline_s = time.monotonic() + self._full_wait_s
+        while True:
+            try:
+                return self._relay.put(key, data)
+            except RelayFull:
+                if time.monotonic() >= deadline_s:
+                    raise
+            self._make_room()
+            time.sleep(_FULL_POLL_S)
 
     def _wait_for_puts(self, max_pending: int) -> None:
         started = time.perf_counter()

@@ -1,8 +1,8 @@
 """Proof of a shard plan: what it copies is, bit for bit, what vLLM's loader loads.
 
-Owns the comparison over random bits, of one rank at a time. Promises that every parameter is compared whole, also
-where the plan writes nothing. Run it for an architecture that nobody has checked yet: ``bench_plan.py`` and the
-tests do for dense, tied and mixture-of-experts models.
+Owns the comparison over random bits, of one rank at a time. Promises that every parameter is compared whole,
+also where the plan writes nothing. Run it for an architecture that nobody has checked yet: ``bench_plan.py``
+and the tests do for dense, tied and mixture-of-experts models.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def wrong_parameters(vllm_config: Any, plan: ShardPlan, tensors: Mapping[str, to
         model.load_weights(iter(tensors.items()))
     planned = {name: np.zeros_like(_bits(parameter)) for name, parameter in parameters.items()}
     plan.apply({name: _bits(tensor) for name, tensor in tensors.items()}, planned)
-    return [name for name, parameter in parameters.items() if not np.array_equal(planned[name], _bits(parameter))]
+    return [
+        name for name, parameter in parameters.items() if not np.array_equal(planned[name], _bits(parameter))
+    ]
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:

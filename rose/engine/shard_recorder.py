@@ -1,8 +1,8 @@
 """Shard plans from vLLM's own loaders.
 
-Owns the recording: the model is built without memory, its ``load_weights`` is fed tensors without memory, and every
-copy between the two is noted. Promises that no weight is read or written, and that the model the engine runs is not
-touched. Never guesses from names or shapes.
+Owns the recording: the model is built without memory, its ``load_weights`` is fed tensors without memory, and
+every copy between the two is noted. Promises that no weight is read or written, and that the model the engine
+runs is not touched. Never guesses from names or shapes.
 """
 
 from __future__ import annotations
