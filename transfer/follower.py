@@ -7,15 +7,13 @@ Never talks to a worker, never sleeps.
 """
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 from rose.errors import FrameError, RelayError
 from rose.transfer import manifest as keys
 from rose.transfer.checkpoint import fill_from_checkpoint
-from rose.transfer.manifest import Head, HeadRun, LayoutBody, Manifest, Model, unpack_body
+from rose.transfer.manifest import BucketEntry, Head, HeadRun, LayoutBody, Manifest, Model, unpack_body
 from rose.transfer.mirror import WeightMirror
-from rose.transfer.planes import WeightPlanes
 from rose.transfer.relay import Relay
 
 logger = logging.getLogger(__name__)
@@ -83,7 +81,7 @@ class Follower:
         return (
             version is not None
             and (version.run_id, version.number) == (run_id, head.version)
-            and str(self.mirror.state_hash) == head.state_hash
+            and str(self.mirror.version_hash) == head.state_hash
         )
 
     def _is_past(self, run_id: str, head: Head) -> bool:
@@ -99,9 +97,9 @@ class Follower:
         start = self._start_of_walk(run_id, head)
         for number in range(start + 1, head.version + 1):
             manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
-            self.mirror.apply_delta(manifest, self._frames(manifest))
+            self.mirror.apply_delta(manifest, self._frame)
         if not self._is_at(run_id, head):
-            raise FrameError(f"at {self.mirror.version} {self.mirror.state_hash}, HEAD says {head}")
+            raise FrameError(f"at {self.mirror.version} {self.mirror.version_hash}, HEAD says {head}")
 
     def _start_of_walk(self, run_id: str, head: Head) -> int:
         """The version from which deltas lead to HEAD: the own one, or the snapshot, which it loads."""
@@ -115,20 +113,19 @@ class Follower:
         layout = self._body(keys.layout_key(run_id), LayoutBody).to_layout()
         manifest = self._body(keys.manifest_key(run_id, number, None), Manifest)
         if self._base_checkpoint is not None:
-            planes = WeightPlanes(layout)
+            planes = self.mirror.make_planes(layout)
             try:
                 fill_from_checkpoint(planes, self._base_checkpoint)
                 self.mirror.adopt(manifest, planes)
                 return
             except (FrameError, OSError) as error:
                 logger.info("base checkpoint is not snapshot %s/%s: %s", run_id, number, error)
-        self.mirror.load_snapshot(manifest, layout, self._frames(manifest))
+        self.mirror.load_snapshot(manifest, layout, self._frame)
 
-    def _frames(self, manifest: Manifest) -> Iterator[bytes]:
-        for entry in manifest.buckets:
-            data = self._object(entry.key)
-            self.fetched_bytes += len(data)
-            yield data
+    def _frame(self, entry: BucketEntry) -> bytes:
+        data = self._object(entry.key)
+        self.fetched_bytes += len(data)
+        return data
 
     def _body(self, key: str, model: type[Model]) -> Model:
         return unpack_body(self._object(key), model, key)

@@ -17,7 +17,7 @@ from typing import Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rose.errors import RelayError
-from rose.transfer.layout import Layout, TensorSpec
+from rose.transfer.layout import Layout, TensorCut, TensorSpec
 
 HEAD_RUN_KEY = "rose/HEAD_RUN"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -46,10 +46,17 @@ class Head(_Body):
     state_hash: str
 
 
+class CutBody(_Body):
+    dim: int = Field(ge=0)
+    points: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
 class TensorBody(_Body):
     name: str
     dtype: str
     shape: list[int]
+    cut: CutBody | None = None
 
 
 class LayoutBody(_Body):
@@ -61,13 +68,28 @@ class LayoutBody(_Body):
 
     @classmethod
     def of(cls, layout: Layout) -> Self:
-        tensors = [TensorBody(name=t.name, dtype=t.dtype, shape=list(t.shape)) for t in layout.tensors]
+        cuts = {
+            name: CutBody(dim=cut.dim, points=cut.points, groups=cut.groups)
+            for name, cut in layout.cuts.items()
+        }
+        tensors = [
+            TensorBody(name=t.name, dtype=t.dtype, shape=list(t.shape), cut=cuts.get(t.name))
+            for t in layout.tensors
+        ]
         return cls(digest=layout.digest, bucket_bytes=layout.bucket_bytes, tensors=tensors)
 
     def to_layout(self) -> Layout:
         """Raises: RelayError when the digest does not belong to the table."""
         specs = [TensorSpec(name=t.name, dtype=t.dtype, shape=tuple(t.shape)) for t in self.tensors]
-        layout = Layout(specs, self.bucket_bytes)
+        cuts = {
+            t.name: TensorCut(dim=t.cut.dim, points=t.cut.points, groups=t.cut.groups)
+            for t in self.tensors
+            if t.cut is not None
+        }
+        try:
+            layout = Layout(specs, self.bucket_bytes, cuts)
+        except ValueError as error:
+            raise RelayError(f"layout {self.digest}: {error}") from error
         if layout.digest != self.digest:
             raise RelayError(f"layout has digest {layout.digest}, its body says {self.digest}")
         return layout
@@ -77,6 +99,8 @@ class BucketEntry(_Body):
     index: int = Field(ge=0)
     key: str
     num_bytes: int
+    change: str
+    """Of the bucket's state hash: the changes of all entries are the version's, so none can be left out."""
 
 
 class Manifest(_Body):

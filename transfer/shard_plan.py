@@ -73,6 +73,11 @@ class Box:
     def whole(cls, shape: Sequence[int]) -> "Box":
         return cls(start=(0,) * len(shape), stop=tuple(shape))
 
+    @classmethod
+    def of(cls, ends: Sequence[tuple[int, int]]) -> "Box":
+        """From (start, stop) along every dimension."""
+        return cls(start=tuple(start for start, _ in ends), stop=tuple(stop for _, stop in ends))
+
 
 class ShardPlan(_Body):
     """What one rank copies out of the checkpoint."""

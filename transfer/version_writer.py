@@ -103,7 +103,8 @@ class VersionWriter:
         )
         key = keys.bucket_key(self._run_id, self.version, self.base, bucket.index)
         data = frame.pack()
-        self._entries.append(BucketEntry(index=bucket.index, key=key, num_bytes=len(data)))
+        change = str(after - before)
+        self._entries.append(BucketEntry(index=bucket.index, key=key, num_bytes=len(data), change=change))
         self.num_changed += num_changed
         self.coo_bytes += num_changed * (4 + DTYPE_BYTES[bucket.dtype])
         self._send(key, data)
