@@ -13,7 +13,7 @@ from rose.errors import RelayError
 from rose.transfer import manifest as keys
 from rose.transfer.layout import Layout
 from rose.transfer.manifest import Ack, Head, HeadRun, LayoutBody, pack_body, unpack_body
-from rose.transfer.relay import Relay, remove_run
+from rose.transfer.relay import Relay
 from rose.transfer.replicated_relay import ReplicatedRelay
 from rose.transfer.state_hash import StateHash
 
@@ -55,18 +55,18 @@ class VersionChain:
         self._relay.remove(self._objects.pop((version, base), []))
         return self._objects.setdefault((version, base), [])
 
-    def add_delta(self, num_bytes: int) -> None:
-        """A delta is in the relay."""
-        self._chain_bytes += num_bytes
-
     def add_snapshot(self, version: int, num_bytes: int) -> None:
         """A snapshot is in the relay."""
         self._snapshots = [*self._snapshots[-1:], version]
         self._snapshot_bytes = num_bytes
         self._chain_bytes = 0
 
-    def needs_snapshot(self, version: int) -> bool:
-        """Late joiners walk the chain: it may be neither long nor half as big as what it saves."""
+    def needs_snapshot(self, version: int, num_bytes: int) -> bool:
+        """Whether a delta of so many bytes is to be followed by a snapshot.
+
+        Late joiners walk the chain: it may be neither long nor half as big as what it saves.
+        """
+        self._chain_bytes += num_bytes
         latest = self._snapshots[-1]
         if latest == version or not self._is_announced:
             return latest != version
@@ -123,8 +123,9 @@ class VersionChain:
 def claim_run(relay: Relay, run_id: str, relay_url: str) -> None:
     """Makes sure that nobody published under this id, and clears what a run without HEAD left.
 
-    Raises: RelayError.
+    What trainer ranks say they hold stays: some may have been quicker. Raises: RelayError.
     """
     if relay.get(keys.head_key(run_id)) is not None:
         raise RelayError(f"run {run_id} is in relay {relay_url} already; choose another run id")
-    remove_run(relay, run_id)
+    left = relay.keys(keys.run_prefix(run_id))
+    relay.remove(key for key in left if not key.startswith(keys.rank_prefix(run_id)))

@@ -29,8 +29,8 @@ _HELD_KEY = "rose_buckets"
 def write_checkpoint(path: Path, planes: WeightPlanes, metadata: Mapping[str, str]) -> None:
     """Writes all tensors to `path`, replacing it at once. Raises: OSError, e.g. when the disk is full.
 
-    Of planes that hold a part of the weights, the rest are holes: zeros that take no memory. The file then says
-    in its metadata which layout and buckets its state hash is over.
+    Of planes that hold a part of the weights, the rest are holes: zeros that take no memory. The file then
+    says in its metadata which layout and buckets its state hash is over.
     """
     # The widest elements first, so that each plane starts at a multiple of its element's width.
     order = sorted(planes.planes, key=lambda dtype: (-DTYPE_BYTES[dtype], dtype))
@@ -104,8 +104,8 @@ def fill_from_checkpoint(planes: WeightPlanes, path: Path) -> None:
 def checkpoint_state_hash(path: Path) -> StateHash:
     """The state hash of the tensors in a checkpoint: what a worker compares with the publisher's.
 
-    Of a staged file that holds shards, the hash of what it holds. Reads it piece by piece and keeps nothing: the
-    worker may have no memory for a second copy. Raises: FrameError, OSError.
+    Of a staged file that holds shards, the hash of what it holds. Reads it piece by piece and keeps nothing:
+    the worker may have no memory for a second copy. Raises: FrameError, OSError.
     """
     layout, held = None, None
     if path.is_dir():
@@ -137,7 +137,9 @@ def _bits_of(piece: Piece, raw: NDArray[np.uint8]) -> Bits:
     """A piece's elements out of its tensor's raw bytes, copied, as a tensor may lie unaligned in its file."""
     width = DTYPE_BYTES[piece.tensor.dtype]
     if piece.part.is_whole:
-        return np.frombuffer(raw[piece.begin * width : piece.end * width].tobytes(), bits_dtype(piece.tensor.dtype))
+        return np.frombuffer(
+            raw[piece.begin * width : piece.end * width].tobytes(), bits_dtype(piece.tensor.dtype)
+        )
     tensor = raw.view(bits_dtype(piece.tensor.dtype)).reshape(piece.tensor.shape)
     return np.array(piece.part.of(tensor).reshape(-1)[piece.begin : piece.end])
 

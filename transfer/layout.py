@@ -163,7 +163,8 @@ class Layout:
         self.plane_elements: dict[str, int] = {}
         self.parts = tuple(self._place_parts())
         self._parts_by_dtype = {
-            dtype: [part for part in self.parts if part.tensor.dtype == dtype] for dtype in self.plane_elements
+            dtype: [part for part in self.parts if part.tensor.dtype == dtype]
+            for dtype in self.plane_elements
         }
         self.buckets = tuple(self._cut())
 

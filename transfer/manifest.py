@@ -5,6 +5,8 @@
     rose/{run}/LAYOUT                    tensors and bucket size                    (written once)
     rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
     rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
+    rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of those, of several ranks
+    rose/{run}/rank/{rank}               what that rank holds                       (written once)
     rose/{run}/ack/{worker}              the version a worker runs                  (replaced)
 
 Owns: key names and these bodies. Promises: a manifest in the relay means that every frame it names is
@@ -114,6 +116,32 @@ class Manifest(_Body):
     base_state_hash: str | None
     num_elements: int
     num_changed: int
+    is_followed: bool
+    """Whether the trainer's ranks go on with a snapshot of this version."""
+    buckets: list[BucketEntry]
+
+
+class ShardBody(_Body):
+    """A region of a tensor that a trainer rank holds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+
+class RankBody(_Body):
+    """What one of several trainer ranks holds."""
+
+    shards: list[ShardBody]
+
+
+class PartBody(_Body):
+    """One trainer rank's buckets of a version that is not committed yet."""
+
+    attempt: int
+    num_changed: int
     buckets: list[BucketEntry]
 
 
@@ -161,11 +189,23 @@ def manifest_key(run_id: str, version: int, base: int | None) -> str:
 def is_version_key(key: str) -> bool:
     """Whether an object of a run belongs to one of its versions: rose/{run}/{new}-{base}/..."""
     parts = key.split("/")
-    return len(parts) == 4 and parts[2] != "ack"
+    return len(parts) == 4 and re.fullmatch(r"\d+-(\d+|none)", parts[2]) is not None
 
 
 def bucket_key(run_id: str, version: int, base: int | None, bucket: int) -> str:
     return f"{version_prefix(run_id, version, base)}{bucket}"
+
+
+def rank_key(run_id: str, rank: int) -> str:
+    return f"{rank_prefix(run_id)}{rank}"
+
+
+def rank_prefix(run_id: str) -> str:
+    return f"rose/{run_id}/rank/"
+
+
+def part_key(run_id: str, version: int, base: int | None, rank: int) -> str:
+    return f"{version_prefix(run_id, version, base)}PART{rank}"
 
 
 def ack_prefix(run_id: str) -> str:

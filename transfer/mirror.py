@@ -66,7 +66,8 @@ class WeightMirror:
     def load_snapshot(self, manifest: Manifest, layout: Layout, fetch: Fetch) -> None:
         """Replaces everything by a snapshot.
 
-        fetch: gives an entry's frame; called for those that are held. Raises: FrameError and keeps the old state.
+        fetch: gives an entry's frame; called for those that are held. Raises: FrameError and keeps the old
+        state.
         """
         if manifest.base is not None or manifest.layout != layout.digest:
             raise FrameError(f"version {manifest.version} is not a snapshot of layout {layout.digest}")
@@ -101,7 +102,8 @@ class WeightMirror:
     def apply_delta(self, manifest: Manifest, fetch: Fetch) -> None:
         """Moves on to the manifest's version.
 
-        fetch: gives an entry's frame; called for those that are held. Raises: FrameError and keeps the old state.
+        fetch: gives an entry's frame; called for those that are held. Raises: FrameError and keeps the old
+        state.
         """
         planes, before = self._require_base(manifest)
         buckets = _buckets(manifest, planes.layout)
@@ -111,7 +113,9 @@ class WeightMirror:
             if bucket.index in planes.held:
                 step = self._check_step(planes, _open_frame(fetch(entry), manifest, bucket), bucket)
                 if str(step.after - step.before) != entry.change:
-                    raise FrameError(f"bucket {bucket.index}: its frame does not change its hash by {entry.change}")
+                    raise FrameError(
+                        f"bucket {bucket.index}: its frame does not change its hash by {entry.change}"
+                    )
                 steps.append(step)
         _apply_all(planes, steps)
         self._version_hash = whole

@@ -9,7 +9,7 @@ padding and mixed parallelism all come out as whole buckets, without a rule for 
 
 from collections.abc import Iterable, Sequence
 
-from rose.transfer.layout import Layout, TensorCut, TensorSpec
+from rose.transfer.layout import DTYPE_BYTES, Layout, Part, TensorCut, TensorSpec
 from rose.transfer.shard_plan import Box, ShardPlan
 
 Holdings = dict[str, list[Box]]
@@ -50,8 +50,37 @@ def buckets_of(layout: Layout, ranks: Sequence[Holdings]) -> frozenset[int]:
         if any(Box.of(part.box).meets(box) for box in rank.get(part.tensor.name, []))
     }
     return frozenset(
-        bucket.index for bucket in layout.buckets if any(piece.part in held for piece in layout.pieces(bucket))
+        bucket.index
+        for bucket in layout.buckets
+        if any(piece.part in held for piece in layout.pieces(bucket))
     )
+
+
+def assign_buckets(layout: Layout, ranks: Sequence[Holdings]) -> list[frozenset[int]]:
+    """Each bucket to one rank that holds all of it, by bytes as evenly as it goes.
+
+    Raises: ValueError when nobody holds a whole bucket.
+    """
+    holders: dict[Part, list[int]] = {
+        part: [
+            number
+            for number, rank in enumerate(ranks)
+            if any(Box.of(part.box).lies_in(box) for box in rank.get(part.tensor.name, []))
+        ]
+        for part in layout.parts
+    }
+    shares: list[set[int]] = [set() for _ in ranks]
+    loads = [0] * len(ranks)
+    for bucket in sorted(layout.buckets, key=lambda each: (-each.num_elements, each.index)):
+        pieces = list(layout.pieces(bucket))
+        able = set.intersection(*(set(holders[piece.part]) for piece in pieces))
+        if not able:
+            names = ", ".join(sorted({piece.tensor.name for piece in pieces}))
+            raise ValueError(f"no trainer rank holds all of bucket {bucket.index}: {names}")
+        chosen = min(able, key=lambda number: (loads[number], number))
+        shares[chosen].add(bucket.index)
+        loads[chosen] += bucket.num_elements * DTYPE_BYTES[bucket.dtype]
+    return [frozenset(share) for share in shares]
 
 
 def _edges(tensor: TensorSpec, boxes: Sequence[Box]) -> tuple[int, tuple[int, ...]]:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rose.config import Settings
@@ -22,12 +23,14 @@ from rose.transfer import manifest as keys
 from rose.transfer.chain import VersionChain, claim_run
 from rose.transfer.codec import Bits, Codec, Encoded, Patch, encode
 from rose.transfer.codec_choice import encode_for_link
-from rose.transfer.layout import BUCKET_BYTES, Bucket, Layout
-from rose.transfer.manifest import Ack
+from rose.transfer.layout import BUCKET_BYTES, Bucket
+from rose.transfer.manifest import Ack, Manifest
 from rose.transfer.planes import WeightPlanes
 from rose.transfer.relay import open_relay
+from rose.transfer.shard_plan import ShardPlan
 from rose.transfer.state_hash import StateHash
 from rose.transfer.torch_source import TorchSource
+from rose.transfer.trainer_ranks import TrainerRanks
 from rose.transfer.version_writer import VersionWriter
 from rose.types import WeightVersion
 
@@ -37,6 +40,7 @@ SNAPSHOT_EVERY = 100
 DEFAULT_LINK_GBPS = 1.0
 """Where nobody says what the link carries: G8S with zstd, the fewest bytes that cost no time worth naming."""
 FULL_WAIT_S = 30.0
+RANKS_TIMEOUT_S = 120.0
 _PUT_THREADS = 2
 _ACK_POLL_S = 0.05
 
@@ -69,6 +73,10 @@ class WeightPublisher:
     one for all buckets; None chooses for each by its density and by link_gbps, the link to the relay.
     full_wait_s: how long a full relay is waited for, while acknowledgements free what it holds of old
     versions.
+    plans: of the serving ranks, so that each can fetch what it holds (rose.engine.shard_recorder).
+    rank, num_ranks: of a trainer that is spread over processes. Each publishes its own TensorShards, or its share
+    of what several hold, under one run id, and calls publish() as often as the others; they wait for each other
+    for ranks_timeout_s.
     Raises: RelayError when the relay does not answer or holds a run of this id already.
     """
 
@@ -84,26 +92,38 @@ class WeightPublisher:
         snapshot_every: int = SNAPSHOT_EVERY,
         bucket_bytes: int = BUCKET_BYTES,
         full_wait_s: float = FULL_WAIT_S,
+        plans: Sequence[ShardPlan] = (),
+        rank: int = 0,
+        num_ranks: int = 1,
+        ranks_timeout_s: float = RANKS_TIMEOUT_S,
         key: str | None = None,
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         if link_gbps <= 0 or snapshot_every < 1:
             raise ValueError(f"need link_gbps > 0 and snapshot_every >= 1, got {link_gbps} {snapshot_every}")
         self._source = TorchSource(weights, dtype)
-        self.layout = Layout(self._source.specs(), bucket_bytes)
-        self._planes = WeightPlanes(self.layout)
         self._codec = codec
         self._link_bytes_per_s = link_gbps * 1e9 / 8
         self._full_wait_s = full_wait_s
         self._number = -1
         self._relay = open_relay(relay_url, key if key is not None else Settings.from_environment().key)
         self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
-        self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every)
         try:
-            claim_run(self._relay, self.run_id, relay_url)
-        except RelayError:
+            self._ranks = TrainerRanks(self._relay, self.run_id, rank, num_ranks, ranks_timeout_s)
+            if self._ranks.is_leader:
+                claim_run(self._relay, self.run_id, relay_url)
+            specs, held = self._source.specs(), self._source.holdings()
+            self.layout, share = self._ranks.agree(specs, held, list(plans), bucket_bytes)
+        except (RelayError, ValueError):
             self.close()
             raise
+        self._planes = WeightPlanes(self.layout, share)
+        self._buckets = [self.layout.buckets[index] for index in sorted(share)]
+        self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every)
+        self._version_hash = StateHash()
+        self._is_followed = False
+        self._unheard: list[tuple[Bucket, Patch]] | None = None
+        """What the version under way changes, from before its commit until it is heard of."""
 
     @property
     def version(self) -> WeightVersion | None:
@@ -112,20 +132,24 @@ class WeightPublisher:
 
     @property
     def state_hash(self) -> StateHash:
-        """The hash of the last committed version."""
-        return self._planes.state_hash
+        """The hash of the last committed version, all ranks' parts together."""
+        return self._version_hash
 
     def publish(self) -> SyncReport:
         """Publishes the weights as they are now. Raises: RelayError; calling again is safe."""
-        self._chain.open()
+        self._ranks.attempt += 1
+        if self._ranks.is_leader:
+            self._chain.open()
+        self._hear_of_commit()
         if self._number < 0:
             writer = self._write(0, None, self._put_first)
         else:
             writer = self._write(self._number + 1, self._number, self._put_delta)
         snapshot_bytes = 0
-        if self._chain.needs_snapshot(self._number):
+        if self._is_followed:
             snapshot_bytes = self._write(self._number, None, self._put_snapshot).wire_bytes
-        self._chain.move_head(self._number, self.state_hash)
+        if self._ranks.is_leader:
+            self._chain.move_head(self._number, self.state_hash)
         report = self._report(writer, snapshot_bytes)
         logger.info("published: %s", report)
         return report
@@ -158,7 +182,7 @@ class WeightPublisher:
         self._puts.shutdown()
         self._relay.close()
 
-    def _write(self, version: int, base: int | None, put: Callable[[VersionWriter], None]) -> VersionWriter:
+    def _write(self, version: int, base: int | None, put: Callable[[VersionWriter], object]) -> VersionWriter:
         """Runs `put` on a new writer, first clearing away what an aborted attempt left."""
         writer = VersionWriter(
             self._relay,
@@ -178,29 +202,45 @@ class WeightPublisher:
         return writer
 
     def _put_first(self, writer: VersionWriter) -> None:
-        for bucket in self.layout.buckets:
+        for bucket in self._buckets:
             with writer.encoding():
                 self._planes.fill(bucket, self._source.read(self.layout, bucket))
-        self._put_snapshot(writer)
-        self._number = 0
+        self._unheard = []
+        self._move_to(self._put_snapshot(writer))
 
     def _put_delta(self, writer: VersionWriter) -> None:
         patches: list[tuple[Bucket, Patch]] = []
-        after = self.state_hash
-        for bucket in self.layout.buckets:
+        for bucket in self._buckets:
             before = self._planes.bucket_hash(bucket)
             with writer.encoding():
                 encoded = self._encode(bucket, self._source.read(self.layout, bucket))
             if encoded.num_changed > 0:
                 writer.put(bucket, encoded, before, before + encoded.change)
                 patches.append((bucket, encoded.patch))
-                after += encoded.change
-        writer.commit(after, self.state_hash)
-        for bucket, patch in patches:
+        self._unheard = patches
+        self._move_to(self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer)))
+
+    def _wants_snapshot(self, writer: VersionWriter, num_bytes: int) -> bool:
+        return self._chain.needs_snapshot(writer.version, num_bytes)
+
+    def _hear_of_commit(self) -> None:
+        """After a publish that failed: another rank, or the relay, may have got through with it all the same."""
+        if self._unheard is not None:
+            base = self._number if self._number >= 0 else None
+            manifest = self._ranks.committed(self._number + 1, base)
+            if manifest is not None:
+                self._move_to(manifest)
+        self._unheard = None
+
+    def _move_to(self, manifest: Manifest) -> None:
+        """The kept copy follows what was committed."""
+        assert self._unheard is not None
+        for bucket, patch in self._unheard:
             self._planes.patch(bucket, patch)
-        assert self.state_hash == after, f"version {writer.version}: {self.state_hash}, expected {after}"
-        self._number = writer.version
-        self._chain.add_delta(writer.wire_bytes)
+        self._unheard = None
+        self._number = manifest.version
+        self._version_hash = StateHash.from_hex(manifest.state_hash)
+        self._is_followed = manifest.is_followed
 
     def _encode(self, bucket: Bucket, new: Bits) -> Encoded:
         old = self._planes.bits(bucket)
@@ -208,11 +248,14 @@ class WeightPublisher:
             return encode(self._codec, old, new, bucket.first_index, bucket.dtype)
         return encode_for_link(old, new, bucket.first_index, bucket.dtype, self._link_bytes_per_s)
 
-    def _put_snapshot(self, writer: VersionWriter) -> None:
-        for bucket in self.layout.buckets:
+    def _put_snapshot(self, writer: VersionWriter) -> Manifest:
+        for bucket in self._buckets:
             writer.put_dense(bucket, self._planes.bits(bucket), self._planes.bucket_hash(bucket))
-        writer.commit(self.state_hash, None)
-        self._chain.add_snapshot(writer.version, writer.wire_bytes)
+        manifest = self._ranks.commit(writer, None, lambda num_bytes: False)
+        self._is_followed = False
+        if self._ranks.is_leader:
+            self._chain.add_snapshot(writer.version, sum(entry.num_bytes for entry in manifest.buckets))
+        return manifest
 
     def _report(self, writer: VersionWriter, snapshot_bytes: int) -> SyncReport:
         dense_bytes = self.layout.num_bytes

@@ -69,6 +69,12 @@ class Box:
         stops = map(min, self.stop, other.stop)
         return all(start < stop for start, stop in zip(starts, stops, strict=True))
 
+    def lies_in(self, other: "Box") -> bool:
+        """Whether all of it is in the other one."""
+        starts = zip(self.start, other.start, strict=True)
+        stops = zip(self.stop, other.stop, strict=True)
+        return all(mine >= its for mine, its in starts) and all(mine <= its for mine, its in stops)
+
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
         return cls(start=(0,) * len(shape), stop=tuple(shape))

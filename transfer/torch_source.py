@@ -51,14 +51,6 @@ class TensorShard:
         stop = tuple(at + size for at, size in zip(self.start, self.tensor.shape, strict=True))
         return Box(start=self.start, stop=stop)
 
-    def holds(self, ends: tuple[tuple[int, int], ...]) -> bool:
-        """Whether all of the region is here."""
-        box = self.box
-        return all(
-            first <= start and stop <= last
-            for first, last, (start, stop) in zip(box.start, box.stop, ends, strict=True)
-        )
-
     def region(self, ends: tuple[tuple[int, int], ...]) -> Any:
         """That region of the whole tensor, in place."""
         slices = [slice(a - at, b - at) for at, (a, b) in zip(self.start, ends, strict=True)]
@@ -102,7 +94,8 @@ class TorchSource:
         bits = np.empty(bucket.num_elements, bits_dtype(bucket.dtype))
         for piece in layout.pieces(bucket):
             ends = piece.part.box
-            shards = [shard for shard in self._shards.get(piece.tensor.name, []) if shard.holds(ends)]
+            shards = self._shards.get(piece.tensor.name, [])
+            shards = [shard for shard in shards if Box.of(ends).lies_in(shard.box)]
             if not shards:
                 raise ValueError(f"no shard holds {ends} of tensor {piece.tensor.name}")
             flat = shards[0].region(ends).reshape(-1)[piece.begin : piece.end]

@@ -1,7 +1,7 @@
 """Writes the objects of one version to the relay: frames in the background, the manifest last.
 
 Owns: the keys, sizes and times of one version's way into the relay.
-Promises: commit() puts the manifest only after every frame is in; `written` names whatever may have been
+Promises: `written` names whatever may have been
 written, so that an aborted version can be cleared away. Used once, by one thread.
 """
 
@@ -110,9 +110,24 @@ class VersionWriter:
         self._send(key, data)
         self._wait_for_puts(_MAX_PENDING)
 
-    def commit(self, after: StateHash, before: StateHash | None) -> None:
-        """Waits for the frames, then puts the manifest. Raises: RelayError."""
+    def note(self, key: str) -> None:
+        """A key of this version that another rank, or another way, writes."""
+        self._written.append(key)
+
+    def finish_frames(self) -> list[BucketEntry]:
+        """Waits until all frames are in the relay. Raises: RelayError."""
         self._wait_for_puts(0)
+        return self._entries
+
+    def commit(
+        self,
+        entries: list[BucketEntry],
+        num_changed: int,
+        after: StateHash,
+        before: StateHash | None,
+        is_followed: bool,
+    ) -> Manifest:
+        """Puts the manifest; all its frames are in. Raises: RelayError."""
         manifest = Manifest(
             run_id=self._run_id,
             version=self.version,
@@ -121,11 +136,13 @@ class VersionWriter:
             state_hash=str(after),
             base_state_hash=str(before) if before is not None else None,
             num_elements=self._layout.num_elements,
-            num_changed=self.num_changed,
-            buckets=self._entries,
+            num_changed=num_changed,
+            is_followed=is_followed,
+            buckets=entries,
         )
         self._send(keys.manifest_key(self._run_id, self.version, self.base), pack_body(manifest))
         self._wait_for_puts(0)
+        return manifest
 
     def abort(self) -> None:
         """Waits until nothing is being written any more; what was written stays for the caller to remove."""

@@ -138,6 +138,20 @@ def detached_config(vllm_config: Any) -> Any:
 # Other ranks --------------------------------------------------------------------------------------------
 
 
+class _PretendedPeers:
+    """A process group that is only asked how large it is."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
 @dataclass(frozen=True, slots=True)
 class _PretendedGroup:
     """As much of vLLM's GroupCoordinator as building a model and loading its weights asks for."""
@@ -147,9 +161,12 @@ class _PretendedGroup:
     ranks: Sequence[int] = field(default=())
     local_rank: int = 0
     rank: int = 0
-    device_group: None = None
     cpu_group: None = None
     device_communicator: None = None
+
+    @property
+    def device_group(self) -> _PretendedPeers:
+        return _PretendedPeers(self.rank_in_group, self.world_size)
 
     @property
     def is_first_rank(self) -> bool:

@@ -98,6 +98,7 @@ class Versions:
             base_state_hash=str(self.states[base].state_hash) if base is not None else None,
             num_elements=LAYOUT.num_elements,
             num_changed=sum(part[3] for part in parts),
+            is_followed=False,
             buckets=[
                 BucketEntry(
                     index=bucket.index,
