@@ -21,7 +21,6 @@ from rose.transfer.manifest import LayoutBody, unpack_body
 from rose.transfer.planes import WeightPlanes, bits_dtype
 from rose.transfer.state_hash import StateHash
 
-
 _LAYOUT_KEY = "rose_layout"
 _HELD_KEY = "rose_buckets"
 

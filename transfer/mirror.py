@@ -23,7 +23,6 @@ from rose.transfer.shard_plan import ShardPlan
 from rose.transfer.state_hash import StateHash
 from rose.types import WeightVersion
 
-
 Fetch = Callable[[BucketEntry], bytes]
 
 

@@ -1,13 +1,14 @@
 """From shard plans to a layout that every rank can fetch its share of.
 
-Owns: where tensors are cut so that no part is held in part by any rank, the groups of parts that the same ranks
-hold, and which buckets a rank's plan needs. Pure. Promises: with the layout's own plans, a rank needs exactly the
-buckets of its groups; with any other plan, every bucket that meets it.
-Source: ROSE §4.2. Where we differ: parts are grouped by who holds them, so that pipeline stages, replicated heads,
-padding and mixed parallelism all come out as whole buckets, without a rule for each.
+Owns: where tensors are cut so that no part is held in part by any rank, the groups of parts that the same
+ranks hold, and which buckets a rank's plan needs. Pure. Promises: with the layout's own plans, a rank needs
+exactly the buckets of its groups; with any other plan, every bucket that meets it.
+Source: ROSE §4.2. Where we differ: parts are grouped by who holds them, so that pipeline stages, replicated
+heads, padding and mixed parallelism all come out as whole buckets, without a rule for each.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from rose.transfer.layout import DTYPE_BYTES, Layout, Part, TensorCut, TensorSpec
 from rose.transfer.shard_plan import Box, ShardPlan
@@ -24,7 +25,7 @@ def cut_by_holdings(tensors: Iterable[TensorSpec], ranks: Sequence[Holdings]) ->
         dim, points = _edges(tensor, [box for rank in ranks for box in rank.get(tensor.name, [])])
         groups: list[int] = []
         ends = (0, *points, tensor.shape[dim] if tensor.shape else 0)
-        for start, stop in zip(ends, ends[1:], strict=False):
+        for start, stop in pairwise(ends):
             part = _box(tensor, dim, start, stop)
             holders = tuple(
                 number

@@ -74,9 +74,9 @@ class WeightPublisher:
     full_wait_s: how long a full relay is waited for, while acknowledgements free what it holds of old
     versions.
     plans: of the serving ranks, so that each can fetch what it holds (rose.engine.shard_recorder).
-    rank, num_ranks: of a trainer that is spread over processes. Each publishes its own TensorShards, or its share
-    of what several hold, under one run id, and calls publish() as often as the others; they wait for each other
-    for ranks_timeout_s.
+    rank, num_ranks: of a trainer that is spread over processes. Each publishes its own TensorShards, or its
+    share of what several hold, under one run id, and calls publish() as often as the others; they wait for
+    each other for ranks_timeout_s.
     Raises: RelayError when the relay does not answer or holds a run of this id already.
     """
 
@@ -224,7 +224,7 @@ class WeightPublisher:
         return self._chain.needs_snapshot(writer.version, num_bytes)
 
     def _hear_of_commit(self) -> None:
-        """After a publish that failed: another rank, or the relay, may have got through with it all the same."""
+        """After a publish that failed: another rank, or the relay, may have got through with it anyway."""
         if self._unheard is not None:
             base = self._number if self._number >= 0 else None
             manifest = self._ranks.committed(self._number + 1, base)

@@ -11,11 +11,12 @@ types and shapes, so merged, replicated, padded and fused tensors need no rules.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 Array = NDArray[Any]
 
@@ -118,6 +119,14 @@ class ShardPlan(_Body):
         for copy in self.copies:
             target = copy.target.of(parameters[copy.target.name])
             target[...] = copy.source.of(tensors[copy.source.name]).reshape(target.shape)
+
+
+def read_plan(path: Path) -> ShardPlan:
+    """The plan in a file. Raises: ValueError naming the file."""
+    try:
+        return ShardPlan.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ValueError(f"--plan {path}: {error}") from error
 
 
 def box_of(view: StridedView, shape: Sequence[int]) -> Box:

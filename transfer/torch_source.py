@@ -60,10 +60,10 @@ class TensorShard:
 class TorchSource:
     """Tensors by their Hugging Face names, from a module or from (name, tensor) pairs.
 
-    weights: anything with state_dict(), a mapping, or pairs, of tensors or TensorShards; pairs may name a tensor
-    several times, for several shards. The tensors are read anew at each publish, so an optimizer that updates
-    them in place needs nothing else.
-    dtype: what floats of 2 bytes or more are cast to; None publishes them as they are.
+    weights: anything with state_dict(), a mapping, or pairs, of tensors or TensorShards; pairs may name a
+    tensor several times, for several shards. The tensors are read anew at each publish, so an optimizer that
+    updates them in place needs nothing else. dtype: what floats of 2 bytes or more are cast to; None
+    publishes them as they are.
     """
 
     def __init__(self, weights: Any, dtype: str | None) -> None:
@@ -90,7 +90,7 @@ class TorchSource:
         return {name: [shard.box for shard in shards] for name, shards in self._shards.items()}
 
     def read(self, layout: Layout, bucket: Bucket) -> Bits:
-        """The bits that the bucket's elements have now, a new array. Raises: ValueError: some are not here."""
+        """The bits that the bucket's elements have now, a new array. Raises: ValueError: not all are here."""
         bits = np.empty(bucket.num_elements, bits_dtype(bucket.dtype))
         for piece in layout.pieces(bucket):
             ends = piece.part.box

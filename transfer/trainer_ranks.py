@@ -1,10 +1,10 @@
 """Several trainer ranks that publish one run together, without talking to each other but through the relay.
 
-Owns: the exchange of what each rank holds, the exclusive share of buckets that each publishes, and the putting
-together of a version from their parts. Rank 0 commits: it alone writes manifests and HEAD.
-Promises: all ranks derive the same layout and shares; a version is committed by all ranks or by none, and a rank
-that did not hear of a commit in time learns of it at its next publish.
-Every rank calls publish() equally often, as it does a training step. Source: ROSE §4.2 (mutually exclusive shards).
+Owns: the exchange of what each rank holds, the exclusive share of buckets that each publishes, and the
+putting together of a version from their parts. Rank 0 commits: it alone writes manifests and HEAD.
+Promises: all ranks derive the same layout and shares; a version is committed by all ranks or by none, and a
+rank that did not hear of a commit in time learns of it at its next publish. Every rank calls publish()
+equally often, as it does a training step. Source: ROSE §4.2 (mutually exclusive shards).
 """
 
 import time
@@ -62,8 +62,8 @@ class TrainerRanks:
     ) -> Manifest:
         """Makes a version of all ranks' parts; every rank returns with its manifest.
 
-        wants_snapshot: asked by the leader with the version's bytes, whether one is to follow. Raises: RelayError:
-        the relay, or a rank that was not heard of in time; then nothing is committed.
+        wants_snapshot: asked by the leader with the version's bytes, whether one is to follow. Raises:
+        RelayError: the relay, or a rank that was not heard of in time; then nothing is committed.
         """
         part = PartBody(attempt=self.attempt, num_changed=writer.num_changed, buckets=writer.finish_frames())
         if not self.is_leader:

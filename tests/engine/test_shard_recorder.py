@@ -1,5 +1,6 @@
 """Shard plans say what vLLM's loaders do, for every rank of every layout, in one process."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 
 pytest.importorskip("vllm")
 
+from rose.engine.plan import main
 from rose.engine.shard_check import wrong_parameters
 from rose.engine.shard_recorder import pretended_rank, record_shard_plan
+from rose.errors import ConfigError
 from rose.transfer.layout import TensorSpec
-from rose.transfer.shard_plan import Box, ShardPlan
+from rose.transfer.shard_plan import Box, ShardPlan, read_plan
 
 GRIDS = [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2)]
 """Tensor-parallel and pipeline-parallel sizes. With two KV heads, four ranks and more hold copies of them."""
@@ -107,6 +110,20 @@ def check_shares(checkpoint: Checkpoint, plans: list[ShardPlan], num_ranks: int)
     # KV heads and norms are copied, but they are small.
     most = max(plan.held_elements() for plan in plans)
     assert most == total if num_ranks == 1 else most < total * 0.75
+
+
+def test_the_command_writes_a_plan_for_every_rank(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    folder = checkpoint.vllm_config.model_config.model
+    assert main(["--model", folder, "--output", str(tmp_path / "plans"), *sizes]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    plans = [read_plan(Path(line["plan"])) for line in printed]
+    assert [plan.rank for plan in plans] == ["pp0-tp0", "pp0-tp1", "pp1-tp0", "pp1-tp1"]
+    check_shares(checkpoint, plans, num_ranks=4)
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors files"):
+        main(["--model", str(tmp_path), "--output", str(tmp_path)])
 
 
 def test_a_plan_knows_merged_replicated_and_padded_tensors(checkpoint: Checkpoint) -> None:
