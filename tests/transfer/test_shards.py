@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from shard_plans import plan_of
 
 from rose.errors import FrameError, RelayError
 from rose.transfer import manifest as keys
@@ -15,7 +16,7 @@ from rose.transfer.mirror import WeightMirror
 from rose.transfer.partition import buckets_of
 from rose.transfer.publisher import WeightPublisher
 from rose.transfer.relay import open_relay
-from rose.transfer.shard_plan import Box, ShardCopy, ShardPlan, StridedView
+from rose.transfer.shard_plan import Box
 from rose.transfer.torch_source import TensorShard
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD, VOCABULARY, LAYERS = 16, 48, 16, 8, 2, 72, 4
@@ -100,28 +101,20 @@ class MegatronRank:
 
 def serving_plan(tp):
     """What rank `tp` of four holds; the padded vocabulary is cut at multiples of 20."""
-    copies = []
+    boxes = {}
     for name, shape in SHAPES.items():
         kind = name.split(".")[-1]
-        boxes = Box.whole(shape)
+        box = Box.whole(shape)
         if kind in ("embed", "head"):
-            boxes = Box(start=(tp * 20, 0), stop=(min((tp + 1) * 20, VOCABULARY), HIDDEN))
+            box = Box(start=(tp * 20, 0), stop=(min((tp + 1) * 20, VOCABULARY), HIDDEN))
         elif kind in ("o", "down"):
             size = shape[1] // SERVE_TP
-            boxes = Box(start=(0, tp * size), stop=(shape[0], (tp + 1) * size))
+            box = Box(start=(0, tp * size), stop=(shape[0], (tp + 1) * size))
         elif kind != "norm":
             size = shape[0] // SERVE_TP
-            boxes = Box(start=(tp * size, 0), stop=((tp + 1) * size, shape[1]))
-        view = as_view(name, boxes, shape)
-        copies.append(ShardCopy(source=view, target=view))
-    return ShardPlan(rank=f"pp0-tp{tp}", shapes=SHAPES, copies=copies, whole=[])
-
-
-def as_view(name, box, shape):
-    strides = tuple(int(np.prod(shape[dim + 1 :])) for dim in range(len(shape)))
-    offset = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
-    sizes = tuple(stop - start for start, stop in zip(box.start, box.stop, strict=True))
-    return StridedView(name=name, offset=offset, shape=sizes, stride=strides)
+            box = Box(start=(tp * size, 0), stop=((tp + 1) * size, shape[1]))
+        boxes[name] = box
+    return plan_of(f"pp0-tp{tp}", SHAPES, boxes)
 
 
 PLANS = [serving_plan(tp) for tp in range(SERVE_TP)]
@@ -242,14 +235,8 @@ def test_a_late_joiner_and_another_grid_get_their_shards(trainer, relay):
     check_holds(late, trainer, PLANS[1:3])
     layout = trainer.publishers[0].layout
     assert late.mirror.planes.held == buckets_of(layout, [plan.boxes() for plan in PLANS[1:3]])
-    odd = ShardPlan(
-        rank="odd",
-        shapes=SHAPES,
-        copies=[
-            ShardCopy(source=view, target=view)
-            for view in [as_view("0.q", Box(start=(3, 5), stop=(9, 7)), SHAPES["0.q"])]
-        ],
-        whole=["1.down"],
+    odd = plan_of("odd", SHAPES, {"0.q": Box(start=(3, 5), stop=(9, 7))}).model_copy(
+        update={"whole": ["1.down"]}
     )
     other = Follower(relay, "run", WeightMirror([odd]))
     assert other.advance()
