@@ -55,6 +55,10 @@ class VersionChain:
         self._relay.remove(self._objects.pop((version, base), []))
         return self._objects.setdefault((version, base), [])
 
+    def forget(self) -> None:
+        """Leaves what was committed to the leader of several trainer ranks, who removes it in time."""
+        self._objects.clear()
+
     def add_snapshot(self, version: int, num_bytes: int) -> None:
         """A snapshot is in the relay."""
         self._snapshots = [*self._snapshots[-1:], version]

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, islice, pairwise
 from typing import Any
 
@@ -219,7 +220,7 @@ class Layout:
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """16 hex digits over names, dtypes, shapes, cuts and the bucket size."""
         table = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]

@@ -150,6 +150,8 @@ class WeightPublisher:
             snapshot_bytes = self._write(self._number, None, self._put_snapshot).wire_bytes
         if self._ranks.is_leader:
             self._chain.move_head(self._number, self.state_hash)
+        else:
+            self._chain.forget()
         report = self._report(writer, snapshot_bytes)
         logger.info("published: %s", report)
         return report

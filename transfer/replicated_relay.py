@@ -12,6 +12,7 @@ the next publish brings it up to date.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -34,6 +35,7 @@ class _Copy:
         self.url = url
         self._open = open_copy
         self._relay: Relay | None = None
+        self._opening = threading.Lock()
         self._rests_until_s = 0.0
 
     @property
@@ -43,8 +45,9 @@ class _Copy:
     def call(self, work: Callable[[Relay], Answer]) -> Answer:
         """Raises: RelayUnreachable, and lets the copy rest; other RelayErrors as they come."""
         try:
-            if self._relay is None:
-                self._relay = self._open()
+            with self._opening:
+                if self._relay is None:
+                    self._relay = self._open()
             answer = work(self._relay)
         except RelayUnreachable as error:
             logger.warning("relay copy does not answer: url=%s error=%s", self.url, error)
