@@ -55,7 +55,7 @@ FULL = {
         "vocab_size": 151936,
     },
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:

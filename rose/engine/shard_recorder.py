@@ -38,7 +38,7 @@ def record_shard_plan(vllm_config: Any, tensors: Iterable[TensorSpec]) -> ShardP
     Raises: ValueError on a dtype that no loader copies unchanged.
     """
     specs = list(tensors)
-    model = _model_without_memory(vllm_config)
+    model: Any = _model_without_memory(vllm_config)
     sources = {spec.name: torch.empty(spec.shape, dtype=_dtype(spec), device="meta") for spec in specs}
     recorder = _Recorder(_by_storage(sources.items()), _by_storage(_parameters(model)))
     with recorder, torch.no_grad():
@@ -52,11 +52,11 @@ def record_shard_plan(vllm_config: Any, tensors: Iterable[TensorSpec]) -> ShardP
     )
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Notes copies from the checkpoint's tensors into parameters; views of either share its storage."""
 
     def __init__(self, sources: Mapping[int, str], targets: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sources = sources
         self._targets = targets
         self.copies: list[ShardCopy] = []
@@ -97,7 +97,7 @@ def _storage(leaf: Any) -> int:
 
 def _view(name: str, tensor: torch.Tensor) -> StridedView:
     return StridedView(
-        name=name, offset=tensor.storage_offset(), shape=tuple(tensor.shape), stride=tensor.stride()
+        name=name, offset=int(tensor.storage_offset()), shape=tuple(tensor.shape), stride=tensor.stride()
     )
 
 

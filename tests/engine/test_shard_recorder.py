@@ -31,7 +31,7 @@ def dense(is_tied: bool) -> Any:
 def experts() -> Any:
     from transformers import Qwen3MoeConfig
 
-    return Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **shape())
+    return Qwen3MoeConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, **shape())
 
 
 def shape() -> dict[str, Any]:
