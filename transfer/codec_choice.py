@@ -21,9 +21,9 @@ class _Cost:
 
 
 _COSTS = {
-    Codec.G8S: _Cost(per_byte_s=1 / 7e9, per_change_s=4e-9, wire_bytes=1.40),
-    Codec.G8S_ZSTD: _Cost(per_byte_s=1 / 7e9, per_change_s=7e-9, wire_bytes=1.20),
-    Codec.EXPONENT: _Cost(per_byte_s=1 / 2e9, per_change_s=15e-9, wire_bytes=0.95),
+    Codec.G8S: _Cost(per_byte_s=1 / 5.2e9, per_change_s=5e-9, wire_bytes=1.42),
+    Codec.G8S_ZSTD: _Cost(per_byte_s=1 / 5.2e9, per_change_s=7.5e-9, wire_bytes=1.24),
+    Codec.EXPONENT: _Cost(per_byte_s=1 / 1.4e9, per_change_s=21e-9, wire_bytes=0.90),
 }
 _ABOUT_EQUAL = 1.25
 """Time is estimated no better than this, and the link may serve others."""
