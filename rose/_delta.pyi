@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,22 +7,58 @@ from numpy.typing import NDArray
 Bits = NDArray[np.unsignedinteger[Any]]
 Lanes = tuple[int, int]
 
-NUM_STREAMS: int
+NUM_G8S_STREAMS: int
+NUM_EXPONENT_STREAMS: int
 
 class MalformedStream(ValueError):
-    """A G8S stream is short, long, or points outside the array."""
+    """A stream is short, long, or points outside the array."""
 
-def encode(old: Bits, new: Bits, first_index: int) -> tuple[tuple[bytes, ...], int, Lanes]:
-    """The G8S streams of new - old, the number of changed elements, and the change of the state hash."""
+class Delta:
+    """The wrap difference new - old of two vectors of raw bits: places and differences, in memory."""
 
-def measure(base: Bits, streams: Sequence[bytes], first_index: int) -> tuple[int, Lanes]:
-    """Number of changes and change of the state hash that apply() would make; writes nothing."""
+    @staticmethod
+    def between(old: Bits, new: Bits, first_index: int) -> tuple[Delta, Lanes]:
+        """The difference from old to new, and the change of the state hash."""
 
-def apply(base: Bits, streams: Sequence[bytes], first_index: int) -> tuple[int, Lanes]:
-    """Adds the differences in place; raises MalformedStream before the first write."""
+    @staticmethod
+    def from_g8s(streams: Sequence[bytes], num_elements: int, width: int) -> Delta:
+        """Inverse of g8s(). Raises: MalformedStream."""
+
+    @staticmethod
+    def from_coo(payload: bytes, num_elements: int, width: int) -> Delta:
+        """Inverse of coo(). Raises: MalformedStream."""
+
+    @staticmethod
+    def from_exponents(streams: Sequence[bytes], base: Bits) -> Delta:
+        """Inverse of exponents() for the same base. Raises: MalformedStream."""
+
+    def g8s(self) -> tuple[bytes, ...]:
+        """The streams of csrc/delta/g8s.hpp."""
+
+    def coo(self) -> bytes:
+        """int32 places, then differences."""
+
+    def exponents(self, base: Bits, shift: int) -> tuple[bytes, ...]:
+        """The streams of csrc/delta/exponent.hpp; base: the old bits, shift: their mantissa's width."""
+
+    def apply(self, base: Bits, first_index: int) -> Lanes:
+        """Adds the differences in place; returns the change of the state hash."""
+
+    def revert(self, base: Bits, first_index: int) -> Lanes:
+        """Takes them away again."""
+
+    def then(self, next: Self) -> Self:
+        """The difference from this one's old to next's new."""
+
+    @property
+    def num_elements(self) -> int: ...
+    @property
+    def num_changed(self) -> int: ...
+    @property
+    def width(self) -> int: ...
 
 def state_hash(bits: Bits, first_index: int) -> Lanes:
     """Sum over elements of the hash of (global index, bits), two lanes modulo 2**64."""
 
-def hash_change(places: NDArray[np.int64], old: Bits, new: Bits) -> Lanes:
-    """Change of the state hash when the elements at these global indices go from old to new."""
+def set_vector(wanted: bool) -> bool:
+    """Chooses vector instructions or portable code, for all threads; whether vectors are used now."""

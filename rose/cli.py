@@ -49,6 +49,7 @@ COMMANDS = (
     Command(
         name="relay", module="rose.transfer.relay_server", summary="carry weights from trainer to engines"
     ),
+    Command(name="plan", module="rose.engine.plan", summary="which weights each rank of an engine holds"),
     Command(
         name="router", module="rose.scheduler.rollout.service", summary="one endpoint for all rollout turns"
     ),

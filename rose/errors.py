@@ -42,6 +42,14 @@ class RelayError(RoseError):
     """The relay refused or lost an object."""
 
 
+class RelayFull(RelayError):
+    """The relay has no room for an object; caught by whoever can wait or remove."""
+
+
+class RelayUnreachable(RelayError):
+    """The relay does not answer; caught by whoever has another copy of it."""
+
+
 class WorkerError(RoseError):
     """A rollout worker failed, stalled, or answered something that can't be used."""
 

@@ -9,32 +9,65 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.errors import FrameError
-from rose.transfer.layout import DTYPE_BYTES, Layout, TensorSpec
+from rose.errors import FrameError, RelayError
+from rose.transfer.codec import Bits
+from rose.transfer.layout import DTYPE_BYTES, Layout, Piece, TensorSpec
+from rose.transfer.manifest import LayoutBody, unpack_body
 from rose.transfer.planes import WeightPlanes, bits_dtype
 from rose.transfer.state_hash import StateHash
 
+_LAYOUT_KEY = "rose_layout"
+_HELD_KEY = "rose_buckets"
+
 
 def write_checkpoint(path: Path, planes: WeightPlanes, metadata: Mapping[str, str]) -> None:
-    """Writes all tensors to `path`, replacing it at once. Raises: OSError, e.g. when the disk is full."""
+    """Writes all tensors to `path`, replacing it at once. Raises: OSError, e.g. when the disk is full.
+
+    Of planes that hold a part of the weights, the rest are holes: zeros that take no memory. The file then
+    says in its metadata which layout and buckets its state hash is over.
+    """
     # The widest elements first, so that each plane starts at a multiple of its element's width.
     order = sorted(planes.planes, key=lambda dtype: (-DTYPE_BYTES[dtype], dtype))
+    if planes.layout.cuts:
+        metadata = {**metadata, **_describe_shards(planes)}
     head = json.dumps(_header(planes.layout, order, metadata), separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
+        with partial.open("wb+") as file:
             file.write(len(head).to_bytes(8, "little") + head)
-            for dtype in order:
-                file.write(planes.planes[dtype].view(np.uint8).data)
+            if planes.layout.cuts:
+                file.truncate(8 + len(head) + planes.layout.num_bytes)
+            else:
+                for dtype in order:
+                    file.write(planes.planes[dtype].view(np.uint8).data)
+        if planes.layout.cuts:
+            _fill_shards(partial, planes)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _describe_shards(planes: WeightPlanes) -> dict[str, str]:
+    held = ",".join(str(index) for index in sorted(planes.held))
+    return {_LAYOUT_KEY: LayoutBody.of(planes.layout).model_dump_json(), _HELD_KEY: held}
+
+
+def _fill_shards(path: Path, planes: WeightPlanes) -> None:
+    """Writes into the tensors of a file what the planes hold, wherever it lies."""
+    tensors = _read_file(path, mode="r+")[0]
+    planes.read_into(
+        {
+            name: raw.view(bits_dtype(spec.dtype)).reshape(spec.shape)
+            for name, (spec, raw) in tensors.items()
+            if spec.num_elements > 0
+        }
+    )
 
 
 def read_checkpoint(path: Path) -> dict[str, tuple[TensorSpec, NDArray[np.uint8]]]:
@@ -45,17 +78,17 @@ def read_checkpoint(path: Path) -> dict[str, tuple[TensorSpec, NDArray[np.uint8]
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     tensors: dict[str, tuple[TensorSpec, NDArray[np.uint8]]] = {}
     for file in files:
-        tensors.update(_read_file(file))
+        tensors.update(_read_file(file)[0])
     return tensors
 
 
 def fill_from_checkpoint(planes: WeightPlanes, path: Path) -> None:
-    """Loads a checkpoint's bits into the planes.
+    """Loads a checkpoint's bits into what the planes hold.
 
     Raises: FrameError when a tensor is missing or has another dtype or shape.
     """
     tensors = read_checkpoint(path)
-    for bucket in planes.layout.buckets:
+    for bucket in (planes.layout.buckets[index] for index in sorted(planes.held)):
         bits = np.empty(bucket.num_elements, bits_dtype(bucket.dtype))
         for piece in planes.layout.pieces(bucket):
             if piece.tensor.name not in tensors:
@@ -63,28 +96,51 @@ def fill_from_checkpoint(planes: WeightPlanes, path: Path) -> None:
             spec, raw = tensors[piece.tensor.name]
             if spec != piece.tensor:
                 raise FrameError(f"{path}: {spec} is not the published {piece.tensor}")
-            width = DTYPE_BYTES[spec.dtype]
-            piece_bytes = raw[piece.begin * width : piece.end * width]
-            bits[piece.at : piece.at + piece.end - piece.begin] = np.frombuffer(piece_bytes, bits.dtype)
+            bits[piece.at : piece.at + piece.end - piece.begin] = _bits_of(piece, raw)
         planes.fill(bucket, bits)
 
 
 def checkpoint_state_hash(path: Path) -> StateHash:
     """The state hash of the tensors in a checkpoint: what a worker compares with the publisher's.
 
-    Reads it piece by piece and keeps nothing: the worker may have no memory for a second copy.
+    Of a staged file that holds shards, the hash of what it holds. Reads it piece by piece and keeps nothing:
+    the worker may have no memory for a second copy. Raises: FrameError, OSError.
     """
-    tensors = read_checkpoint(path)
-    layout = Layout(spec for spec, _ in tensors.values())
+    layout, held = None, None
+    if path.is_dir():
+        tensors = read_checkpoint(path)
+    else:
+        tensors, metadata = _read_file(path)
+        if _LAYOUT_KEY in metadata:
+            layout, held = _read_shards(path, metadata)
+    layout = layout if layout is not None else Layout(spec for spec, _ in tensors.values())
     total = StateHash()
     for bucket in layout.buckets:
+        if held is not None and bucket.index not in held:
+            continue
         for piece in layout.pieces(bucket):
-            width = DTYPE_BYTES[bucket.dtype]
-            raw = tensors[piece.tensor.name][1][piece.begin * width : piece.end * width]
-            # Copied, as a tensor may lie unaligned in its file.
-            bits = np.frombuffer(raw.tobytes(), bits_dtype(bucket.dtype))
+            bits = _bits_of(piece, tensors[piece.tensor.name][1])
             total += StateHash.of(bits, bucket.first_index + piece.at)
     return total
+
+
+def _read_shards(path: Path, metadata: Mapping[str, str]) -> tuple[Layout, frozenset[int]]:
+    try:
+        layout = unpack_body(metadata[_LAYOUT_KEY].encode(), LayoutBody, str(path)).to_layout()
+        return layout, frozenset(int(index) for index in metadata[_HELD_KEY].split(",") if index)
+    except (RelayError, KeyError, ValueError) as error:
+        raise FrameError(f"{path}: no layout of shards: {error}") from error
+
+
+def _bits_of(piece: Piece, raw: NDArray[np.uint8]) -> Bits:
+    """A piece's elements out of its tensor's raw bytes, copied, as a tensor may lie unaligned in its file."""
+    width = DTYPE_BYTES[piece.tensor.dtype]
+    if piece.part.is_whole:
+        return np.frombuffer(
+            raw[piece.begin * width : piece.end * width].tobytes(), bits_dtype(piece.tensor.dtype)
+        )
+    tensor = raw.view(bits_dtype(piece.tensor.dtype)).reshape(piece.tensor.shape)
+    return np.array(piece.part.of(tensor).reshape(-1)[piece.begin : piece.end])
 
 
 def _header(layout: Layout, order: list[str], metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -101,14 +157,17 @@ def _header(layout: Layout, order: list[str], metadata: Mapping[str, str]) -> di
     return header
 
 
-def _read_file(path: Path) -> dict[str, tuple[TensorSpec, NDArray[np.uint8]]]:
-    raw: NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
+def _read_file(
+    path: Path, mode: Literal["r", "r+"] = "r"
+) -> tuple[dict[str, tuple[TensorSpec, NDArray[np.uint8]]], dict[str, str]]:
+    """The tensors of one file, mapped, and its metadata."""
+    raw: NDArray[np.uint8] = np.memmap(path, np.uint8, mode=mode)
     size = int.from_bytes(raw[:8].tobytes(), "little")
     if size + 8 > raw.size:
         raise FrameError(f"{path}: header of {size} bytes in a file of {raw.size}")
     try:
         header = json.loads(raw[8 : 8 + size].tobytes())
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", {})
         tensors = {}
         for name, entry in header.items():
             spec = TensorSpec(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]))
@@ -119,4 +178,4 @@ def _read_file(path: Path) -> dict[str, tuple[TensorSpec, NDArray[np.uint8]]]:
             tensors[name] = (spec, data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FrameError(f"{path}: not a safetensors file: {error!r}") from error
-    return tensors
+    return tensors, metadata

@@ -1,30 +1,39 @@
 """Codecs: how the difference between two versions of a bucket becomes bytes, and back.
 
 Owns: the payload of a frame. All sparse codecs carry the wrap difference new - old (mod 2**bits) of the
-raw bits, so any pattern (NaN, Inf, -0) survives; an additive bf16 delta would not.
-Promises: decode() checks a whole payload against its base before anything may be written, and the Patch
-it returns can't fail. Nothing here knows versions, keys or names.
+raw bits, so any pattern (NaN, Inf, -0) survives; an additive bf16 delta would not. Differences compose by
+addition (SparsePatch.then) and invert (Patch.revert).
+Promises: decode() checks a whole payload before anything may be written, and the Patch it returns can't fail.
+Nothing here knows versions, keys or names.
 Where we differ from the paper (ROSE §4.2): COO is the baseline, G8S with zstd the default.
+
+Payloads, all little-endian:
+
+    DENSE      the new bits
+    COO        int32 places in rising order, then the differences
+    G8S        streams (rose.transfer.streams) of csrc/delta/g8s.hpp, stored as they are
+    G8S_ZSTD   the same, each stream compressed
+    EXPONENT   streams of csrc/delta/exponent.hpp, each compressed; read against the old bits
 """
 
-import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from rose import _delta
 from rose.errors import FrameError
 from rose.transfer.state_hash import StateHash
+from rose.transfer.streams import pack_streams, unpack_streams
 
 Bits = NDArray[np.unsignedinteger[Any]]
 """A vector of raw element bits: uint8, uint16 or uint32."""
 
-ZSTD_LEVEL = 1  # level 3 saved 1% more at a third of the speed
-_SIZES = struct.Struct("<QQ")
+_MANTISSA_BITS = {"F16": 10, "F8_E5M2": 2, "F8_E8M0": 0}
+_MANTISSA_BITS_BY_WIDTH = {1: 3, 2: 7, 4: 23}
+"""Of every other dtype: F8_E4M3, BF16, F32. For integers too: any cut is a class, and none is wrong."""
 
 
 class Codec(IntEnum):
@@ -35,141 +44,130 @@ class Codec(IntEnum):
     COO = 1
     """int32 places, then differences: 6 bytes per changed bf16 element (ROSE §4.2)."""
     G8S = 2
-    """Gaps, flags, signs and exceptions in 64 Ki-element blocks, see csrc/delta/g8s.hpp."""
+    """Gaps, flags, signs and exceptions in 64 Ki-element blocks."""
     G8S_ZSTD = 3
     """G8S with each stream compressed on its own."""
+    EXPONENT = 4
+    """Gaps among elements of equal old exponent: fewest bytes, most time; for slow links."""
+
+
+class Patch(Protocol):
+    """A checked payload: what to write into one bucket."""
+
+    @property
+    def num_changed(self) -> int:
+        """Elements whose bits change."""
+
+    def apply_to(self, base: Bits, first_index: int) -> StateHash:
+        """Writes the new bits in place; returns what that did to the state hash.
+
+        base: as decode() saw it. first_index: global index of its first element, for the hash.
+        """
+
+    def revert(self, base: Bits) -> None:
+        """Takes back what apply_to() wrote."""
+
+
+class SparsePatch:
+    """A wrap difference in memory, 2 bytes and an element for each change."""
+
+    def __init__(self, delta: _delta.Delta) -> None:
+        self._delta = delta
+
+    @property
+    def num_changed(self) -> int:
+        return self._delta.num_changed
+
+    def apply_to(self, base: Bits, first_index: int) -> StateHash:
+        return StateHash(*self._delta.apply(base, first_index))
+
+    def revert(self, base: Bits) -> None:
+        self._delta.revert(base, 0)
+
+    def then(self, following: "SparsePatch") -> "SparsePatch":
+        """Both patches as one. Raises: ValueError when they are for buckets of unequal size or width."""
+        return SparsePatch(self._delta.then(following._delta))
+
+    def pack(self, codec: Codec, old: Bits, dtype: str) -> bytes:
+        """The payload of a sparse codec. old: the bits this patch is for; only EXPONENT reads them."""
+        if codec is Codec.COO:
+            return self._delta.coo()
+        if codec is Codec.EXPONENT:
+            shift = _MANTISSA_BITS.get(dtype, _MANTISSA_BITS_BY_WIDTH[old.itemsize])
+            return pack_streams(self._delta.exponents(old, shift), is_compressed=True)
+        return pack_streams(self._delta.g8s(), is_compressed=codec is Codec.G8S_ZSTD)
+
+
+class DensePatch:
+    """All bits of a bucket; keeps the old ones from apply_to() on, for revert()."""
+
+    def __init__(self, new: Bits, num_changed: int) -> None:
+        self._new = new
+        self._old: Bits | None = None
+        self.num_changed = num_changed
+
+    def apply_to(self, base: Bits, first_index: int) -> StateHash:
+        self._old = base.copy()
+        base[:] = self._new
+        return StateHash.of(base, first_index) - StateHash.of(self._old, first_index)
+
+    def revert(self, base: Bits) -> None:
+        assert self._old is not None, "revert before apply_to"
+        base[:] = self._old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
     """One bucket's difference as bytes, and what it does to the state hash."""
 
+    codec: Codec
     payload: bytes
-    num_changed: int
+    patch: Patch
     change: StateHash
 
-
-class Patch:
-    """A checked payload: what to write into one bucket, and the effect of writing it."""
-
-    def __init__(self, codec: Codec, parts: tuple[Any, ...], num_changed: int, change: StateHash) -> None:
-        self._codec = codec
-        self._parts = parts
-        self.num_changed = num_changed
-        self.change = change
-
-    def apply_to(self, base: Bits) -> None:
-        """Writes the new bits in place; `base` must still hold what decode() saw."""
-        if self._codec is Codec.DENSE:
-            base[:] = self._parts[0]
-        elif self._codec is Codec.COO:
-            places, differences = self._parts
-            base[places] += differences
-        else:
-            _delta.apply(base, self._parts, 0)
+    @property
+    def num_changed(self) -> int:
+        return self.patch.num_changed
 
 
-def encode(codec: Codec, old: Bits, new: Bits, first_index: int) -> Encoded:
-    """The difference from `old` to `new`, vectors of equal length and unsigned dtype.
+def compare(old: Bits, new: Bits, first_index: int) -> tuple[SparsePatch, StateHash]:
+    """The difference from `old` to `new`, vectors of equal length and width, and its effect on the hash.
 
-    first_index: global index of element 0, for the state hash. Raises: ValueError on unequal vectors.
+    first_index: global index of element 0. Raises: ValueError on unequal vectors.
     """
-    if codec is Codec.DENSE:
-        change = StateHash.of(new, first_index) - StateHash.of(old, first_index)
-        return Encoded(payload=new.tobytes(), num_changed=int(np.count_nonzero(old != new)), change=change)
-    if codec is Codec.COO:
-        return _encode_coo(old, new, first_index)
-    streams, num_changed, lanes = _delta.encode(old, new, first_index)
-    payload = _pack(streams, compress=codec is Codec.G8S_ZSTD)
-    return Encoded(payload=payload, num_changed=num_changed, change=StateHash(*lanes))
+    delta, lanes = _delta.Delta.between(old, new, first_index)
+    return SparsePatch(delta), StateHash(*lanes)
 
 
-def decode(codec: Codec, payload: bytes, base: Bits, first_index: int) -> Patch:
-    """Checks `payload` against `base` and returns the patch; writes nothing.
+def encode(codec: Codec, old: Bits, new: Bits, first_index: int, dtype: str = "") -> Encoded:
+    """The difference from `old` to `new` in one codec; `dtype` tells EXPONENT where the exponent lies."""
+    patch, change = compare(old, new, first_index)
+    payload = new.tobytes() if codec is Codec.DENSE else patch.pack(codec, old, dtype)
+    return Encoded(codec=codec, payload=payload, patch=patch, change=change)
+
+
+def decode(codec: Codec, payload: bytes, base: Bits) -> Patch:
+    """Checks `payload` against `base`, the old bits, and returns the patch; writes nothing.
 
     Raises: FrameError when the payload is malformed for a base of this length and width.
     """
     if codec is Codec.DENSE:
-        return _decode_dense(payload, base, first_index)
-    if codec is Codec.COO:
-        return _decode_coo(payload, base, first_index)
-    streams = _unpack(payload, base.size, base.itemsize)
+        if len(payload) != base.nbytes:
+            raise FrameError(f"dense payload has {len(payload)} bytes, the bucket {base.nbytes}")
+        new = np.frombuffer(payload, base.dtype)
+        return DensePatch(new, int(np.count_nonzero(base != new)))
     try:
-        num_changed, lanes = _delta.measure(base, streams, first_index)
+        return SparsePatch(_read(codec, payload, base))
     except _delta.MalformedStream as error:
         raise FrameError(f"payload of {len(payload)} bytes: {error}") from error
-    return Patch(codec, streams, num_changed, StateHash(*lanes))
 
 
-def _encode_coo(old: Bits, new: Bits, first_index: int) -> Encoded:
-    if old.size > np.iinfo(np.int32).max:
-        raise ValueError(f"COO places are int32, a bucket of {old.size} elements is too long")
-    places = np.flatnonzero(old != new)
-    differences = new[places] - old[places]
-    lanes = _delta.hash_change(places + first_index, old[places], new[places])
-    payload = places.astype("<i4").tobytes() + differences.tobytes()
-    return Encoded(payload=payload, num_changed=places.size, change=StateHash(*lanes))
-
-
-def _decode_coo(payload: bytes, base: Bits, first_index: int) -> Patch:
-    count, rest = divmod(len(payload), 4 + base.itemsize)
-    if rest:
-        raise FrameError(f"COO payload of {len(payload)} bytes is no multiple of {4 + base.itemsize}")
-    places = np.frombuffer(payload, "<i4", count).astype(np.int64)
-    differences = np.frombuffer(payload, base.dtype, count, offset=4 * count)
-    in_order = bool(np.all(np.diff(places) > 0))
-    if count and (not in_order or places[0] < 0 or places[-1] >= base.size):
-        raise FrameError(f"COO places must rise from 0 to below {base.size}")
-    old = base[places]
-    lanes = _delta.hash_change(places + first_index, old, old + differences)
-    return Patch(Codec.COO, (places, differences), count, StateHash(*lanes))
-
-
-def _decode_dense(payload: bytes, base: Bits, first_index: int) -> Patch:
-    if len(payload) != base.nbytes:
-        raise FrameError(f"dense payload has {len(payload)} bytes, the bucket {base.nbytes}")
-    new = np.frombuffer(payload, base.dtype)
-    change = StateHash.of(new, first_index) - StateHash.of(base, first_index)
-    return Patch(Codec.DENSE, (new,), int(np.count_nonzero(base != new)), change)
-
-
-def _pack(streams: tuple[bytes, ...], *, compress: bool) -> bytes:
-    """(raw size, stored size) of every stream, then the streams; equal sizes mean stored as is."""
-    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
-    sizes: list[bytes] = []
-    bodies: list[bytes] = []
-    for stream in streams:
-        body = compressor.compress(stream) if compress and stream else stream
-        if len(body) >= len(stream):
-            body = stream
-        sizes.append(_SIZES.pack(len(stream), len(body)))
-        bodies.append(body)
-    return b"".join(sizes + bodies)
-
-
-def _unpack(payload: bytes, num_elements: int, width: int) -> tuple[bytes, ...]:
-    start = _SIZES.size * _delta.NUM_STREAMS
-    if len(payload) < start:
-        raise FrameError(f"payload of {len(payload)} bytes is shorter than its stream table ({start})")
-    # No honest stream outgrows this: refuse before the decompressor is asked for the memory.
-    limit = num_elements * (width + 1) + 4096
-    streams: list[bytes] = []
-    for number in range(_delta.NUM_STREAMS):
-        raw_size, stored_size = _SIZES.unpack_from(payload, number * _SIZES.size)
-        body = payload[start : start + stored_size]
-        if raw_size > limit or stored_size > raw_size or len(body) != stored_size:
-            raise FrameError(f"stream {number} claims {stored_size} of {raw_size} bytes, limit {limit}")
-        streams.append(body if stored_size == raw_size else _decompress(number, body, raw_size))
-        start += stored_size
-    if start != len(payload):
-        raise FrameError(f"payload has {len(payload) - start} bytes after its last stream")
-    return tuple(streams)
-
-
-def _decompress(number: int, body: bytes, raw_size: int) -> bytes:
-    try:
-        if zstandard.frame_content_size(body) != raw_size:
-            raise FrameError(f"stream {number} does not hold the {raw_size} bytes that its table claims")
-        return zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise FrameError(f"stream {number} does not decompress: {error}") from error
+def _read(codec: Codec, payload: bytes, base: Bits) -> _delta.Delta:
+    size, width = base.size, base.itemsize
+    if codec is Codec.COO:
+        return _delta.Delta.from_coo(payload, size, width)
+    if codec is Codec.EXPONENT:
+        streams = unpack_streams(payload, _delta.NUM_EXPONENT_STREAMS, size, width)
+        return _delta.Delta.from_exponents(streams, base)
+    streams = unpack_streams(payload, _delta.NUM_G8S_STREAMS, size, width)
+    return _delta.Delta.from_g8s(streams, size, width)

@@ -15,16 +15,20 @@ from collections.abc import Awaitable, Callable, Iterable
 from urllib.parse import quote
 
 import httpx
-from aiohttp import web
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from aiohttp.typedefs import Middleware
 
-from rose.errors import RelayError
+from rose.errors import RelayError, RelayFull, RelayUnreachable
 from rose.http import http_client
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY_BYTES = 8 << 30
-_TIMEOUT_S = httpx.Timeout(60.0, connect=5.0)
+# A host that is gone may not even refuse; with a second copy of the relay, this is what it costs.
+_CONNECT_TIMEOUT_S = 0.8
+_TIMEOUT = httpx.Timeout(60.0, connect=_CONNECT_TIMEOUT_S)
+_FULL = web.HTTPInsufficientStorage.status_code
+_MISSED_HEADER = "X-Rose-Missed"
 
 
 class ObjectStore:
@@ -66,11 +70,16 @@ class ObjectStore:
 def make_app(store: ObjectStore, key: str | None) -> web.Application:
     """The relay's HTTP application."""
 
+    peers = _Peers(key)
+
     async def write(request: web.Request) -> web.Response:
-        name = request.match_info["key"]
+        name, is_replacing = request.match_info["key"], request.query.get("replace") == "1"
         store.require_room(name, request.content_length or 0)
-        store.write(name, await request.read(), replace=request.query.get("replace") == "1")
-        return web.Response(status=204)
+        data = await request.read()
+        store.write(name, data, replace=is_replacing)
+        addresses = [address for address in request.query.get("copy_to", "").split(",") if address]
+        missed = [each for each in addresses if not await peers.send(each, name, data, is_replacing)]
+        return web.Response(status=204, headers={_MISSED_HEADER: ",".join(missed)})
 
     async def read(request: web.Request) -> web.Response:
         data = store.objects.get(request.match_info["key"])
@@ -86,11 +95,37 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
         return web.json_response(sorted(name for name in store.objects if name.startswith(prefix)))
 
     app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key)])
+    app.on_cleanup.append(peers.close)
     app.router.add_put("/v1/objects/{key:.+}", write)
     app.router.add_get("/v1/objects/{key:.+}", read)
     app.router.add_post("/v1/remove", remove)
     app.router.add_get("/v1/keys", names)
     return app
+
+
+class _Peers:
+    """Hands objects on to other relays, so that a writer far away sends them once."""
+
+    def __init__(self, key: str | None) -> None:
+        self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        self._session: ClientSession | None = None
+
+    async def send(self, address: str, name: str, data: bytes, is_replacing: bool) -> bool:
+        """Whether the relay at host:port took it; the writer is told and tries itself."""
+        if self._session is None:
+            timeout = ClientTimeout(total=60.0, sock_connect=_CONNECT_TIMEOUT_S)
+            self._session = ClientSession(headers=self._headers, timeout=timeout)
+        url = f"http://{address}/v1/objects/{quote(name)}" + ("?replace=1" if is_replacing else "")
+        try:
+            async with self._session.put(url, data=data) as response:
+                return response.ok
+        except (ClientError, TimeoutError) as error:
+            logger.warning("copy not sent: key=%s to=%s error=%r", name, address, error)
+            return False
+
+    async def close(self, app: web.Application) -> None:
+        if self._session is not None:
+            await self._session.close()
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -111,7 +146,8 @@ class EmbeddedRelay:
     """Client of an embedded relay; see rose.transfer.relay.Relay."""
 
     def __init__(self, host: str, port: int, key: str | None = None) -> None:
-        self._http = http_client(f"http://{host}:{port}", key=key, timeout=_TIMEOUT_S)
+        self.address = f"{host}:{port}"
+        self._http = http_client(f"http://{host}:{port}", key=key, timeout=_TIMEOUT)
         try:
             self.keys("rose/HEAD_RUN")
         except RelayError:
@@ -123,6 +159,17 @@ class EmbeddedRelay:
 
     def upsert(self, key: str, data: bytes) -> None:
         self._call("PUT", self._path(key) + "?replace=1", content=data)
+
+    def write_with_copies(
+        self, key: str, data: bytes, *, is_replacing: bool, copy_to: list[str]
+    ) -> list[str]:
+        """Like put() or upsert(), and this relay hands the object on to others before it answers.
+
+        copy_to: their addresses, host:port; returns those that did not take it.
+        """
+        query = f"?copy_to={','.join(copy_to)}" + ("&replace=1" if is_replacing else "")
+        response = self._call("PUT", self._path(key) + query, content=data)
+        return [address for address in response.headers.get(_MISSED_HEADER, "").split(",") if address]
 
     def get(self, key: str) -> bytes | None:
         response = self._call("GET", self._path(key))
@@ -149,10 +196,11 @@ class EmbeddedRelay:
             response = self._http.request(method, path, content=content)
         except httpx.HTTPError as error:
             where = self._http.base_url
-            raise RelayError(f"embedded relay {where}: {method} {path}: {error!r}") from error
+            raise RelayUnreachable(f"embedded relay {where}: {method} {path}: {error!r}") from error
         if response.is_success or (method == "GET" and response.status_code == 404):
             return response
-        raise RelayError(f"embedded relay refused {method} {path}: {response.status_code} {response.text}")
+        refused = f"embedded relay refused {method} {path}: {response.status_code} {response.text}"
+        raise RelayFull(refused) if response.status_code == _FULL else RelayError(refused)
 
 
 async def serve(host: str, port: int, capacity_bytes: int, key: str | None) -> None:

@@ -1,20 +1,19 @@
 """The follower: brings a mirror to the newest published version.
 
 Owns: the choice of the way there (deltas from the own version, or the latest snapshot and its deltas).
-Promises: the mirror is always at a whole version; when advance() raises, it stays at the last good one.
+Promises: the mirror is always at a whole version; when advance() raises, it stays at the last good one. It
+never goes back, within a run or to a run it has left, so a relay copy that missed writes does no harm.
 Never talks to a worker, never sleeps.
 """
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 from rose.errors import FrameError, RelayError
 from rose.transfer import manifest as keys
 from rose.transfer.checkpoint import fill_from_checkpoint
-from rose.transfer.manifest import Head, HeadRun, LayoutBody, Manifest, Model, unpack_body
+from rose.transfer.manifest import BucketEntry, Head, HeadRun, LayoutBody, Manifest, Model, unpack_body
 from rose.transfer.mirror import WeightMirror
-from rose.transfer.planes import WeightPlanes
 from rose.transfer.relay import Relay
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,8 @@ class Follower:
         self._base_checkpoint = base_checkpoint
         self.mirror = mirror
         self.fetched_bytes = 0
+        self._writer: str | None = None
+        self._left: set[str] = set()
 
     def advance(self) -> bool:
         """One look at HEAD; True when the mirror moved. Raises: RelayError, FrameError."""
@@ -49,7 +50,7 @@ class Follower:
         if run_id is None or data is None:
             return False
         head = unpack_body(data, Head, keys.head_key(run_id))
-        if self._is_at(run_id, head):
+        if self._is_at(run_id, head) or self._is_past(run_id, head):
             return False
         try:
             self._walk(run_id, head)
@@ -57,30 +58,48 @@ class Follower:
             logger.warning("delta chain unusable, starts over: run=%s error=%s", run_id, error)
             self._load_snapshot(run_id, head.snapshot)
             self._walk(run_id, head)
+        self._writer = head.writer
         logger.info("mirror moved: version=%s state_hash=%s", self.mirror.version, self.mirror.state_hash)
         return True
 
     def _current_run(self) -> str | None:
         if self._run_id != AUTO_RUN:
             return self._run_id
+        current = self.mirror.version.run_id if self.mirror.version is not None else None
         data = self._relay.get(keys.HEAD_RUN_KEY)
-        return unpack_body(data, HeadRun, keys.HEAD_RUN_KEY).run_id if data is not None else None
+        if data is None:
+            return current
+        newest = unpack_body(data, HeadRun, keys.HEAD_RUN_KEY).run_id
+        if newest in self._left:
+            return current
+        if current is not None and newest != current:
+            self._left.add(current)
+        return newest
 
     def _is_at(self, run_id: str, head: Head) -> bool:
         version = self.mirror.version
         return (
             version is not None
             and (version.run_id, version.number) == (run_id, head.version)
-            and str(self.mirror.state_hash) == head.state_hash
+            and str(self.mirror.version_hash) == head.state_hash
+        )
+
+    def _is_past(self, run_id: str, head: Head) -> bool:
+        """Whether HEAD is older than the mirror: read from a copy of the relay that missed writes."""
+        version = self.mirror.version
+        return (
+            version is not None
+            and (version.run_id, self._writer) == (run_id, head.writer)
+            and version.number > head.version
         )
 
     def _walk(self, run_id: str, head: Head) -> None:
         start = self._start_of_walk(run_id, head)
         for number in range(start + 1, head.version + 1):
             manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
-            self.mirror.apply_delta(manifest, self._frames(manifest))
+            self.mirror.apply_delta(manifest, self._frame)
         if not self._is_at(run_id, head):
-            raise FrameError(f"at {self.mirror.version} {self.mirror.state_hash}, HEAD says {head}")
+            raise FrameError(f"at {self.mirror.version} {self.mirror.version_hash}, HEAD says {head}")
 
     def _start_of_walk(self, run_id: str, head: Head) -> int:
         """The version from which deltas lead to HEAD: the own one, or the snapshot, which it loads."""
@@ -94,20 +113,19 @@ class Follower:
         layout = self._body(keys.layout_key(run_id), LayoutBody).to_layout()
         manifest = self._body(keys.manifest_key(run_id, number, None), Manifest)
         if self._base_checkpoint is not None:
-            planes = WeightPlanes(layout)
+            planes = self.mirror.make_planes(layout)
             try:
                 fill_from_checkpoint(planes, self._base_checkpoint)
                 self.mirror.adopt(manifest, planes)
                 return
             except (FrameError, OSError) as error:
                 logger.info("base checkpoint is not snapshot %s/%s: %s", run_id, number, error)
-        self.mirror.load_snapshot(manifest, layout, self._frames(manifest))
+        self.mirror.load_snapshot(manifest, layout, self._frame)
 
-    def _frames(self, manifest: Manifest) -> Iterator[bytes]:
-        for entry in manifest.buckets:
-            data = self._object(entry.key)
-            self.fetched_bytes += len(data)
-            yield data
+    def _frame(self, entry: BucketEntry) -> bytes:
+        data = self._object(entry.key)
+        self.fetched_bytes += len(data)
+        return data
 
     def _body(self, key: str, model: type[Model]) -> Model:
         return unpack_body(self._object(key), model, key)

@@ -4,7 +4,7 @@ Wire format, all little-endian, header of 168 bytes then the payload:
 
     offset  size  field
     0       8     magic "ROSEWGHT"
-    8       2     format version, 1
+    8       2     format version, 2
     10      1     codec (rose.transfer.codec.Codec)
     11      1     element width in bytes
     12      4     bucket index in the layout's plan
@@ -39,7 +39,7 @@ from rose.transfer.layout import Bucket
 from rose.transfer.state_hash import StateHash
 
 MAGIC = b"ROSEWGHT"
-FORMAT = 1
+FORMAT = 2
 NO_BASE = -1
 _FIELDS = struct.Struct("<8sHBBI16sqq8s8sQQQQ16s16s16s8x")
 _CHECK_BYTES = 16

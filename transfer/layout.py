@@ -1,15 +1,19 @@
 """Where every tensor's elements lie: one global index, and the cut into buckets.
 
-Owns: the order of tensors (by dtype, then name), their offsets, the bucket plan, the layout digest.
-Promises: a pure function of names, dtypes and shapes, so trainer and engines derive the same plan.
+Owns: the order of tensors (by dtype, group, name), their offsets, the bucket plan, the layout digest.
+Promises: a pure function of names, dtypes, shapes and cuts, so trainer and engines derive the same plan.
 Never touches weights. Source: ROSE §4.2 (64 MB buckets).
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, islice, pairwise
+from typing import Any
 
 BUCKET_BYTES = 64 << 20
 
@@ -69,64 +73,144 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Elements [begin, end) of a flattened tensor; they lie at `at` of their bucket."""
+class TensorCut:
+    """How a tensor is cut along one dimension, and the group that each part belongs to.
+
+    points: where parts begin, but the first; groups: one number per part. No points: the tensor is one part.
+    """
+
+    dim: int
+    points: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
+UNCUT = TensorCut(dim=0, points=(), groups=(0,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Elements [start, stop) of a tensor along `dim`, row-major; `offset` counts in their dtype's plane."""
 
     tensor: TensorSpec
+    dim: int
+    start: int
+    stop: int
+    group: int
+    offset: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and (not self.tensor.shape or self.stop == self.tensor.shape[self.dim])
+
+    @property
+    def num_elements(self) -> int:
+        if self.is_whole:
+            return self.tensor.num_elements
+        return self.tensor.num_elements // self.tensor.shape[self.dim] * (self.stop - self.start)
+
+    @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) along every dimension."""
+        whole = tuple((0, size) for size in self.tensor.shape)
+        if self.is_whole:
+            return whole
+        return (*whole[: self.dim], (self.start, self.stop), *whole[self.dim + 1 :])
+
+    def of(self, tensor: Any) -> Any:
+        """This part of the tensor, numpy's or torch's, in place."""
+        return tensor if self.is_whole else tensor[tuple(slice(*ends) for ends in self.box)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Elements [begin, end) of a flattened part; they lie at `at` of their bucket."""
+
+    part: Part
     begin: int
     end: int
     at: int
 
+    @property
+    def tensor(self) -> TensorSpec:
+        return self.part.tensor
+
 
 class Layout:
-    """Tensors in order, grouped into one contiguous plane per dtype, cut into buckets.
+    """Tensors in order, cut into parts, grouped into one contiguous plane per dtype, cut into buckets.
 
     global index  0 ........... n0 | n0 .................. n0+n1
     planes        BF16: a | b | c  | F32: d | e
     buckets       [0  ][1   ][2 ]    [3      ]
+
+    cuts: by tensor name, for weights that ranks hold shards of: parts of one group lie together and share no
+    bucket with others, so a rank fetches whole groups. Tensors without a cut are one part of group 0.
     """
 
-    def __init__(self, tensors: Iterable[TensorSpec], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[TensorSpec],
+        bucket_bytes: int = BUCKET_BYTES,
+        cuts: Mapping[str, TensorCut] | None = None,
+    ) -> None:
         self.tensors = tuple(sorted(tensors, key=lambda tensor: (tensor.dtype, tensor.name)))
         self.bucket_bytes = bucket_bytes
+        self.cuts = dict(cuts) if cuts is not None else {}
         if bucket_bytes < 4:
             raise ValueError(f"bucket_bytes must hold an element, got {bucket_bytes}")
         names = [tensor.name for tensor in self.tensors]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ValueError(f"tensor names used twice: {', '.join(twice)}")
-        self.offsets: dict[str, int] = {}
         self.plane_elements: dict[str, int] = {}
-        for tensor in self.tensors:
-            self.offsets[tensor.name] = self.plane_elements.get(tensor.dtype, 0)
-            self.plane_elements[tensor.dtype] = self.offsets[tensor.name] + tensor.num_elements
+        self.parts = tuple(self._place_parts())
+        self._parts_by_dtype = {
+            dtype: [part for part in self.parts if part.tensor.dtype == dtype]
+            for dtype in self.plane_elements
+        }
         self.buckets = tuple(self._cut())
+
+    def _place_parts(self) -> Iterator[Part]:
+        bare = [part for tensor in self.tensors for part in _parts(tensor, self.cuts.get(tensor.name, UNCUT))]
+        for part in sorted(bare, key=lambda part: (part.tensor.dtype, part.group)):
+            dtype = part.tensor.dtype
+            offset = self.plane_elements.get(dtype, 0)
+            self.plane_elements[dtype] = offset + part.num_elements
+            yield replace(part, offset=offset)
 
     def _cut(self) -> Iterable[Bucket]:
         index = 0
         first_index = 0
         for dtype, total in self.plane_elements.items():
             step = self.bucket_bytes // DTYPE_BYTES[dtype]
-            for begin in range(0, total, step):
-                count = min(step, total - begin)
-                yield Bucket(
-                    index=index,
-                    dtype=dtype,
-                    begin=begin,
-                    num_elements=count,
-                    first_index=first_index + begin,
-                )
-                index += 1
+            for group_begin, group_end in self._group_ends(dtype):
+                for begin in range(group_begin, group_end, step):
+                    yield Bucket(
+                        index=index,
+                        dtype=dtype,
+                        begin=begin,
+                        num_elements=min(step, group_end - begin),
+                        first_index=first_index + begin,
+                    )
+                    index += 1
             first_index += total
+
+    def _group_ends(self, dtype: str) -> Iterator[tuple[int, int]]:
+        for _, parts in groupby(self._parts_by_dtype[dtype], key=lambda part: part.group):
+            members = list(parts)
+            yield members[0].offset, members[-1].offset + members[-1].num_elements
 
     def pieces(self, bucket: Bucket) -> Iterator[Piece]:
         """The parts of tensors that fill a bucket, in order, without gaps."""
-        for tensor in self.tensors:
-            offset = self.offsets[tensor.name]
-            begin = max(offset, bucket.begin)
-            end = min(offset + tensor.num_elements, bucket.end)
-            if tensor.dtype == bucket.dtype and begin < end:
-                yield Piece(tensor=tensor, begin=begin - offset, end=end - offset, at=begin - bucket.begin)
+        parts = self._parts_by_dtype[bucket.dtype]
+        first = bisect_right(parts, bucket.begin, key=lambda part: part.offset) - 1
+        for part in islice(parts, max(first, 0), None):
+            if part.offset >= bucket.end:
+                return
+            begin = max(part.offset, bucket.begin)
+            end = min(part.offset + part.num_elements, bucket.end)
+            if begin < end:
+                at = begin - bucket.begin
+                yield Piece(part=part, begin=begin - part.offset, end=end - part.offset, at=at)
 
     @property
     def num_elements(self) -> int:
@@ -136,9 +220,21 @@ class Layout:
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """16 hex digits over names, dtypes, shapes and the bucket size."""
+        """16 hex digits over names, dtypes, shapes, cuts and the bucket size."""
         table = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
-        text = json.dumps([self.bucket_bytes, table], separators=(",", ":"))
+        cuts = [[name, cut.dim, cut.points, cut.groups] for name, cut in sorted(self.cuts.items())]
+        text = json.dumps([self.bucket_bytes, table, *cuts], separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _parts(tensor: TensorSpec, cut: TensorCut) -> Iterator[Part]:
+    """Raises: ValueError on a cut that does not fit the tensor."""
+    size = tensor.shape[cut.dim] if tensor.shape and cut.dim < len(tensor.shape) else 0
+    ends = (0, *cut.points, size)
+    is_rising = all(a < b for a, b in pairwise(ends)) or not cut.points
+    if not is_rising or len(cut.groups) != len(cut.points) + 1:
+        raise ValueError(f"{cut} does not fit tensor {tensor.name} of shape {tensor.shape}")
+    for (start, stop), group in zip(pairwise(ends), cut.groups, strict=True):
+        yield Part(tensor=tensor, dim=cut.dim, start=start, stop=stop, group=group, offset=0)

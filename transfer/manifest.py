@@ -5,6 +5,8 @@
     rose/{run}/LAYOUT                    tensors and bucket size                    (written once)
     rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
     rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
+    rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of those, of several ranks
+    rose/{run}/rank/{rank}               what that rank holds                       (written once)
     rose/{run}/ack/{worker}              the version a worker runs                  (replaced)
 
 Owns: key names and these bodies. Promises: a manifest in the relay means that every frame it names is
@@ -17,7 +19,7 @@ from typing import Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rose.errors import RelayError
-from rose.transfer.layout import Layout, TensorSpec
+from rose.transfer.layout import Layout, TensorCut, TensorSpec
 
 HEAD_RUN_KEY = "rose/HEAD_RUN"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -37,6 +39,8 @@ class HeadRun(_Body):
 class Head(_Body):
     """How to reach the newest version: from the snapshot, or from any version since `oldest_base`."""
 
+    writer: str
+    """The publisher's process. Its versions only grow: a lower one comes from a relay copy that is behind."""
     version: int = Field(ge=0)
     snapshot: int = Field(ge=0)
     oldest_base: int = Field(ge=0)
@@ -44,10 +48,17 @@ class Head(_Body):
     state_hash: str
 
 
+class CutBody(_Body):
+    dim: int = Field(ge=0)
+    points: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
 class TensorBody(_Body):
     name: str
     dtype: str
     shape: list[int]
+    cut: CutBody | None = None
 
 
 class LayoutBody(_Body):
@@ -59,13 +70,28 @@ class LayoutBody(_Body):
 
     @classmethod
     def of(cls, layout: Layout) -> Self:
-        tensors = [TensorBody(name=t.name, dtype=t.dtype, shape=list(t.shape)) for t in layout.tensors]
+        cuts = {
+            name: CutBody(dim=cut.dim, points=cut.points, groups=cut.groups)
+            for name, cut in layout.cuts.items()
+        }
+        tensors = [
+            TensorBody(name=t.name, dtype=t.dtype, shape=list(t.shape), cut=cuts.get(t.name))
+            for t in layout.tensors
+        ]
         return cls(digest=layout.digest, bucket_bytes=layout.bucket_bytes, tensors=tensors)
 
     def to_layout(self) -> Layout:
         """Raises: RelayError when the digest does not belong to the table."""
         specs = [TensorSpec(name=t.name, dtype=t.dtype, shape=tuple(t.shape)) for t in self.tensors]
-        layout = Layout(specs, self.bucket_bytes)
+        cuts = {
+            t.name: TensorCut(dim=t.cut.dim, points=t.cut.points, groups=t.cut.groups)
+            for t in self.tensors
+            if t.cut is not None
+        }
+        try:
+            layout = Layout(specs, self.bucket_bytes, cuts)
+        except ValueError as error:
+            raise RelayError(f"layout {self.digest}: {error}") from error
         if layout.digest != self.digest:
             raise RelayError(f"layout has digest {layout.digest}, its body says {self.digest}")
         return layout
@@ -75,6 +101,8 @@ class BucketEntry(_Body):
     index: int = Field(ge=0)
     key: str
     num_bytes: int
+    change: str
+    """Of the bucket's state hash: the changes of all entries are the version's, so none can be left out."""
 
 
 class Manifest(_Body):
@@ -87,6 +115,32 @@ class Manifest(_Body):
     state_hash: str
     base_state_hash: str | None
     num_elements: int
+    num_changed: int
+    is_followed: bool
+    """Whether the trainer's ranks go on with a snapshot of this version."""
+    buckets: list[BucketEntry]
+
+
+class ShardBody(_Body):
+    """A region of a tensor that a trainer rank holds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+
+class RankBody(_Body):
+    """What one of several trainer ranks holds."""
+
+    shards: list[ShardBody]
+
+
+class PartBody(_Body):
+    """One trainer rank's buckets of a version that is not committed yet."""
+
+    attempt: int
     num_changed: int
     buckets: list[BucketEntry]
 
@@ -132,8 +186,26 @@ def manifest_key(run_id: str, version: int, base: int | None) -> str:
     return version_prefix(run_id, version, base) + "MANIFEST"
 
 
+def is_version_key(key: str) -> bool:
+    """Whether an object of a run belongs to one of its versions: rose/{run}/{new}-{base}/..."""
+    parts = key.split("/")
+    return len(parts) == 4 and re.fullmatch(r"\d+-(\d+|none)", parts[2]) is not None
+
+
 def bucket_key(run_id: str, version: int, base: int | None, bucket: int) -> str:
     return f"{version_prefix(run_id, version, base)}{bucket}"
+
+
+def rank_key(run_id: str, rank: int) -> str:
+    return f"{rank_prefix(run_id)}{rank}"
+
+
+def rank_prefix(run_id: str) -> str:
+    return f"rose/{run_id}/rank/"
+
+
+def part_key(run_id: str, version: int, base: int | None, rank: int) -> str:
+    return f"{version_prefix(run_id, version, base)}PART{rank}"
 
 
 def ack_prefix(run_id: str) -> str:

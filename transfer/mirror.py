@@ -1,12 +1,14 @@
 """The mirror: an engine's copy of the published weights, on the host.
 
 Owns: the bits of the version that the engine is to run next, and its identity.
-Promises: transactional. load_snapshot() and apply_delta() check every frame and the resulting state hash
-before the first write; when they raise, version, hash and bits are as before.
+Promises: transactional. Every frame's checksums, base, place and payload are checked before the first write,
+and what was written is hashed as it is written: a bucket that comes out wrong takes all of them back. When
+load_snapshot() or apply_delta() raise, version, hash and bits are as before.
 Pure: no relay, no files, no clock. One thread at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,42 +16,70 @@ from rose.errors import FrameError
 from rose.transfer.codec import Codec, Patch, decode
 from rose.transfer.frame import NO_BASE, Frame, run_digest
 from rose.transfer.layout import Bucket, Layout
-from rose.transfer.manifest import Manifest
+from rose.transfer.manifest import BucketEntry, Manifest
+from rose.transfer.partition import held_buckets
 from rose.transfer.planes import WeightPlanes, bits_dtype
+from rose.transfer.shard_plan import ShardPlan
 from rose.transfer.state_hash import StateHash
 from rose.types import WeightVersion
 
+Fetch = Callable[[BucketEntry], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One bucket's way to the next version; payload and base were checked, nothing is written yet."""
+
+    bucket: Bucket
+    patch: Patch
+    before: StateHash
+    after: StateHash
+
 
 class WeightMirror:
-    """Empty until its first snapshot."""
+    """Empty until its first snapshot.
 
-    def __init__(self) -> None:
+    plans: of the ranks that this mirror feeds, whose shards alone it then holds; none: everything.
+    """
+
+    def __init__(self, plans: Sequence[ShardPlan] = ()) -> None:
+        self._plans = tuple(plans)
         self.version: WeightVersion | None = None
         self.planes: WeightPlanes | None = None
+        self._version_hash: StateHash | None = None
 
     @property
     def state_hash(self) -> StateHash | None:
         """The hash of the held weights, None while empty."""
         return self.planes.state_hash if self.planes is not None else None
 
-    def load_snapshot(self, manifest: Manifest, layout: Layout, frames: Iterable[bytes]) -> None:
-        """Replaces everything by a snapshot; `frames` come in the order of the manifest's entries.
+    @property
+    def version_hash(self) -> StateHash | None:
+        """The hash of the whole version, of which this mirror may hold a part; None while empty."""
+        return self._version_hash
 
-        Raises: FrameError and keeps the old state.
+    def make_planes(self, layout: Layout) -> WeightPlanes:
+        """Empty planes for the buckets that this mirror holds."""
+        return WeightPlanes(layout, held_buckets(layout, self._plans) if self._plans else None)
+
+    def load_snapshot(self, manifest: Manifest, layout: Layout, fetch: Fetch) -> None:
+        """Replaces everything by a snapshot.
+
+        fetch: gives an entry's frame; called for those that are held. Raises: FrameError and keeps the old
+        state.
         """
         if manifest.base is not None or manifest.layout != layout.digest:
             raise FrameError(f"version {manifest.version} is not a snapshot of layout {layout.digest}")
         if [entry.index for entry in manifest.buckets] != [bucket.index for bucket in layout.buckets]:
             raise FrameError(f"snapshot {manifest.version} does not hold each bucket of its layout once")
-        planes = WeightPlanes(layout)
-        for bucket, data in zip(layout.buckets, frames, strict=True):
-            frame = _open_frame(data, manifest, bucket)
+        planes = self.make_planes(layout)
+        for entry in (manifest.buckets[index] for index in sorted(planes.held)):
+            bucket = layout.buckets[entry.index]
+            frame = _open_frame(fetch(entry), manifest, bucket)
             bits = np.frombuffer(frame.payload, bits_dtype(bucket.dtype))
             if frame.codec is not Codec.DENSE or bits.size != bucket.num_elements:
                 raise FrameError(f"bucket {bucket.index} of snapshot {manifest.version} is not dense")
             planes.fill(bucket, bits)
-            if planes.bucket_hash(bucket) != frame.new_hash:
-                raise FrameError(f"bucket {bucket.index}: hash {planes.bucket_hash(bucket)}")
         self.adopt(manifest, planes)
 
     def adopt(self, manifest: Manifest, planes: WeightPlanes) -> None:
@@ -57,59 +87,93 @@ class WeightMirror:
 
         Raises: FrameError when their hash is another, and keeps the old state.
         """
-        if str(planes.state_hash) != manifest.state_hash:
-            raise FrameError(
-                f"weights hash to {planes.state_hash}, version {manifest.version} to {manifest.state_hash}"
-            )
+        whole = _require_changes(manifest, StateHash())
+        for entry in (manifest.buckets[index] for index in sorted(planes.held)):
+            found = planes.bucket_hash(planes.layout.buckets[entry.index])
+            if str(found) != entry.change:
+                raise FrameError(
+                    f"bucket {entry.index} hashes to {found}, in version {manifest.version} to {entry.change}"
+                )
         self.planes = planes
+        self._version_hash = whole
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
 
-    def apply_delta(self, manifest: Manifest, frames: Iterable[bytes]) -> None:
-        """Moves on to the manifest's version; `frames` come in the order of its entries.
+    def apply_delta(self, manifest: Manifest, fetch: Fetch) -> None:
+        """Moves on to the manifest's version.
 
-        Raises: FrameError and keeps the old state.
+        fetch: gives an entry's frame; called for those that are held. Raises: FrameError and keeps the old
+        state.
         """
-        planes = self._require_base(manifest)
-        patches = [
-            self._check_patch(planes, _open_frame(data, manifest, bucket), bucket)
-            for bucket, data in zip(_buckets(manifest, planes.layout), frames, strict=True)
-        ]
-        after = sum((patch.change for _, patch in patches), planes.state_hash)
-        if str(after) != manifest.state_hash:
-            raise FrameError(f"version {manifest.version} would hash to {after}, not {manifest.state_hash}")
-        for bucket, patch in patches:
-            planes.patch(bucket, patch)
+        planes, before = self._require_base(manifest)
+        buckets = _buckets(manifest, planes.layout)
+        whole = _require_changes(manifest, before)
+        steps: list[_Step] = []
+        for entry, bucket in zip(manifest.buckets, buckets, strict=True):
+            if bucket.index in planes.held:
+                step = self._check_step(planes, _open_frame(fetch(entry), manifest, bucket), bucket)
+                if str(step.after - step.before) != entry.change:
+                    raise FrameError(
+                        f"bucket {bucket.index}: its frame does not change its hash by {entry.change}"
+                    )
+                steps.append(step)
+        _apply_all(planes, steps)
+        self._version_hash = whole
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
 
     def check_integrity(self) -> None:
         """Raises: AssertionError when the bits don't have the hash that is kept for them."""
-        assert (self.planes is None) == (self.version is None)
+        assert (self.planes is None) == (self.version is None) == (self._version_hash is None)
         if self.planes is not None:
             self.planes.check_integrity()
+            is_whole = len(self.planes.held) == len(self.planes.layout.buckets)
+            assert not is_whole or self.state_hash == self._version_hash
 
-    def _require_base(self, manifest: Manifest) -> WeightPlanes:
+    def _require_base(self, manifest: Manifest) -> tuple[WeightPlanes, StateHash]:
         have = (self.version.run_id, self.version.number) if self.version is not None else None
-        if self.planes is None or have != (manifest.run_id, manifest.base):
+        if self.planes is None or self._version_hash is None or have != (manifest.run_id, manifest.base):
             raise FrameError(f"delta {manifest.run_id}/{manifest.version} needs {manifest.base}, have {have}")
         if manifest.layout != self.planes.layout.digest:
             raise FrameError(f"delta has layout {manifest.layout}, mirror {self.planes.layout.digest}")
-        if manifest.base_state_hash != str(self.planes.state_hash):
-            have_hash = self.planes.state_hash
-            raise FrameError(f"delta starts at {manifest.base_state_hash}, mirror is at {have_hash}")
-        return self.planes
+        if manifest.base_state_hash != str(self._version_hash):
+            raise FrameError(f"delta starts at {manifest.base_state_hash}, mirror is at {self._version_hash}")
+        return self.planes, self._version_hash
 
     @staticmethod
-    def _check_patch(planes: WeightPlanes, frame: Frame, bucket: Bucket) -> tuple[Bucket, Patch]:
+    def _check_step(planes: WeightPlanes, frame: Frame, bucket: Bucket) -> _Step:
         before = planes.bucket_hash(bucket)
         if frame.base_hash != before:
             raise FrameError(f"bucket {bucket.index} starts at {frame.base_hash}, mirror at {before}")
-        patch = decode(frame.codec, frame.payload, planes.bits(bucket), bucket.first_index)
-        if patch.num_changed != frame.num_changed or before + patch.change != frame.new_hash:
+        patch = decode(frame.codec, frame.payload, planes.bits(bucket))
+        if patch.num_changed != frame.num_changed:
             raise FrameError(
-                f"bucket {bucket.index} would hash to {before + patch.change} with {patch.num_changed} "
-                f"changes, its frame says {frame.new_hash} with {frame.num_changed}"
+                f"bucket {bucket.index} has {patch.num_changed} changes, its frame says {frame.num_changed}"
             )
-        return bucket, patch
+        return _Step(bucket=bucket, patch=patch, before=before, after=frame.new_hash)
+
+
+def _apply_all(planes: WeightPlanes, steps: Sequence[_Step]) -> None:
+    """Applies all steps; none when one of them leads to another hash than its frame says."""
+    for number, step in enumerate(steps):
+        planes.patch(step.bucket, step.patch)
+        found = planes.bucket_hash(step.bucket)
+        if found != step.after:
+            for done in steps[: number + 1]:
+                planes.revert(done.bucket, done.patch, done.before)
+            raise FrameError(f"bucket {step.bucket.index} hashes to {found}, its frame says {step.after}")
+
+
+def _require_changes(manifest: Manifest, before: StateHash) -> StateHash:
+    """The version's state hash. Raises: FrameError unless its entries' changes lead there from `before`.
+
+    A mirror that holds a part of the weights can't hash the whole; this tells it that no entry was left out.
+    """
+    try:
+        after = sum((StateHash.from_hex(entry.change) for entry in manifest.buckets), before)
+    except ValueError as error:
+        raise FrameError(f"version {manifest.version}: {error}") from error
+    if str(after) != manifest.state_hash:
+        raise FrameError(f"version {manifest.version} would hash to {after}, not {manifest.state_hash}")
+    return after
 
 
 def _buckets(manifest: Manifest, layout: Layout) -> list[Bucket]:

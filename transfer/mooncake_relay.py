@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from rose.config import default_variable
-from rose.errors import ConfigError, RelayError
+from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable
 
 # Holds one object on its way in or out: a 64 MB frame, with room for the store's own alignment.
 CLIENT_BUFFER_BYTES = 160 << 20
@@ -84,7 +84,8 @@ class MooncakeRelay:
                 return None
             # An upsert between the two calls, or an expired lease: both pass.
             time.sleep(_RETRY_PAUSE_S * (attempt + 1))
-        raise RelayError(f"mooncake master {self._master}: get {key} failed {_RETRIES} times ({exists})")
+        failed = f"get {key} failed {_RETRIES} times ({exists})"
+        raise RelayUnreachable(f"mooncake master {self._master}: {failed}")
 
     def remove(self, keys: Iterable[str]) -> None:
         names = list(keys)
@@ -100,7 +101,8 @@ class MooncakeRelay:
             response = httpx.get(url, timeout=10.0, trust_env=False)
             response.raise_for_status()
         except httpx.HTTPError as error:
-            raise RelayError(f"{url}: {error!r}; give the master's metrics port as ?admin=PORT") from error
+            failed = f"{url}: {error!r}; give the master's metrics port as ?admin=PORT"
+            raise RelayUnreachable(failed) from error
         return sorted(name for name in response.text.split("\n") if name and name.startswith(prefix))
 
     def close(self) -> None:
@@ -112,8 +114,8 @@ class MooncakeRelay:
         with self._lock:
             code = getattr(self._store, verb)(key, data, self._config)
         if code != 0:
-            reason = ": the store is full" if code == -200 else ""
-            raise RelayError(f"mooncake {verb} {key} of {len(data)} bytes answered {code}{reason}")
+            failed = f"mooncake {verb} {key} of {len(data)} bytes answered {code}"
+            raise RelayFull(f"{failed}: the store is full") if code == -200 else RelayUnreachable(failed)
 
 
 class MooncakeMaster:
@@ -229,7 +231,7 @@ def _listens(host: str, port: int) -> bool:
 def _require_listener(host: str, port: int) -> None:
     # Mooncake's own set-up would retry for long and print.
     if not _listens(host, port):
-        raise RelayError(f"mooncake master {host}:{port}: nothing listens there")
+        raise RelayUnreachable(f"mooncake master {host}:{port}: nothing listens there")
 
 
 def _local_address(host: str, port: int) -> str:

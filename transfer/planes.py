@@ -6,6 +6,7 @@ Promises: the hashes always belong to the bits; check_integrity() recomputes the
 Never reads a value as a number, never talks to a relay.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,15 @@ def bits_dtype(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 class WeightPlanes:
-    """The bits of every tensor of a layout; zero until written."""
+    """The bits of every tensor of a layout, or of the buckets that a rank holds; zero until written.
 
-    def __init__(self, layout: Layout) -> None:
+    What is never written takes no memory.
+    """
+
+    def __init__(self, layout: Layout, held: frozenset[int] | None = None) -> None:
         self.layout = layout
+        self.held = held if held is not None else frozenset(range(len(layout.buckets)))
+        """Indices of the buckets that are kept up to date."""
         self.planes: dict[str, Bits] = {
             dtype: np.zeros(count, bits_dtype(dtype)) for dtype, count in layout.plane_elements.items()
         }
@@ -38,7 +44,7 @@ class WeightPlanes:
 
     @property
     def state_hash(self) -> StateHash:
-        """The hash of the whole state."""
+        """The hash of what is held: of the whole state, when all buckets are."""
         return sum(self._bucket_hashes, StateHash())
 
     def bucket_hash(self, bucket: Bucket) -> StateHash:
@@ -48,6 +54,16 @@ class WeightPlanes:
         """The bucket's elements, in place. Write through fill() or patch(), which keep the hash."""
         return self.planes[bucket.dtype][bucket.begin : bucket.end]
 
+    def read_into(self, tensors: Mapping[str, Any]) -> None:
+        """Copies every part of which something is held into arrays of the tensors' shapes and bits."""
+        held_parts = {
+            piece.part for index in self.held for piece in self.layout.pieces(self.layout.buckets[index])
+        }
+        for part in held_parts:
+            target = part.of(tensors[part.tensor.name])
+            source = self.planes[part.tensor.dtype][part.offset : part.offset + part.num_elements]
+            target[...] = source.reshape(target.shape)
+
     def fill(self, bucket: Bucket, bits: Bits) -> None:
         """Replaces a whole bucket."""
         self.bits(bucket)[:] = bits
@@ -55,11 +71,15 @@ class WeightPlanes:
 
     def patch(self, bucket: Bucket, patch: Patch) -> None:
         """Applies a patch that was decoded against this bucket as it is now; can't fail."""
-        patch.apply_to(self.bits(bucket))
-        self._bucket_hashes[bucket.index] += patch.change
+        self._bucket_hashes[bucket.index] += patch.apply_to(self.bits(bucket), bucket.first_index)
+
+    def revert(self, bucket: Bucket, patch: Patch, before: StateHash) -> None:
+        """Takes back the bucket's last patch; `before`: the hash it had then."""
+        patch.revert(self.bits(bucket))
+        self._bucket_hashes[bucket.index] = before
 
     def check_integrity(self) -> None:
         """Raises: AssertionError when a bucket's bits don't have the hash that is kept for them."""
-        for bucket in self.layout.buckets:
+        for bucket in (self.layout.buckets[index] for index in self.held):
             found = StateHash.of(self.bits(bucket), bucket.first_index)
             assert found == self._bucket_hashes[bucket.index], f"bucket {bucket.index}: {found}"

@@ -1,7 +1,7 @@
 """The publisher: the trainer's end of the weight transfer.
 
-Owns: the kept copy of what was published last, the run's version numbers, the run's objects in the relay.
-Promises: HEAD names a version only when all its objects are in the relay; a publish that fails leaves the
+Owns: the kept copy of what was published last, and the run's version numbers.
+Promises: a version is announced only when all its objects are in the relay; a publish that fails leaves the
 kept copy at the last committed version, so the next one starts from there. Deltas are exact.
 Never waits for engines (wait_acked does, when the trainer asks). One thread at a time.
 Source: ROSE §4.2. Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is
@@ -14,24 +14,33 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rose.config import Settings
 from rose.errors import RelayError, WorkerError
 from rose.transfer import manifest as keys
-from rose.transfer.codec import Codec, Patch, decode, encode
-from rose.transfer.layout import Bucket, Layout
-from rose.transfer.manifest import Ack, Head, HeadRun, LayoutBody, pack_body, unpack_body
+from rose.transfer.chain import VersionChain, claim_run
+from rose.transfer.codec import Bits, Codec, Encoded, Patch, encode
+from rose.transfer.codec_choice import encode_for_link
+from rose.transfer.layout import BUCKET_BYTES, Bucket
+from rose.transfer.manifest import Ack, Manifest
 from rose.transfer.planes import WeightPlanes
-from rose.transfer.relay import open_relay, remove_run
+from rose.transfer.relay import open_relay
+from rose.transfer.shard_plan import ShardPlan
 from rose.transfer.state_hash import StateHash
 from rose.transfer.torch_source import TorchSource
+from rose.transfer.trainer_ranks import TrainerRanks
 from rose.transfer.version_writer import VersionWriter
 from rose.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 100
+DEFAULT_LINK_GBPS = 1.0
+"""Where nobody says what the link carries: G8S with zstd, the fewest bytes that cost no time worth naming."""
+FULL_WAIT_S = 30.0
+RANKS_TIMEOUT_S = 120.0
 _PUT_THREADS = 2
 _ACK_POLL_S = 0.05
 
@@ -60,7 +69,14 @@ class SyncReport:
 class WeightPublisher:
     """Publishes a trainer's weights as a run of versions 0, 1, 2, ...
 
-    weights: a torch module, a mapping or pairs of (Hugging Face name, tensor); read at each publish().
+    weights: a torch module, a mapping or pairs of (Hugging Face name, tensor); read at each publish(). codec:
+    one for all buckets; None chooses for each by its density and by link_gbps, the link to the relay.
+    full_wait_s: how long a full relay is waited for, while acknowledgements free what it holds of old
+    versions.
+    plans: of the serving ranks, so that each can fetch what it holds (rose.engine.shard_recorder).
+    rank, num_ranks: of a trainer that is spread over processes. Each publishes its own TensorShards, or its
+    share of what several hold, under one run id, and calls publish() as often as the others; they wait for
+    each other for ranks_timeout_s.
     Raises: RelayError when the relay does not answer or holds a run of this id already.
     """
 
@@ -71,31 +87,43 @@ class WeightPublisher:
         run_id: str | None = None,
         dtype: str | None = "bfloat16",
         *,
-        codec: Codec = Codec.G8S_ZSTD,
+        codec: Codec | None = None,
+        link_gbps: float = DEFAULT_LINK_GBPS,
         snapshot_every: int = SNAPSHOT_EVERY,
+        bucket_bytes: int = BUCKET_BYTES,
+        full_wait_s: float = FULL_WAIT_S,
+        plans: Sequence[ShardPlan] = (),
+        rank: int = 0,
+        num_ranks: int = 1,
+        ranks_timeout_s: float = RANKS_TIMEOUT_S,
         key: str | None = None,
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
-        if codec is Codec.DENSE or snapshot_every < 1:
-            raise ValueError(f"need a sparse codec and snapshot_every >= 1, got {codec!r} {snapshot_every}")
+        if link_gbps <= 0 or snapshot_every < 1:
+            raise ValueError(f"need link_gbps > 0 and snapshot_every >= 1, got {link_gbps} {snapshot_every}")
         self._source = TorchSource(weights, dtype)
-        self.layout = Layout(self._source.specs())
-        self._planes = WeightPlanes(self.layout)
         self._codec = codec
-        self._snapshot_every = snapshot_every
+        self._link_bytes_per_s = link_gbps * 1e9 / 8
+        self._full_wait_s = full_wait_s
         self._number = -1
-        self._snapshots: list[int] = []
-        self._oldest_base = 0
-        self._snapshot_bytes = 0
-        self._chain_bytes = 0
-        self._is_announced = False
-        self._objects: dict[tuple[int, int | None], list[str]] = {}
         self._relay = open_relay(relay_url, key if key is not None else Settings.from_environment().key)
         self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
-        if self._relay.get(keys.head_key(self.run_id)) is not None:
+        try:
+            self._ranks = TrainerRanks(self._relay, self.run_id, rank, num_ranks, ranks_timeout_s)
+            if self._ranks.is_leader:
+                claim_run(self._relay, self.run_id, relay_url)
+            specs, held = self._source.specs(), self._source.holdings()
+            self.layout, share = self._ranks.agree(specs, held, list(plans), bucket_bytes)
+        except (RelayError, ValueError):
             self.close()
-            raise RelayError(f"run {self.run_id} is in relay {relay_url} already; choose another run id")
-        remove_run(self._relay, self.run_id)
+            raise
+        self._planes = WeightPlanes(self.layout, share)
+        self._buckets = [self.layout.buckets[index] for index in sorted(share)]
+        self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every)
+        self._version_hash = StateHash()
+        self._is_followed = False
+        self._unheard: list[tuple[Bucket, Patch]] | None = None
+        """What the version under way changes, from before its commit until it is heard of."""
 
     @property
     def version(self) -> WeightVersion | None:
@@ -104,34 +132,33 @@ class WeightPublisher:
 
     @property
     def state_hash(self) -> StateHash:
-        """The hash of the last committed version."""
-        return self._planes.state_hash
+        """The hash of the last committed version, all ranks' parts together."""
+        return self._version_hash
 
     def publish(self) -> SyncReport:
         """Publishes the weights as they are now. Raises: RelayError; calling again is safe."""
-        if self._relay.get(keys.head_key(self.run_id)) is None:
-            self._start_run()
+        self._ranks.attempt += 1
+        if self._ranks.is_leader:
+            self._chain.open()
+        self._hear_of_commit()
         if self._number < 0:
             writer = self._write(0, None, self._put_first)
         else:
             writer = self._write(self._number + 1, self._number, self._put_delta)
         snapshot_bytes = 0
-        if self._needs_snapshot():
+        if self._is_followed:
             snapshot_bytes = self._write(self._number, None, self._put_snapshot).wire_bytes
-        self._move_head()
+        if self._ranks.is_leader:
+            self._chain.move_head(self._number, self.state_hash)
+        else:
+            self._chain.forget()
         report = self._report(writer, snapshot_bytes)
         logger.info("published: %s", report)
         return report
 
     def acks(self) -> dict[str, Ack]:
         """What each worker of this run acknowledged last, its own state hash included. Raises: RelayError."""
-        found: dict[str, Ack] = {}
-        for key in self._relay.keys(keys.ack_prefix(self.run_id)):
-            data = self._relay.get(key)
-            if data is not None:
-                ack = unpack_body(data, Ack, key)
-                found[ack.worker] = ack
-        return found
+        return self._chain.acks()
 
     def acked(self) -> dict[str, int]:
         """The version that each worker of this run acknowledged last. Raises: RelayError."""
@@ -157,93 +184,80 @@ class WeightPublisher:
         self._puts.shutdown()
         self._relay.close()
 
-    def _write(self, version: int, base: int | None, put: Callable[[VersionWriter], None]) -> VersionWriter:
+    def _write(self, version: int, base: int | None, put: Callable[[VersionWriter], object]) -> VersionWriter:
         """Runs `put` on a new writer, first clearing away what an aborted attempt left."""
-        self._relay.remove(self._objects.pop((version, base), []))
-        writer = VersionWriter(self._relay, self._puts, self.run_id, self.layout, version, base)
-        self._objects[version, base] = writer.keys
+        writer = VersionWriter(
+            self._relay,
+            self._puts,
+            self.run_id,
+            self.layout,
+            version,
+            base,
+            written=self._chain.start(version, base),
+            make_room=self._chain.make_room,
+            full_wait_s=self._full_wait_s,
+        )
         try:
             put(writer)
         finally:
             writer.abort()
         return writer
 
-    def _start_run(self) -> None:
-        """Puts what precedes all versions; again when the relay came back empty after a crash."""
-        self._relay.upsert(keys.layout_key(self.run_id), pack_body(LayoutBody.of(self.layout)))
-        self._is_announced = False
-
     def _put_first(self, writer: VersionWriter) -> None:
-        for bucket in self.layout.buckets:
+        for bucket in self._buckets:
             with writer.encoding():
                 self._planes.fill(bucket, self._source.read(self.layout, bucket))
-        self._put_snapshot(writer)
-        self._number = 0
+        self._unheard = []
+        self._move_to(self._put_snapshot(writer))
 
     def _put_delta(self, writer: VersionWriter) -> None:
         patches: list[tuple[Bucket, Patch]] = []
-        for bucket in self.layout.buckets:
+        for bucket in self._buckets:
             before = self._planes.bucket_hash(bucket)
             with writer.encoding():
-                old = self._planes.bits(bucket)
-                new = self._source.read(self.layout, bucket)
-                encoded = encode(self._codec, old, new, bucket.first_index)
-                patch = decode(self._codec, encoded.payload, old, bucket.first_index)
-            assert patch.change == encoded.change, f"codec {self._codec!r} does not invert"
+                encoded = self._encode(bucket, self._source.read(self.layout, bucket))
             if encoded.num_changed > 0:
-                after = before + encoded.change
-                writer.put(bucket, self._codec, encoded.payload, encoded.num_changed, before, after)
-                patches.append((bucket, patch))
-        writer.commit(sum((patch.change for _, patch in patches), self.state_hash), self.state_hash)
-        for bucket, patch in patches:
+                writer.put(bucket, encoded, before, before + encoded.change)
+                patches.append((bucket, encoded.patch))
+        self._unheard = patches
+        self._move_to(self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer)))
+
+    def _wants_snapshot(self, writer: VersionWriter, num_bytes: int) -> bool:
+        return self._chain.needs_snapshot(writer.version, num_bytes)
+
+    def _hear_of_commit(self) -> None:
+        """After a publish that failed: another rank, or the relay, may have got through with it anyway."""
+        if self._unheard is not None:
+            base = self._number if self._number >= 0 else None
+            manifest = self._ranks.committed(self._number + 1, base)
+            if manifest is not None:
+                self._move_to(manifest)
+        self._unheard = None
+
+    def _move_to(self, manifest: Manifest) -> None:
+        """The kept copy follows what was committed."""
+        assert self._unheard is not None
+        for bucket, patch in self._unheard:
             self._planes.patch(bucket, patch)
-        self._number = writer.version
-        self._chain_bytes += writer.wire_bytes
+        self._unheard = None
+        self._number = manifest.version
+        self._version_hash = StateHash.from_hex(manifest.state_hash)
+        self._is_followed = manifest.is_followed
 
-    def _needs_snapshot(self) -> bool:
-        """Late joiners walk the chain: it may be neither long nor half as big as what it saves."""
-        if self._snapshots[-1] == self._number or not self._is_announced:
-            return self._snapshots[-1] != self._number
-        is_long = self._number - self._snapshots[-1] >= self._snapshot_every
-        return is_long or self._chain_bytes > self._snapshot_bytes / 2
+    def _encode(self, bucket: Bucket, new: Bits) -> Encoded:
+        old = self._planes.bits(bucket)
+        if self._codec is not None:
+            return encode(self._codec, old, new, bucket.first_index, bucket.dtype)
+        return encode_for_link(old, new, bucket.first_index, bucket.dtype, self._link_bytes_per_s)
 
-    def _put_snapshot(self, writer: VersionWriter) -> None:
-        for bucket in self.layout.buckets:
-            payload = self._planes.bits(bucket).tobytes()
-            after = self._planes.bucket_hash(bucket)
-            writer.put(bucket, Codec.DENSE, payload, bucket.num_elements, StateHash(), after)
-        writer.commit(self.state_hash, None)
-        self._snapshots = [*self._snapshots[-1:], writer.version]
-        self._snapshot_bytes = writer.wire_bytes
-        self._chain_bytes = 0
-
-    def _move_head(self) -> None:
-        """Points followers at the newest version, then removes what nobody needs any more."""
-        self._oldest_base = self._choose_oldest_base()
-        head = Head(
-            version=self._number,
-            snapshot=self._snapshots[-1],
-            oldest_base=self._oldest_base,
-            state_hash=str(self.state_hash),
-        )
-        self._relay.upsert(keys.head_key(self.run_id), pack_body(head))
-        if not self._is_announced:
-            self._relay.upsert(keys.HEAD_RUN_KEY, pack_body(HeadRun(run_id=self.run_id)))
-            self._is_announced = True
-        for version, base in list(self._objects):
-            if (base if base is not None else version) < self._oldest_base:
-                self._relay.remove(self._objects[version, base])
-                del self._objects[version, base]
-
-    def _choose_oldest_base(self) -> int:
-        """The latest snapshot once all workers are past it; the one before it for workers that lag.
-
-        A worker that falls two snapshots behind, perhaps dead, is not waited for: it starts over.
-        """
-        latest = self._snapshots[-1]
-        if latest == self._oldest_base or min(self.acked().values(), default=latest) >= latest:
-            return latest
-        return max(self._snapshots[0], self._oldest_base)
+    def _put_snapshot(self, writer: VersionWriter) -> Manifest:
+        for bucket in self._buckets:
+            writer.put_dense(bucket, self._planes.bits(bucket), self._planes.bucket_hash(bucket))
+        manifest = self._ranks.commit(writer, None, lambda num_bytes: False)
+        self._is_followed = False
+        if self._ranks.is_leader:
+            self._chain.add_snapshot(writer.version, sum(entry.num_bytes for entry in manifest.buckets))
+        return manifest
 
     def _report(self, writer: VersionWriter, snapshot_bytes: int) -> SyncReport:
         dense_bytes = self.layout.num_bytes

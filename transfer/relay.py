@@ -7,6 +7,7 @@ Source: ROSE §4.2 (relay layer that decouples trainer and engines).
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
@@ -52,10 +53,23 @@ def parse_relay_url(url: str) -> tuple[str, str, int, dict[str, str]]:
 
 
 def open_relay(url: str, key: str | None = None) -> Relay:
-    """Connects to a running relay; `key` is sent to an embedded one.
+    """Connects to a running relay, or to several that hold the same objects: their URLs with commas between.
 
-    Raises: RelayError when nothing answers there, ValueError on a bad URL.
+    key: sent to embedded relays. Raises: RelayError when nothing answers there, ValueError on a bad URL.
     """
+    urls = url.split(",")
+    if len(urls) == 1:
+        return _open_one(url, key)
+    if len(set(urls)) != len(urls):
+        raise ValueError(f"relay URL {url!r} names a relay twice: copies must be independent")
+    for each in urls:
+        parse_relay_url(each)
+    from rose.transfer.replicated_relay import ReplicatedRelay
+
+    return ReplicatedRelay((each, partial(_open_one, each, key)) for each in urls)
+
+
+def _open_one(url: str, key: str | None) -> Relay:
     kind, host, port, options = parse_relay_url(url)
     if kind == "embedded":
         from rose.transfer.embedded_relay import EmbeddedRelay

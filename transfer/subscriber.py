@@ -29,6 +29,7 @@ from rose.transfer.follower import AUTO_RUN, Follower
 from rose.transfer.manifest import Ack, pack_body
 from rose.transfer.mirror import WeightMirror
 from rose.transfer.relay import Relay, open_relay
+from rose.transfer.shard_plan import read_plan
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,8 @@ def follow(args: argparse.Namespace, key: str | None) -> None:
     relay = open_relay(args.relay, key)
     worker = Worker(args.worker, key)
     base = Path(args.base) if args.base is not None else None
-    follower = Follower(relay, args.run, WeightMirror(), base)
+    plans = [read_plan(path) for path in args.plan]
+    follower = Follower(relay, args.run, WeightMirror(plans), base)
     name = args.name if args.name is not None else keys.worker_name(args.worker)
     subscriber = Subscriber(relay, follower, worker, Path(args.staging), keys.check_name(name, "worker name"))
     try:
@@ -215,6 +217,14 @@ def main() -> None:
     parser.add_argument("--worker", required=True, help="http://HOST:PORT of the engine's server")
     parser.add_argument("--staging", required=True, help="folder for checkpoints, best under /dev/shm")
     parser.add_argument("--base", help="checkpoint folder the trainer starts from; saves the snapshot")
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="from `rose plan`, of this host's ranks: fetches their shards alone",
+    )
     parser.add_argument("--name", help="name of this worker's ack; default: its host and port")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -7,6 +7,7 @@ Never keeps a copy of the weights, never writes to them.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from rose.transfer.codec import Bits
 from rose.transfer.layout import Bucket, Layout, TensorSpec
 from rose.transfer.planes import bits_dtype
+from rose.transfer.shard_plan import Box
 
 _SAFETENSORS_NAMES = {
     "bfloat16": "BF16",
@@ -33,12 +35,35 @@ _SAFETENSORS_NAMES = {
 _CASTS = ("bfloat16", "float16", "float32")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShard:
+    """A trainer rank's part of a tensor: where it lies in the Hugging Face tensor of that shape.
+
+    tensor: a view of the live parameter, not a copy, of the part's shape.
+    """
+
+    tensor: Any
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        stop = tuple(at + size for at, size in zip(self.start, self.tensor.shape, strict=True))
+        return Box(start=self.start, stop=stop)
+
+    def region(self, ends: tuple[tuple[int, int], ...]) -> Any:
+        """That region of the whole tensor, in place."""
+        slices = [slice(a - at, b - at) for at, (a, b) in zip(self.start, ends, strict=True)]
+        return self.tensor.detach()[tuple(slices)]
+
+
 class TorchSource:
     """Tensors by their Hugging Face names, from a module or from (name, tensor) pairs.
 
-    weights: anything with state_dict(), a mapping, or pairs. The tensors are read anew at each publish,
-    so an optimizer that updates them in place needs nothing else.
-    dtype: what floats of 2 bytes or more are cast to; None publishes them as they are.
+    weights: anything with state_dict(), a mapping, or pairs, of tensors or TensorShards; pairs may name a
+    tensor several times, for several shards. The tensors are read anew at each publish, so an optimizer that
+    updates them in place needs nothing else. dtype: what floats of 2 bytes or more are cast to; None
+    publishes them as they are.
     """
 
     def __init__(self, weights: Any, dtype: str | None) -> None:
@@ -48,24 +73,32 @@ class TorchSource:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(_CASTS)}")
         self._torch = torch
         self._cast = getattr(torch, dtype) if dtype is not None else None
-        self._tensors = _untied(_named(weights))
-        if not self._tensors:
+        self._shards = _untied(_named(weights))
+        if not self._shards:
             raise ValueError("no tensors to publish")
         self._views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
     def specs(self) -> list[TensorSpec]:
         """What is published. Raises: ValueError on a dtype that has no place on the wire."""
         return [
-            TensorSpec(name=name, dtype=self._wire_dtype(name, tensor), shape=tuple(tensor.shape))
-            for name, tensor in self._tensors.items()
+            TensorSpec(name=name, dtype=self._wire_dtype(name, shards[0].tensor), shape=shards[0].shape)
+            for name, shards in self._shards.items()
         ]
 
+    def holdings(self) -> dict[str, list[Box]]:
+        """The region of each tensor that is here."""
+        return {name: [shard.box for shard in shards] for name, shards in self._shards.items()}
+
     def read(self, layout: Layout, bucket: Bucket) -> Bits:
-        """The bits that the bucket's elements have now; a new array, or a read-only view of one tensor."""
-        pieces = list(layout.pieces(bucket))
+        """The bits that the bucket's elements have now, a new array. Raises: ValueError: not all are here."""
         bits = np.empty(bucket.num_elements, bits_dtype(bucket.dtype))
-        for piece in pieces:
-            flat = self._tensors[piece.tensor.name].detach().reshape(-1)[piece.begin : piece.end]
+        for piece in layout.pieces(bucket):
+            ends = piece.part.box
+            shards = self._shards.get(piece.tensor.name, [])
+            shards = [shard for shard in shards if Box.of(ends).lies_in(shard.box)]
+            if not shards:
+                raise ValueError(f"no shard holds {ends} of tensor {piece.tensor.name}")
+            flat = shards[0].region(ends).reshape(-1)[piece.begin : piece.end]
             cast = flat if self._target(flat) is None else flat.to(self._target(flat))
             raw = cast.contiguous().cpu().view(self._views[bits.itemsize]).numpy()
             bits[piece.at : piece.at + raw.size] = raw
@@ -90,14 +123,21 @@ def _named(weights: Any) -> Iterable[tuple[str, Any]]:
     return pairs
 
 
-def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[TensorShard]]:
     """Drops names whose tensor is, element for element, the storage of an earlier one."""
-    kept: dict[str, Any] = {}
+    kept: dict[str, list[TensorShard]] = {}
     seen: set[tuple[Any, ...]] = set()
-    for name, tensor in pairs:
+    for name, value in pairs:
+        shard = value if isinstance(value, TensorShard) else _whole(value)
+        tensor = shard.tensor
         place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
         if tensor.numel() > 0 and place in seen:
             continue
         seen.add(place)
-        kept[name] = tensor
+        kept.setdefault(name, []).append(shard)
     return kept
+
+
+def _whole(tensor: Any) -> TensorShard:
+    shape = tuple(tensor.shape)
+    return TensorShard(tensor=tensor, shape=shape, start=(0,) * len(shape))

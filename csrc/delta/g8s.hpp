@@ -1,349 +1,305 @@
-// Owns the G8S form of a sparse difference: for each block of 64 Ki elements the places that changed and
-// the wrap difference new - old (mod 2^n) of their raw bits, spread over six streams:
+// Owns the G8S form of a sparse difference: block after block of 64 Ki elements, over seven streams:
 //
 //   table   u32 per block: mode in the top 2 bits, number of changed elements below
 //   gaps    mode GAP8:  one byte per change, unchanged elements skipped; 255 = skip 255 and read on
-//           mode GAP16: all low bytes of the block, then all high bytes
-//   flags   1 bit per change: set when the difference is neither +1 nor -1; padded to a byte per block
-//   signs   1 bit per +-1 change: set when it is -1; padded to a byte per block
-//   small   1 byte per flagged change: zigzag(difference) - 3; 255 = read it from `wide`
-//   wide    raw little-endian differences: those escaped, and whole blocks of mode DENSE
+//           mode GAP16: the low byte of each gap
+//   high    mode GAP16: the high byte of each gap
+//   flags, signs, small, wide   the differences, see values.hpp; mode DENSE: all of the block's in `wide`
 //
-// Promises: exact for every bit pattern (NaN, Inf, -0); walk() throws Malformed on any stream that is
-// short, long or out of range, and calls `visit` only with positions inside the array.
-// Never writes into the caller's arrays itself.
+// One kind of byte per stream, so that an entropy coder behind it sees one distribution.
+// Promises: decode() throws Malformed on any stream that is short, long or out of range, and what it returns
+// lies inside the array.
 #pragma once
 
-#include <algorithm>
 #include <array>
-#include <cstdint>
-#include <cstring>
-#include <stdexcept>
-#include <string>
-#include <type_traits>
-#include <vector>
+
+#include "values.hpp"
 
 namespace rose {
 
-constexpr std::size_t kBlock = 65536;
 constexpr std::uint32_t kModeShift = 30;
 constexpr std::uint32_t kCountMask = (1U << kModeShift) - 1;
 enum Mode : std::uint32_t { GAP8 = 0, GAP16 = 1, DENSE = 2 };
-enum Stream : std::size_t { TABLE, GAPS, FLAGS, SIGNS, SMALL, WIDE, NUM_STREAMS };
+enum Stream : std::size_t { TABLE, GAPS, HIGH, FLAGS, SIGNS, SMALL, WIDE, NUM_STREAMS };
 
-struct Malformed : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+using Spans = std::vector<Span>;
+using Streams = std::vector<Bytes>;
 
-struct Span {
-  const std::uint8_t* data = nullptr;
-  std::size_t size = 0;
-};
-using Spans = std::array<Span, NUM_STREAMS>;
-using Bytes = std::vector<std::uint8_t>;
-using Streams = std::array<Bytes, NUM_STREAMS>;
+namespace g8s {
 
-template <typename T>
-void append(Bytes& out, T value) {
-  std::uint8_t raw[sizeof(T)];
-  std::memcpy(raw, &value, sizeof(T));
-  out.insert(out.end(), raw, raw + sizeof(T));
+inline std::uint8_t* gaps8_portable(const std::uint16_t* places, std::size_t begin, std::size_t end,
+                                    std::uint8_t* out) {
+  for (std::size_t k = begin; k < end; ++k) {
+    std::size_t gap = k > 0 ? places[k] - places[k - 1] - 1UL : places[k];
+    for (; gap >= 255; gap -= 255) {
+      *out++ = 255;
+    }
+    *out++ = static_cast<std::uint8_t>(gap);
+  }
+  return out;
 }
 
-template <typename T>
-T zigzag(T difference) {
-  const T sign = static_cast<T>(0) - static_cast<T>(difference >> (8 * sizeof(T) - 1));
-  return static_cast<T>(static_cast<T>(difference << 1) ^ sign);
+inline void gaps16_portable(const std::uint16_t* places, std::size_t begin, std::size_t end,
+                            std::uint8_t* low, std::uint8_t* high) {
+  for (std::size_t k = begin; k < end; ++k) {
+    const std::size_t gap = k > 0 ? places[k] - places[k - 1] - 1UL : places[k];
+    low[k] = static_cast<std::uint8_t>(gap);
+    high[k] = static_cast<std::uint8_t>(gap >> 8);
+  }
 }
 
-template <typename T>
-T unzigzag(T coded) {
-  return static_cast<T>(static_cast<T>(coded >> 1) ^ static_cast<T>(0 - (coded & 1)));
+#ifdef ROSE_X86
+
+ROSE_AVX512 inline __m512i gaps_at(const std::uint16_t* places, std::size_t k) {
+  const __m512i here = _mm512_loadu_si512(places + k);
+  const __m512i before = _mm512_loadu_si512(places + k - 1);
+  return _mm512_sub_epi16(_mm512_sub_epi16(here, before), _mm512_set1_epi16(1));
 }
 
-template <typename T>
-bool is_unit(T difference) {
-  return difference == static_cast<T>(1) || difference == static_cast<T>(-1);
-}
-
-// True when 32 bytes are equal; most of a delta is, so this is the loop that sets the scan speed.
-inline bool same32(const void* a, const void* b) {
-  std::uint64_t x[4];
-  std::uint64_t y[4];
-  std::memcpy(x, a, 32);
-  std::memcpy(y, b, 32);
-  return ((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3])) == 0;
-}
-
-template <typename T>
-struct Changes {
-  std::vector<std::uint16_t> places = std::vector<std::uint16_t>(kBlock);
-  std::vector<T> differences = std::vector<T>(kBlock);
-  std::size_t count = 0;
-
-  void scan(const T* before, const T* after, std::size_t n) {
-    constexpr std::size_t step = 32 / sizeof(T);
-    count = 0;
-    std::size_t i = 0;
-    for (; i + step <= n; i += step) {
-      if (!same32(before + i, after + i)) {
-        collect(before, after, i, i + step);
-      }
-    }
-    collect(before, after, i, n);
-  }
-
-  void collect(const T* before, const T* after, std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) {
-      const T difference = static_cast<T>(after[i] - before[i]);
-      places[count] = static_cast<std::uint16_t>(i);
-      differences[count] = difference;
-      count += difference != 0;  // branch-free: a changed element is a coin toss to the predictor
-    }
-  }
-};
-
-template <typename T>
-class Encoder {
- public:
-  Streams streams;
-
-  void block(const Changes<T>& changes, std::size_t n) {
-    const Cost cost = measure(changes);
-    const std::size_t gap_bytes = std::min(cost.gap8, cost.gap16);
-    const bool dense = gap_bytes + cost.values >= n * sizeof(T) && changes.count > 0;
-    const Mode mode = dense ? DENSE : (cost.gap8 <= cost.gap16 ? GAP8 : GAP16);
-    append(streams[TABLE], static_cast<std::uint32_t>(mode << kModeShift | changes.count));
-    if (dense) {
-      put_dense(changes, n);
-      return;
-    }
-    mode == GAP8 ? put_gaps8(changes) : put_gaps16(changes);
-    put_values(changes);
-  }
-
- private:
-  struct Cost {
-    std::size_t gap8;
-    std::size_t gap16;
-    std::size_t values;
-  };
-
-  static Cost measure(const Changes<T>& changes) {
-    std::size_t escapes = 0;
-    std::size_t flagged = 0;
-    std::size_t next = 0;
-    for (std::size_t k = 0; k < changes.count; ++k) {
-      escapes += (changes.places[k] - next) / 255;
-      next = changes.places[k] + 1UL;
-      flagged += !is_unit(changes.differences[k]);
-    }
-    const std::size_t values = changes.count / 4 + flagged * (sizeof(T) > 1 ? 2 : 1);
-    return {changes.count + escapes, 2 * changes.count, values};
-  }
-
-  void put_dense(const Changes<T>& changes, std::size_t n) {
-    Bytes& wide = streams[WIDE];
-    const std::size_t start = wide.size();
-    wide.resize(start + n * sizeof(T));
-    for (std::size_t k = 0; k < changes.count; ++k) {
-      std::memcpy(&wide[start + changes.places[k] * sizeof(T)], &changes.differences[k], sizeof(T));
-    }
-  }
-
-  void put_gaps8(const Changes<T>& changes) {
-    Bytes& gaps = streams[GAPS];
-    std::size_t next = 0;
-    for (std::size_t k = 0; k < changes.count; ++k) {
-      std::size_t gap = changes.places[k] - next;
-      for (; gap >= 255; gap -= 255) {
-        gaps.push_back(255);
-      }
-      gaps.push_back(static_cast<std::uint8_t>(gap));
-      next = changes.places[k] + 1UL;
-    }
-  }
-
-  void put_gaps16(const Changes<T>& changes) {
-    Bytes& gaps = streams[GAPS];
-    const std::size_t start = gaps.size();
-    gaps.resize(start + 2 * changes.count);
-    std::size_t next = 0;
-    for (std::size_t k = 0; k < changes.count; ++k) {
-      const std::size_t gap = changes.places[k] - next;
-      gaps[start + k] = static_cast<std::uint8_t>(gap);
-      gaps[start + changes.count + k] = static_cast<std::uint8_t>(gap >> 8);
-      next = changes.places[k] + 1UL;
-    }
-  }
-
-  void put_values(const Changes<T>& changes) {
-    Bytes& flags = streams[FLAGS];
-    Bytes& signs = streams[SIGNS];
-    const std::size_t flag_start = flags.size();
-    const std::size_t sign_start = signs.size();
-    flags.resize(flag_start + (changes.count + 7) / 8);
-    signs.resize(sign_start + (changes.count + 7) / 8);
-    std::size_t units = 0;
-    for (std::size_t k = 0; k < changes.count; ++k) {
-      const T difference = changes.differences[k];
-      if (is_unit(difference)) {
-        const unsigned minus = difference != static_cast<T>(1);
-        signs[sign_start + units / 8] |= static_cast<std::uint8_t>(minus << (units % 8));
-        ++units;
-      } else {
-        flags[flag_start + k / 8] |= static_cast<std::uint8_t>(1U << (k % 8));
-        put_exception(difference);
-      }
-    }
-    signs.resize(sign_start + (units + 7) / 8);
-  }
-
-  void put_exception(T difference) {
-    const T coded = static_cast<T>(zigzag(difference) - 3);
-    if (coded < 255) {
-      streams[SMALL].push_back(static_cast<std::uint8_t>(coded));
+ROSE_AVX512 inline std::uint8_t* gaps8_avx512(const std::uint16_t* places, std::size_t count,
+                                              std::uint8_t* out) {
+  const __m512i escape = _mm512_set1_epi16(255);
+  std::size_t k = std::min<std::size_t>(count, 1);
+  out = gaps8_portable(places, 0, k, out);
+  for (; k + kLanes <= count; k += kLanes) {
+    const __m512i gap = gaps_at(places, k);
+    const __mmask32 far = _mm512_cmpge_epu16_mask(gap, escape);
+    if (far == 0) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi16_epi8(gap));
+      out += kLanes;
+    } else if (_mm512_cmpge_epu16_mask(gap, _mm512_set1_epi16(510)) != 0) {
+      out = gaps8_portable(places, k, k + kLanes, out);
     } else {
-      streams[SMALL].push_back(255);
-      append(streams[WIDE], difference);
+      // Each lane's two bytes: an escape, kept where the gap needs one, and what is left of the gap.
+      const __m512i rest = _mm512_mask_sub_epi16(gap, far, gap, escape);
+      const __m512i pairs = _mm512_or_si512(_mm512_slli_epi16(rest, 8), escape);
+      const __mmask64 keep = 0xAAAAAAAAAAAAAAAAULL | _pdep_u64(far, 0x5555555555555555ULL);
+      _mm512_storeu_si512(out, _mm512_maskz_compress_epi8(keep, pairs));
+      out += kLanes + static_cast<std::size_t>(_mm_popcnt_u32(far));
     }
   }
-};
+  return gaps8_portable(places, k, count, out);
+}
 
-// Reads the six streams back; every step is checked against the stream's end and the block's length.
+ROSE_AVX512 inline void gaps16_avx512(const std::uint16_t* places, std::size_t count, std::uint8_t* low,
+                                      std::uint8_t* high) {
+  std::size_t k = std::min<std::size_t>(count, 1);
+  gaps16_portable(places, 0, k, low, high);
+  for (; k + kLanes <= count; k += kLanes) {
+    const __m512i gap = gaps_at(places, k);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + k), _mm512_cvtepi16_epi8(gap));
+    const __m512i top = _mm512_srli_epi16(gap, 8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high + k), _mm512_cvtepi16_epi8(top));
+  }
+  gaps16_portable(places, k, count, low, high);
+}
+
+#endif  // ROSE_X86
+
+inline void put_gaps8(const std::uint16_t* places, std::size_t count, Bytes& gaps) {
+  std::uint8_t* begin = gaps.reserve(count + kBlock / 255 + 1);
+#ifdef ROSE_X86
+  if (use_avx512) {
+    return gaps.grow(static_cast<std::size_t>(gaps8_avx512(places, count, begin) - begin));
+  }
+#endif
+  gaps.grow(static_cast<std::size_t>(gaps8_portable(places, 0, count, begin) - begin));
+}
+
+inline void put_gaps16(const std::uint16_t* places, std::size_t count, Bytes& gaps, Bytes& highs) {
+  std::uint8_t* low = gaps.reserve(count);
+  std::uint8_t* high = highs.reserve(count);
+#ifdef ROSE_X86
+  if (use_avx512) {
+    gaps16_avx512(places, count, low, high);
+  } else
+#endif
+  {
+    gaps16_portable(places, 0, count, low, high);
+  }
+  gaps.grow(count);
+  highs.grow(count);
+}
+
 template <typename T>
-class Walker {
- public:
-  Walker(const Spans& spans, std::size_t n) : spans_(spans), n_(n) {
-    const std::size_t blocks = (n + kBlock - 1) / kBlock;
-    if (spans[TABLE].size != blocks * sizeof(std::uint32_t)) {
-      throw Malformed("block table holds " + std::to_string(spans[TABLE].size) + " bytes, " +
-                      std::to_string(n) + " elements need " + std::to_string(blocks * sizeof(std::uint32_t)));
+void put_dense(const std::uint16_t* places, const T* differences, std::size_t count, std::size_t length,
+               Bytes& wide) {
+  std::uint8_t* raw = wide.reserve(length * sizeof(T));
+  std::memset(raw, 0, length * sizeof(T));
+  for (std::size_t k = 0; k < count; ++k) {
+    std::memcpy(raw + places[k] * sizeof(T), differences + k, sizeof(T));
+  }
+  wide.grow(length * sizeof(T));
+}
+
+template <typename T>
+std::size_t value_bytes(const T* differences, std::size_t count) {
+  std::size_t flagged = 0;
+  for (std::size_t k = 0; k < count; ++k) {
+    flagged += !is_unit(differences[k]);
+  }
+  return count / 4 + flagged * (sizeof(T) > 1 ? 2 : 1);
+}
+
+// How long the gaps would be as GAP8; short of it by at most a byte per escape.
+inline std::size_t gap8_bytes(const std::uint16_t* places, std::size_t count) {
+  std::size_t escapes = count > 0 ? places[0] / 255 : 0;
+  for (std::size_t k = 1; k < count; ++k) {
+    // floor(gap / 255) for all but the longest gaps, in 16 bits, so that it is done by vectors.
+    const auto distance = static_cast<std::uint16_t>(places[k] - places[k - 1]);
+    escapes += static_cast<std::uint32_t>(distance) * 257 >> 16;
+  }
+  return count + escapes;
+}
+
+template <typename T>
+Streams encode(const SparseDelta<T>& delta) {
+  Streams streams(NUM_STREAMS);
+  std::size_t at = 0;
+  for (std::size_t block = 0; block < delta.counts.size(); ++block) {
+    const std::size_t count = delta.counts[block];
+    const std::size_t length = delta.block_length(block);
+    const std::uint16_t* places = delta.places.data() + at;
+    const T* differences = delta.differences.data() + at;
+    at += count;
+    const std::size_t as_gap8 = gap8_bytes(places, count);
+    Mode mode = as_gap8 <= 2 * count ? GAP8 : GAP16;
+    // The values' size is looked at only where it can matter.
+    const std::size_t gap_bytes = std::min(as_gap8, 2 * count);
+    if (count * 2 > length && gap_bytes + value_bytes(differences, count) >= length * sizeof(T)) {
+      mode = DENSE;
     }
+    const std::uint32_t entry = mode << kModeShift | static_cast<std::uint32_t>(count);
+    std::memcpy(streams[TABLE].reserve(sizeof(entry)), &entry, sizeof(entry));
+    streams[TABLE].grow(sizeof(entry));
+    if (mode == DENSE) {
+      put_dense(places, differences, count, length, streams[WIDE]);
+      continue;
+    }
+    mode == GAP8 ? put_gaps8(places, count, streams[GAPS])
+                 : put_gaps16(places, count, streams[GAPS], streams[HIGH]);
+    put_values(differences, count, {streams[FLAGS], streams[SIGNS], streams[SMALL], streams[WIDE]});
+  }
+  return streams;
+}
+
+// Reads the streams back.
+template <typename T>
+class Decoder {
+ public:
+  Decoder(const Spans& spans, std::size_t n)
+      : table_("table", spans[TABLE]),
+        gaps_("gap", spans[GAPS]),
+        high_("high", spans[HIGH]),
+        flags_("flag", spans[FLAGS]),
+        signs_("sign", spans[SIGNS]),
+        small_("small", spans[SMALL]),
+        wide_("wide", spans[WIDE]) {
+    delta_.num_elements = n;
   }
 
-  // Calls visit(position, difference) in rising order of position; returns the number of changes.
-  template <typename Visit>
-  std::size_t walk(Visit&& visit) {
-    std::size_t total = 0;
-    for (std::size_t begin = 0; begin < n_; begin += kBlock) {
-      const std::size_t length = std::min(kBlock, n_ - begin);
+  SparseDelta<T> decode() {
+    const std::size_t num_blocks = (delta_.num_elements + kBlock - 1) / kBlock;
+    delta_.counts.reserve(num_blocks);
+    for (std::size_t block = 0; block < num_blocks; ++block) {
       std::uint32_t entry;
-      std::memcpy(&entry, take(TABLE, sizeof(entry)), sizeof(entry));
-      const std::size_t count = entry & kCountMask;
-      if (count > length) {
-        throw Malformed("block at element " + std::to_string(begin) + " claims " + std::to_string(count) +
-                        " changes in " + std::to_string(length));
-      }
-      block(entry >> kModeShift, begin, length, count, visit);
-      total += count;
+      std::memcpy(&entry, table_.take(sizeof(entry)), sizeof(entry));
+      read_block(block, entry >> kModeShift, entry & kCountMask);
     }
-    for (std::size_t s = 0; s < NUM_STREAMS; ++s) {
-      if (at_[s] != spans_[s].size) {
-        throw Malformed("stream " + std::to_string(s) + " has " + std::to_string(spans_[s].size - at_[s]) +
-                        " bytes left over");
-      }
+    for (const Reader* reader : {&table_, &gaps_, &high_, &flags_, &signs_, &small_, &wide_}) {
+      reader->require_end();
     }
-    return total;
+    return std::move(delta_);
   }
 
  private:
-  template <typename Visit>
-  void block(std::uint32_t mode, std::size_t begin, std::size_t length, std::size_t count, Visit& visit) {
-    switch (mode) {
-      case GAP8:
-        return sparse(begin, length, count, visit, [this](std::size_t) { return gap8(); });
-      case GAP16: {
-        const std::uint8_t* low = take(GAPS, 2 * count);
-        return sparse(begin, length, count, visit, [low, count](std::size_t k) {
-          return static_cast<std::size_t>(low[k]) | static_cast<std::size_t>(low[count + k]) << 8;
-        });
-      }
-      case DENSE:
-        return dense(begin, length, count, visit);
-      default:
-        throw Malformed("block at element " + std::to_string(begin) + " has unknown mode " +
-                        std::to_string(mode));
+  void read_block(std::size_t block, std::uint32_t mode, std::size_t count) {
+    const std::size_t length = delta_.block_length(block);
+    if (count > length) {
+      throw Malformed("block " + std::to_string(block) + " claims " + std::to_string(count) + " changes in " +
+                      std::to_string(length));
     }
+    std::uint16_t* places = delta_.places.reserve(count);
+    T* differences = delta_.differences.reserve(count);
+    if (mode == DENSE) {
+      read_dense(block, length, count, places, differences);
+    } else if (mode == GAP8 || mode == GAP16) {
+      const std::size_t end = mode == GAP8 ? read_gaps8(count, places) : read_gaps16(count, places);
+      if (end > length) {
+        throw Malformed("change at place " + std::to_string(end - 1) + " of block " + std::to_string(block) +
+                        " with " + std::to_string(length) + " elements");
+      }
+      read_values({flags_, signs_, small_, wide_}, count, differences);
+    } else {
+      throw Malformed("block " + std::to_string(block) + " has unknown mode " + std::to_string(mode));
+    }
+    delta_.counts.push_back(static_cast<std::uint32_t>(count));
+    delta_.places.grow(count);
+    delta_.differences.grow(count);
   }
 
-  template <typename Visit, typename NextGap>
-  void sparse(std::size_t begin, std::size_t length, std::size_t count, Visit& visit, NextGap&& next_gap) {
-    const std::uint8_t* flags = take(FLAGS, (count + 7) / 8);
-    std::size_t place = 0;
-    unsigned sign_bits = 0;
-    std::size_t units = 0;
+  // Both return the place behind the last change. A place past 65535 wraps in `places`, never in `next`.
+  std::size_t read_gaps8(std::size_t count, std::uint16_t* places) {
+    // At most this many bytes belong to the block: more escapes would lead out of it.
+    const std::size_t most = std::min(gaps_.left(), count + kBlock / 255 + 1);
+    const std::uint8_t* bytes = gaps_.take(0);
+    std::size_t used = 0;
+    std::size_t next = 0;
+    std::size_t k = 0;
+    while (k < count && used < most) {
+      const std::uint8_t byte = bytes[used++];
+      places[k] = static_cast<std::uint16_t>(next + byte);
+      const std::size_t is_last = byte != 255;  // branch-free: escapes come at random
+      next += byte + is_last;
+      k += is_last;
+    }
+    if (k < count) {
+      throw Malformed("gap stream ends " + std::to_string(count - k) + " changes early");
+    }
+    gaps_.take(used);
+    return next;
+  }
+
+  std::size_t read_gaps16(std::size_t count, std::uint16_t* places) {
+    const std::uint8_t* low = gaps_.take(count);
+    const std::uint8_t* high = high_.take(count);
+    std::size_t next = 0;
     for (std::size_t k = 0; k < count; ++k) {
-      place += next_gap(k);
-      if (place >= length) {
-        throw Malformed("change at place " + std::to_string(place) + " of a block of " +
-                        std::to_string(length) + " elements");
-      }
-      T difference;
-      if (flags[k / 8] >> (k % 8) & 1) {
-        difference = exception();
-      } else {
-        sign_bits = units % 8 == 0 ? *take(SIGNS, 1) : sign_bits >> 1;
-        difference = static_cast<T>(sign_bits & 1 ? -1 : 1);
-        ++units;
-      }
-      visit(begin + place, difference);
-      ++place;
+      next += low[k] + 256UL * high[k];
+      places[k] = static_cast<std::uint16_t>(next);
+      ++next;
     }
+    return next;
   }
 
-  template <typename Visit>
-  void dense(std::size_t begin, std::size_t length, std::size_t count, Visit& visit) {
-    const std::uint8_t* raw = take(WIDE, length * sizeof(T));
+  void read_dense(std::size_t block, std::size_t length, std::size_t count, std::uint16_t* places,
+                  T* differences) {
+    const std::uint8_t* raw = wide_.take(length * sizeof(T));
     std::size_t seen = 0;
     for (std::size_t i = 0; i < length; ++i) {
       T difference;
       std::memcpy(&difference, raw + i * sizeof(T), sizeof(T));
-      if (difference != 0) {
-        ++seen;
-        visit(begin + i, difference);
+      if (difference != 0 && seen < count) {
+        places[seen] = static_cast<std::uint16_t>(i);
+        differences[seen] = difference;
       }
+      seen += difference != 0;
     }
     if (seen != count) {
-      throw Malformed("dense block holds " + std::to_string(seen) + " changes, its table says " +
-                      std::to_string(count));
+      throw Malformed("dense block " + std::to_string(block) + " holds " + std::to_string(seen) +
+                      " changes, its table says " + std::to_string(count));
     }
   }
 
-  std::size_t gap8() {
-    std::size_t gap = 0;
-    for (;;) {
-      const std::uint8_t byte = *take(GAPS, 1);
-      gap += byte;
-      if (byte != 255) {
-        return gap;
-      }
-    }
-  }
-
-  T exception() {
-    const std::uint8_t coded = *take(SMALL, 1);
-    if (coded != 255) {
-      return unzigzag(static_cast<T>(static_cast<T>(coded) + 3));
-    }
-    T difference;
-    std::memcpy(&difference, take(WIDE, sizeof(T)), sizeof(T));
-    return difference;
-  }
-
-  const std::uint8_t* take(Stream stream, std::size_t size) {
-    if (spans_[stream].size - at_[stream] < size) {
-      throw Malformed("stream " + std::to_string(stream) + " ends at byte " +
-                      std::to_string(spans_[stream].size) + ", need " + std::to_string(at_[stream] + size));
-    }
-    const std::uint8_t* here = spans_[stream].data + at_[stream];
-    at_[stream] += size;
-    return here;
-  }
-
-  const Spans& spans_;
-  std::size_t n_;
-  std::array<std::size_t, NUM_STREAMS> at_{};
+  Reader table_;
+  Reader gaps_;
+  Reader high_;
+  Reader flags_;
+  Reader signs_;
+  Reader small_;
+  Reader wide_;
+  SparseDelta<T> delta_;
 };
 
+}  // namespace g8s
 }  // namespace rose

@@ -1,13 +1,15 @@
 // Owns the Python face of the delta codec: rose._delta (see rose/_delta.pyi).
-// Promises: arrays are used in place, the GIL is released while they are read or written, and apply()
-// reads a whole delta through once before it writes the first element.
+// Promises: arrays are used in place, and the GIL is released while they are read or written.
 // Never allocates in proportion to the weights, only to the changes.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <variant>
+
+#include "coo.hpp"
+#include "exponent.hpp"
 #include "g8s.hpp"
-#include "state_hash.hpp"
 
 namespace py = pybind11;
 using namespace rose;
@@ -25,20 +27,10 @@ void require_vector(const py::array& array, const char* name) {
   }
 }
 
-void require_same(const py::array& a, const py::array& b) {
-  require_vector(a, "old");
-  require_vector(b, "new");
-  if (a.size() != b.size() || a.itemsize() != b.itemsize()) {
-    throw py::value_error("old has " + std::to_string(a.size()) + " elements of " +
-                          std::to_string(a.itemsize()) + " bytes, new has " + std::to_string(b.size()) +
-                          " of " + std::to_string(b.itemsize()));
-  }
-}
-
-// Calls work(T{}) with the unsigned type of the element width.
+// Calls work(T{}) with the unsigned type of that width.
 template <typename Work>
-auto with_width(const py::array& array, Work&& work) {
-  switch (array.itemsize()) {
+auto with_width(py::ssize_t width, Work&& work) {
+  switch (width) {
     case 1:
       return work(std::uint8_t{});
     case 2:
@@ -46,7 +38,7 @@ auto with_width(const py::array& array, Work&& work) {
     case 4:
       return work(std::uint32_t{});
     default:
-      throw py::value_error("elements must be 1, 2 or 4 bytes wide, got " + std::to_string(array.itemsize()));
+      throw py::value_error("elements must be 1, 2 or 4 bytes wide, got " + std::to_string(width));
   }
 }
 
@@ -55,108 +47,165 @@ const T* read(const py::array& array) {
   return static_cast<const T*>(array.data());
 }
 
-struct Encoded {
-  Streams streams;
-  std::size_t num_changed = 0;
-  StateHash change;
-};
+py::bytes to_bytes(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
-template <typename T>
-Encoded encode_all(const T* before, const T* after, std::size_t n, std::uint64_t first) {
-  Encoder<T> encoder;
-  Changes<T> changes;
-  Encoded result;
-  for (std::size_t begin = 0; begin < n; begin += kBlock) {
-    const std::size_t length = std::min(kBlock, n - begin);
-    changes.scan(before + begin, after + begin, length);
-    encoder.block(changes, length);
-    result.num_changed += changes.count;
-    for (std::size_t k = 0; k < changes.count; ++k) {
-      const std::size_t i = begin + changes.places[k];
-      result.change.add(hash_element(first + i, after[i]));
-      result.change.subtract(hash_element(first + i, before[i]));
-    }
+py::tuple to_tuple(const Streams& streams) {
+  py::tuple result(streams.size());
+  for (std::size_t s = 0; s < streams.size(); ++s) {
+    result[s] = to_bytes(streams[s]);
   }
-  result.streams = std::move(encoder.streams);
   return result;
 }
 
-py::tuple encode(const py::array& before, const py::array& after, std::uint64_t first_index) {
-  require_same(before, after);
-  Encoded result = with_width(before, [&](auto zero) {
-    using T = decltype(zero);
-    const T* a = read<T>(before);
-    const T* b = read<T>(after);
-    const auto n = static_cast<std::size_t>(before.size());
-    py::gil_scoped_release release;
-    return encode_all(a, b, n, first_index);
-  });
-  py::tuple streams(static_cast<std::size_t>(NUM_STREAMS));
-  for (std::size_t s = 0; s < NUM_STREAMS; ++s) {
-    const Bytes& bytes = result.streams[s];
-    streams[s] = py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+Span span_of(const py::bytes& bytes) {
+  char* data = nullptr;
+  py::ssize_t size = 0;
+  if (PyBytes_AsStringAndSize(bytes.ptr(), &data, &size) != 0) {
+    throw py::error_already_set();
   }
-  return py::make_tuple(streams, result.num_changed, lanes(result.change));
+  return {reinterpret_cast<const std::uint8_t*>(data), static_cast<std::size_t>(size)};
 }
 
-Spans spans_of(const py::sequence& streams, std::vector<py::bytes>& keep) {
-  if (streams.size() != NUM_STREAMS) {
-    throw py::value_error("need " + std::to_string(NUM_STREAMS) + " streams, got " +
+// The spans stay valid while `keep` does.
+Spans spans_of(const py::sequence& streams, std::size_t expected, std::vector<py::bytes>& keep) {
+  if (streams.size() != expected) {
+    throw py::value_error("need " + std::to_string(expected) + " streams, got " +
                           std::to_string(streams.size()));
   }
   Spans spans;
-  for (std::size_t s = 0; s < NUM_STREAMS; ++s) {
-    keep.push_back(streams[s].cast<py::bytes>());
-    char* data = nullptr;
-    py::ssize_t size = 0;
-    if (PyBytes_AsStringAndSize(keep.back().ptr(), &data, &size) != 0) {
-      throw py::error_already_set();
-    }
-    spans[s] = {reinterpret_cast<const std::uint8_t*>(data), static_cast<std::size_t>(size)};
+  for (const py::handle& stream : streams) {
+    keep.push_back(stream.cast<py::bytes>());
+    spans.push_back(span_of(keep.back()));
   }
   return spans;
 }
 
-struct Effect {
-  std::size_t num_changed = 0;
-  StateHash change;
-};
-
-template <typename T>
-Effect measure(const T* base, std::size_t n, const Spans& spans, std::uint64_t first) {
-  Effect effect;
-  effect.num_changed = Walker<T>(spans, n).walk([&](std::size_t i, T difference) {
-    effect.change.add(hash_element(first + i, static_cast<T>(base[i] + difference)));
-    effect.change.subtract(hash_element(first + i, base[i]));
-  });
-  return effect;
-}
-
-py::tuple run(const py::array& base, const py::sequence& streams, std::uint64_t first_index, bool write) {
-  require_vector(base, "base");
-  if (write && !base.writeable()) {
-    throw py::value_error("base is read-only");
-  }
-  std::vector<py::bytes> keep;
-  const Spans spans = spans_of(streams, keep);
-  const Effect effect = with_width(base, [&](auto zero) {
-    using T = decltype(zero);
-    T* data = const_cast<T*>(read<T>(base));
-    const auto n = static_cast<std::size_t>(base.size());
+// A sparse difference of any width.
+class Delta {
+  // Without the GIL.
+  template <typename Work>
+  auto visit(Work&& work) const {
     py::gil_scoped_release release;
-    const Effect seen = measure(data, n, spans, first_index);
-    if (write) {
-      Walker<T>(spans, n).walk(
-          [&](std::size_t i, T difference) { data[i] = static_cast<T>(data[i] + difference); });
+    return std::visit(std::forward<Work>(work), delta_);
+  }
+
+  void require_base(const py::array& base) const {
+    require_vector(base, "base");
+    if (static_cast<std::size_t>(base.size()) != num_elements() || base.itemsize() != width()) {
+      throw py::value_error("base has " + std::to_string(base.size()) + " elements of " +
+                            std::to_string(base.itemsize()) + " bytes, the difference " +
+                            std::to_string(num_elements()) + " of " + std::to_string(width()));
     }
-    return seen;
-  });
-  return py::make_tuple(effect.num_changed, lanes(effect.change));
-}
+  }
+
+  // In the order of their widths: 1 << index.
+  std::variant<SparseDelta<std::uint8_t>, SparseDelta<std::uint16_t>, SparseDelta<std::uint32_t>> delta_;
+
+ public:
+  template <typename T>
+  explicit Delta(SparseDelta<T>&& delta) : delta_(std::move(delta)) {}
+
+  static py::tuple between(const py::array& before, const py::array& after, std::uint64_t first_index) {
+    require_vector(before, "old");
+    require_vector(after, "new");
+    if (before.size() != after.size() || before.itemsize() != after.itemsize()) {
+      throw py::value_error("old has " + std::to_string(before.size()) + " elements of " +
+                            std::to_string(before.itemsize()) + " bytes, new has " +
+                            std::to_string(after.size()) + " of " + std::to_string(after.itemsize()));
+    }
+    StateHash change;
+    Delta delta = with_width(before.itemsize(), [&](auto zero) {
+      using T = decltype(zero);
+      const T* a = read<T>(before);
+      const T* b = read<T>(after);
+      py::gil_scoped_release release;
+      return Delta(scan(a, b, static_cast<std::size_t>(before.size()), first_index, change));
+    });
+    return py::make_tuple(std::move(delta), lanes(change));
+  }
+
+  static Delta from_g8s(const py::sequence& streams, std::size_t n, py::ssize_t width) {
+    std::vector<py::bytes> keep;
+    const Spans spans = spans_of(streams, NUM_STREAMS, keep);
+    return with_width(width, [&](auto zero) {
+      py::gil_scoped_release release;
+      return Delta(g8s::Decoder<decltype(zero)>(spans, n).decode());
+    });
+  }
+
+  static Delta from_coo(const py::bytes& payload, std::size_t n, py::ssize_t width) {
+    const Span span = span_of(payload);
+    return with_width(width, [&](auto zero) {
+      py::gil_scoped_release release;
+      return Delta(coo::decode<decltype(zero)>(span, n));
+    });
+  }
+
+  static Delta from_exponents(const py::sequence& streams, const py::array& base) {
+    require_vector(base, "base");
+    std::vector<py::bytes> keep;
+    const Spans spans = spans_of(streams, exponent::kNumStreams, keep);
+    return with_width(base.itemsize(), [&](auto zero) {
+      using T = decltype(zero);
+      const T* bits = read<T>(base);
+      py::gil_scoped_release release;
+      return Delta(exponent::decode<T>(spans, bits, static_cast<std::size_t>(base.size())));
+    });
+  }
+
+  py::tuple g8s() const {
+    return to_tuple(visit([](const auto& delta) { return g8s::encode(delta); }));
+  }
+
+  py::bytes coo() const {
+    return to_bytes(visit([](const auto& delta) { return coo::encode(delta); }));
+  }
+
+  py::tuple exponents(const py::array& base, unsigned shift) const {
+    require_base(base);
+    const auto bits = static_cast<unsigned>(8 * width());
+    if (shift + 1 >= bits || bits - 1 - shift > 8) {
+      throw py::value_error("exponents of " + std::to_string(bits) + "-bit elements have 1 to 8 bits, not " +
+                            std::to_string(static_cast<int>(bits - 1) - static_cast<int>(shift)));
+    }
+    return to_tuple(visit([&]<typename T>(const SparseDelta<T>& delta) {
+      return exponent::encode(delta, static_cast<const T*>(base.data()), shift);
+    }));
+  }
+
+  py::tuple apply(const py::array& base, std::uint64_t first_index, bool is_reverse) const {
+    require_base(base);
+    if (!base.writeable()) {
+      throw py::value_error("base is read-only");
+    }
+    return lanes(visit([&]<typename T>(const SparseDelta<T>& delta) {
+      return add(delta, static_cast<T*>(const_cast<void*>(base.data())), first_index, is_reverse);
+    }));
+  }
+
+  Delta then(const Delta& next) const {
+    if (delta_.index() != next.delta_.index() || num_elements() != next.num_elements()) {
+      throw py::value_error("a difference of " + std::to_string(num_elements()) + " elements of " +
+                            std::to_string(width()) + " bytes can't go on with one of " +
+                            std::to_string(next.num_elements()) + " of " + std::to_string(next.width()));
+    }
+    return visit([&]<typename T>(const SparseDelta<T>& delta) {
+      return Delta(compose(delta, std::get<SparseDelta<T>>(next.delta_)));
+    });
+  }
+
+  std::size_t num_elements() const {
+    return std::visit([](const auto& delta) { return delta.num_elements; }, delta_);
+  }
+  std::size_t num_changed() const {
+    return std::visit([](const auto& delta) { return delta.num_changed(); }, delta_);
+  }
+  py::ssize_t width() const { return py::ssize_t{1} << delta_.index(); }
+};
 
 py::tuple state_hash(const py::array& bits, std::uint64_t first_index) {
   require_vector(bits, "bits");
-  return lanes(with_width(bits, [&](auto zero) {
+  return lanes(with_width(bits.itemsize(), [&](auto zero) {
     using T = decltype(zero);
     const T* data = read<T>(bits);
     const auto n = static_cast<std::size_t>(bits.size());
@@ -165,27 +214,9 @@ py::tuple state_hash(const py::array& bits, std::uint64_t first_index) {
   }));
 }
 
-using Places = py::array_t<std::int64_t, py::array::c_style>;
-
-py::tuple hash_change(const Places& places, const py::array& before, const py::array& after) {
-  require_same(before, after);
-  if (places.ndim() != 1 || places.size() != before.size()) {
-    throw py::value_error("need one place per element");
-  }
-  return lanes(with_width(before, [&](auto zero) {
-    using T = decltype(zero);
-    const T* a = read<T>(before);
-    const T* b = read<T>(after);
-    const std::int64_t* where = places.data();
-    const auto n = static_cast<std::size_t>(before.size());
-    py::gil_scoped_release release;
-    StateHash change;
-    for (std::size_t k = 0; k < n; ++k) {
-      change.add(hash_element(static_cast<std::uint64_t>(where[k]), b[k]));
-      change.subtract(hash_element(static_cast<std::uint64_t>(where[k]), a[k]));
-    }
-    return change;
-  }));
+bool set_vector(bool wanted) {
+  use_avx512 = wanted && cpu_has_avx512();
+  return use_avx512;
 }
 
 }  // namespace
@@ -193,20 +224,26 @@ py::tuple hash_change(const Places& places, const py::array& before, const py::a
 PYBIND11_MODULE(_delta, m) {
   m.doc() = "Sparse wrap differences of raw weight bits, and the state hash over them.";
   py::register_exception<Malformed>(m, "MalformedStream", PyExc_ValueError);
-  m.attr("NUM_STREAMS") = static_cast<std::size_t>(NUM_STREAMS);
-  m.def("encode", &encode, py::arg("old"), py::arg("new"), py::arg("first_index"));
-  m.def(
-      "measure",
-      [](const py::array& base, const py::sequence& streams, std::uint64_t first) {
-        return run(base, streams, first, false);
-      },
-      py::arg("base"), py::arg("streams"), py::arg("first_index"));
-  m.def(
-      "apply",
-      [](const py::array& base, const py::sequence& streams, std::uint64_t first) {
-        return run(base, streams, first, true);
-      },
-      py::arg("base"), py::arg("streams"), py::arg("first_index"));
+  m.attr("NUM_G8S_STREAMS") = static_cast<std::size_t>(NUM_STREAMS);
+  m.attr("NUM_EXPONENT_STREAMS") = exponent::kNumStreams;
+  py::class_<Delta>(m, "Delta")
+      .def_static("between", &Delta::between, py::arg("old"), py::arg("new"), py::arg("first_index"))
+      .def_static("from_g8s", &Delta::from_g8s, py::arg("streams"), py::arg("num_elements"), py::arg("width"))
+      .def_static("from_coo", &Delta::from_coo, py::arg("payload"), py::arg("num_elements"), py::arg("width"))
+      .def_static("from_exponents", &Delta::from_exponents, py::arg("streams"), py::arg("base"))
+      .def("g8s", &Delta::g8s)
+      .def("coo", &Delta::coo)
+      .def("exponents", &Delta::exponents, py::arg("base"), py::arg("shift"))
+      .def(
+          "apply", [](const Delta& d, const py::array& b, std::uint64_t i) { return d.apply(b, i, false); },
+          py::arg("base"), py::arg("first_index"))
+      .def(
+          "revert", [](const Delta& d, const py::array& b, std::uint64_t i) { return d.apply(b, i, true); },
+          py::arg("base"), py::arg("first_index"))
+      .def("then", &Delta::then, py::arg("next"))
+      .def_property_readonly("num_elements", &Delta::num_elements)
+      .def_property_readonly("num_changed", &Delta::num_changed)
+      .def_property_readonly("width", &Delta::width);
   m.def("state_hash", &state_hash, py::arg("bits"), py::arg("first_index"));
-  m.def("hash_change", &hash_change, py::arg("places"), py::arg("old"), py::arg("new"));
+  m.def("set_vector", &set_vector, py::arg("wanted"));
 }

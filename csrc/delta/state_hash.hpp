@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "simd.hpp"
+
 namespace rose {
 
 struct StateHash {
@@ -22,29 +24,142 @@ struct StateHash {
   }
 };
 
+constexpr std::uint64_t kPlaceFactor = 0x9e3779b97f4a7c15ULL;
+constexpr std::uint64_t kBitsFactor = 0xd6e8feb86659fd93ULL;
+constexpr std::uint64_t kMixFirst = 0xbf58476d1ce4e5b9ULL;
+constexpr std::uint64_t kMixSecond = 0x94d049bb133111ebULL;
+constexpr std::uint64_t kLaneMask = 0xa0761d6478bd642fULL;
+constexpr std::uint64_t kLaneFactor = 0xe7037ed1a0b428dbULL;
+
 inline std::uint64_t mix64(std::uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
+  x = (x ^ (x >> 30)) * kMixFirst;
+  x = (x ^ (x >> 27)) * kMixSecond;
   return x ^ (x >> 31);
 }
 
 // For a fixed index `first` is injective in `bits`: a single wrong element always shows.
 inline StateHash hash_element(std::uint64_t index, std::uint32_t bits) {
-  std::uint64_t place = (index + 1) * 0x9e3779b97f4a7c15ULL;
+  std::uint64_t place = (index + 1) * kPlaceFactor;
   place ^= place >> 29;
-  const std::uint64_t first = mix64(place + bits * 0xd6e8feb86659fd93ULL);
-  std::uint64_t second = (first ^ 0xa0761d6478bd642fULL) * 0xe7037ed1a0b428dbULL;
+  const std::uint64_t first = mix64(place + bits * kBitsFactor);
+  std::uint64_t second = (first ^ kLaneMask) * kLaneFactor;
   second ^= second >> 32;
   return {first, second};
 }
 
+#ifdef ROSE_X86
+
+ROSE_AVX512 inline __m512i load8(const std::uint8_t* data) {
+  return _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(data)));
+}
+ROSE_AVX512 inline __m512i load8(const std::uint16_t* data) {
+  return _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data)));
+}
+ROSE_AVX512 inline __m512i load8(const std::uint32_t* data) {
+  return _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)));
+}
+
+ROSE_AVX512 inline __m512i xor_shifted(__m512i x, unsigned bits) {
+  return _mm512_xor_si512(x, _mm512_srli_epi64(x, bits));
+}
+
+ROSE_AVX512 inline __m512i times(__m512i x, std::uint64_t factor) {
+  return _mm512_mullo_epi64(x, _mm512_set1_epi64(static_cast<long long>(factor)));
+}
+
+// Eight elements at once; `place` as in hash_element().
+ROSE_AVX512 inline void hash8(__m512i place, __m512i bits, __m512i& first, __m512i& second) {
+  __m512i x = _mm512_add_epi64(place, times(bits, kBitsFactor));
+  x = times(xor_shifted(x, 30), kMixFirst);
+  x = times(xor_shifted(x, 27), kMixSecond);
+  first = xor_shifted(x, 31);
+  const __m512i mask = _mm512_set1_epi64(static_cast<long long>(kLaneMask));
+  second = xor_shifted(times(_mm512_xor_si512(first, mask), kLaneFactor), 32);
+}
+
+ROSE_AVX512 inline StateHash reduce(__m512i first, __m512i second) {
+  return {static_cast<std::uint64_t>(_mm512_reduce_add_epi64(first)),
+          static_cast<std::uint64_t>(_mm512_reduce_add_epi64(second))};
+}
+
+template <typename T>
+ROSE_AVX512 std::size_t hash_range_avx512(const T* data, std::size_t n, std::uint64_t first_index,
+                                          StateHash& total) {
+  const __m512i iota = _mm512_set_epi64(8, 7, 6, 5, 4, 3, 2, 1);
+  const __m512i start = _mm512_set1_epi64(static_cast<long long>(first_index));
+  __m512i place = times(_mm512_add_epi64(start, iota), kPlaceFactor);
+  const __m512i step = _mm512_set1_epi64(static_cast<long long>(8 * kPlaceFactor));
+  __m512i sum_first = _mm512_setzero_si512();
+  __m512i sum_second = _mm512_setzero_si512();
+  std::size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    __m512i first;
+    __m512i second;
+    hash8(xor_shifted(place, 29), load8(data + i), first, second);
+    sum_first = _mm512_add_epi64(sum_first, first);
+    sum_second = _mm512_add_epi64(sum_second, second);
+    place = _mm512_add_epi64(place, step);
+  }
+  total.add(reduce(sum_first, sum_second));
+  return i;
+}
+
+template <typename T>
+ROSE_AVX512 std::size_t hash_change_avx512(const std::uint16_t* places, const T* before, const T* after,
+                                           std::size_t count, std::uint64_t first_index, StateHash& change) {
+  const __m512i start = _mm512_set1_epi64(static_cast<long long>(first_index + 1));
+  __m512i sum_first = _mm512_setzero_si512();
+  __m512i sum_second = _mm512_setzero_si512();
+  std::size_t k = 0;
+  for (; k + 8 <= count; k += 8) {
+    const __m512i raw = times(_mm512_add_epi64(start, load8(places + k)), kPlaceFactor);
+    const __m512i place = xor_shifted(raw, 29);
+    __m512i old_first;
+    __m512i old_second;
+    __m512i new_first;
+    __m512i new_second;
+    hash8(place, load8(before + k), old_first, old_second);
+    hash8(place, load8(after + k), new_first, new_second);
+    sum_first = _mm512_add_epi64(sum_first, _mm512_sub_epi64(new_first, old_first));
+    sum_second = _mm512_add_epi64(sum_second, _mm512_sub_epi64(new_second, old_second));
+  }
+  change.add(reduce(sum_first, sum_second));
+  return k;
+}
+
+#endif  // ROSE_X86
+
 template <typename T>
 StateHash hash_range(const T* data, std::size_t n, std::uint64_t first_index) {
   StateHash total;
-  for (std::size_t i = 0; i < n; ++i) {
+  std::size_t i = 0;
+#ifdef ROSE_X86
+  if (use_avx512) {
+    i = hash_range_avx512(data, n, first_index, total);
+  }
+#endif
+  for (; i < n; ++i) {
     total.add(hash_element(first_index + i, data[i]));
   }
   return total;
+}
+
+// The change of the hash when elements first_index + places[k] go from before[k] to after[k].
+template <typename T>
+StateHash hash_change(const std::uint16_t* places, const T* before, const T* after, std::size_t count,
+                      std::uint64_t first_index) {
+  StateHash change;
+  std::size_t k = 0;
+#ifdef ROSE_X86
+  if (use_avx512) {
+    k = hash_change_avx512(places, before, after, count, first_index, change);
+  }
+#endif
+  for (; k < count; ++k) {
+    change.add(hash_element(first_index + places[k], after[k]));
+    change.subtract(hash_element(first_index + places[k], before[k]));
+  }
+  return change;
 }
 
 }  // namespace rose

@@ -1,11 +1,12 @@
 """The layout is a pure function of names, dtypes and shapes, and its buckets tile every plane."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.errors import RelayError
-from rose.transfer.layout import DTYPE_BYTES, Layout, TensorSpec
+from rose.transfer.layout import DTYPE_BYTES, Layout, TensorCut, TensorSpec
 from rose.transfer.manifest import LayoutBody, check_name, worker_name
 
 tables = st.lists(
@@ -46,6 +47,52 @@ def test_buckets_tile_every_plane_and_pieces_tile_every_bucket(tensors, bucket_b
 def test_the_order_of_tensors_does_not_matter(tensors):
     assert Layout(tensors).digest == Layout(list(reversed(tensors))).digest
     assert LayoutBody.of(Layout(tensors)).to_layout().buckets == Layout(tensors).buckets
+
+
+@st.composite
+def cut_tables(draw):
+    """Tensors with a cut for some of them."""
+    tensors = draw(tables)
+    cuts = {}
+    for spec in tensors:
+        dims = [dim for dim, size in enumerate(spec.shape) if size > 1 and spec.num_elements > 0]
+        if dims and draw(st.booleans()):
+            dim = draw(st.sampled_from(dims))
+            points = tuple(sorted(draw(st.sets(st.integers(1, spec.shape[dim] - 1), max_size=3))))
+            groups = tuple(draw(st.integers(0, 3)) for _ in range(len(points) + 1))
+            cuts[spec.name] = TensorCut(dim=dim, points=points, groups=groups)
+    return tensors, cuts
+
+
+@settings(deadline=None)
+@given(table=cut_tables(), bucket_bytes=st.integers(4, 200))
+def test_cut_tensors_lie_in_buckets_of_their_group_each_element_once(table, bucket_bytes):
+    tensors, cuts = table
+    layout = Layout(tensors, bucket_bytes, cuts)
+    assert LayoutBody.of(layout).to_layout().buckets == layout.buckets
+    seen = {spec.name: np.zeros(spec.shape, int) for spec in tensors}
+    for bucket in layout.buckets:
+        pieces = list(layout.pieces(bucket))
+        assert len({piece.part.group for piece in pieces}) == 1
+        assert sum(piece.end - piece.begin for piece in pieces) == bucket.num_elements
+        for piece in pieces:
+            region = piece.part.of(seen[piece.tensor.name])
+            counts = region.reshape(-1).copy()
+            counts[piece.begin : piece.end] += 1
+            region[...] = counts.reshape(region.shape)
+    assert all((count == 1).all() for count in seen.values())
+
+
+def test_a_cut_that_does_not_fit_is_refused():
+    spec = TensorSpec(name="a", dtype="BF16", shape=(4, 6))
+    for cut in (
+        TensorCut(dim=0, points=(4,), groups=(0, 1)),
+        TensorCut(dim=1, points=(3, 2), groups=(0, 1, 2)),
+        TensorCut(dim=2, points=(1,), groups=(0, 1)),
+        TensorCut(dim=0, points=(2,), groups=(0,)),
+    ):
+        with pytest.raises(ValueError, match="does not fit tensor a"):
+            Layout([spec], cuts={"a": cut})
 
 
 def test_a_layout_body_with_a_changed_table_is_refused():

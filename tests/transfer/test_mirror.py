@@ -98,9 +98,31 @@ class Versions:
             base_state_hash=str(self.states[base].state_hash) if base is not None else None,
             num_elements=LAYOUT.num_elements,
             num_changed=sum(part[3] for part in parts),
-            buckets=[BucketEntry(index=p[0].index, key=f"k{p[0].index}", num_bytes=1) for p in parts],
+            is_followed=False,
+            buckets=[
+                BucketEntry(
+                    index=bucket.index,
+                    key=f"k{bucket.index}",
+                    num_bytes=1,
+                    change=str(state.bucket_hash(bucket) - before),
+                )
+                for bucket, _, _, _, before in parts
+            ],
         )
         return manifest, frames
+
+
+def fetch_from(manifest, frames):
+    by_key = {entry.key: frame for entry, frame in zip(manifest.buckets, frames, strict=True)}
+    return lambda entry: by_key[entry.key]
+
+
+def apply_delta(mirror, manifest, frames):
+    mirror.apply_delta(manifest, fetch_from(manifest, frames))
+
+
+def load_snapshot(mirror, manifest, frames):
+    mirror.load_snapshot(manifest, LAYOUT, fetch_from(manifest, frames))
 
 
 def check_holds(mirror, versions, number):
@@ -114,7 +136,7 @@ def check_holds(mirror, versions, number):
 def mirror_at_zero(versions):
     mirror = WeightMirror()
     manifest, frames = versions.snapshot(0)
-    mirror.load_snapshot(manifest, LAYOUT, frames)
+    load_snapshot(mirror, manifest, frames)
     return mirror
 
 
@@ -124,7 +146,7 @@ def test_a_mirror_follows_every_version(codec):
     mirror = mirror_at_zero(versions)
     for number in range(1, 4):
         assert len(versions.deltas[number][1]) < len(LAYOUT.buckets)
-        mirror.apply_delta(*versions.deltas[number])
+        apply_delta(mirror, *versions.deltas[number])
         check_holds(mirror, versions, number)
 
 
@@ -138,9 +160,9 @@ def test_any_flipped_byte_in_any_frame_leaves_the_old_version(data):
     broken = bytearray(frames[which])
     broken[data.draw(st.integers(0, len(broken) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(FrameError):
-        mirror.apply_delta(manifest, [*frames[:which], bytes(broken), *frames[which + 1 :]])
+        apply_delta(mirror, manifest, [*frames[:which], bytes(broken), *frames[which + 1 :]])
     check_holds(mirror, versions, 0)
-    mirror.apply_delta(manifest, frames)
+    apply_delta(mirror, manifest, frames)
     check_holds(mirror, versions, 1)
 
 
@@ -149,9 +171,9 @@ def test_a_broken_snapshot_leaves_the_old_version():
     mirror = mirror_at_zero(versions)
     manifest, frames = versions.snapshot(2)
     with pytest.raises(FrameError):
-        mirror.load_snapshot(manifest, LAYOUT, [*frames[:-1], frames[-1][:-1]])
+        load_snapshot(mirror, manifest, [*frames[:-1], frames[-1][:-1]])
     with pytest.raises(FrameError, match="hash"):
-        mirror.load_snapshot(manifest.model_copy(update={"state_hash": "0" * 32}), LAYOUT, frames)
+        load_snapshot(mirror, manifest.model_copy(update={"state_hash": "0" * 32}), frames)
     check_holds(mirror, versions, 0)
 
 
@@ -161,13 +183,13 @@ def test_frames_of_another_run_version_bucket_or_base_are_refused():
     manifest, frames = versions.deltas[1]
     for other in ({"run_id": "other"}, {"base": 1}, {"layout": "00"}, {"base_state_hash": "0" * 32}):
         with pytest.raises(FrameError):
-            mirror.apply_delta(manifest.model_copy(update=other), frames)
+            apply_delta(mirror, manifest.model_copy(update=other), frames)
     with pytest.raises(FrameError):
-        mirror.apply_delta(manifest, [frames[1], frames[0], *frames[2:]])
+        apply_delta(mirror, manifest, [frames[1], frames[0], *frames[2:]])
     with pytest.raises(FrameError):
-        mirror.apply_delta(*versions.deltas[2])
+        apply_delta(mirror, *versions.deltas[2])
     with pytest.raises(FrameError):
-        mirror.apply_delta(manifest, [Frame.unpack(each).pack() for each in versions.deltas[2][1]])
+        apply_delta(mirror, manifest, [Frame.unpack(each).pack() for each in versions.deltas[2][1]])
     check_holds(mirror, versions, 0)
 
 
@@ -176,10 +198,10 @@ def test_a_manifest_that_omits_a_changed_bucket_is_refused():
     mirror = mirror_at_zero(versions)
     manifest, frames = versions.deltas[1]
     with pytest.raises(FrameError, match="would hash"):
-        mirror.apply_delta(manifest.model_copy(update={"buckets": manifest.buckets[1:]}), frames[1:])
+        apply_delta(mirror, manifest.model_copy(update={"buckets": manifest.buckets[1:]}), frames[1:])
     twice = [*manifest.buckets, manifest.buckets[0]]
     with pytest.raises(FrameError, match="names buckets"):
-        mirror.apply_delta(manifest.model_copy(update={"buckets": twice}), [*frames, frames[0]])
+        apply_delta(mirror, manifest.model_copy(update={"buckets": twice}), [*frames, frames[0]])
     check_holds(mirror, versions, 0)
 
 
@@ -192,5 +214,5 @@ def test_frames_that_disagree_with_their_payload_are_refused():
     entry = 4 + frame.width
     cut = {**fields, "payload": frame.payload[: len(frame.payload) // entry // 2 * entry]}
     with pytest.raises(FrameError):
-        mirror.apply_delta(manifest, [Frame(**cut).pack(), *frames[1:]])
+        apply_delta(mirror, manifest, [Frame(**cut).pack(), *frames[1:]])
     check_holds(mirror, versions, 0)

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from aiohttp import web
+from shard_plans import plan_of
 
 from rose.transfer.checkpoint import checkpoint_state_hash
 from rose.transfer.manifest import worker_name
 from rose.transfer.publisher import WeightPublisher
+from rose.transfer.shard_plan import Box
 
 DEADLINE_S = 120
 
@@ -198,6 +200,32 @@ def test_a_subscriber_stops_although_its_worker_hangs(embedded_url, worker, subs
     subscriber.send_signal(signal.SIGTERM)
     assert subscriber.wait(timeout=DEADLINE_S) == 0
     assert publisher.acked() == {}
+    publisher.close()
+
+
+def test_a_subscriber_with_plans_stages_the_shards_of_its_ranks(
+    embedded_url, worker, subscribe, weights, tmp_path
+):
+    shapes = {name: (200, 50) for name in weights}
+    halves = [
+        plan_of(
+            f"pp0-tp{tp}",
+            shapes,
+            {name: Box(start=(100 * tp, 0), stop=(100 * tp + 100, 50)) for name in shapes},
+        )
+        for tp in range(2)
+    ]
+    path = tmp_path / "plan.json"
+    path.write_text(halves[1].model_dump_json())
+    publisher = WeightPublisher(weights, embedded_url, "run", plans=halves)
+    subscribe(embedded_url, "--name", "w", "--plan", str(path))
+    for _ in range(3):
+        report = publisher.publish()
+        publisher.wait_acked(report.version, ["w"], DEADLINE_S)
+        # The worker has checked that the file's own hash is this one, which is of half of the weights.
+        assert publisher.acks()["w"].state_hash != report.state_hash
+        step(weights)
+    assert worker.loaded == ["run/0", "run/1", "run/2"]
     publisher.close()
 
 

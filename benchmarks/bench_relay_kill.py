@@ -1,0 +1,115 @@
+"""A relay killed while versions flow costs less than a second, and no version.
+
+Two embedded relays hold the same objects. A publisher puts version after version, a follower fetches each;
+then one of the relays gets SIGKILL at a random moment of a publish. `relay_kill_outage_s` is how much longer
+than the median before it the slowest version took after the kill, from publish() to the follower holding it;
+`versions_lost` counts versions that failed, or that the follower holds with other bits. Publisher, follower
+and relays share one machine, over loopback.
+
+    python benchmarks/bench_relay_kill.py --json relay_kill.json
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+from harness import median_figure, run_benchmark
+
+from rose.demo.figures import Figure
+from rose.errors import RoseError
+from rose.transfer.follower import Follower
+from rose.transfer.mirror import WeightMirror
+from rose.transfer.publisher import WeightPublisher
+from rose.transfer.relay import open_relay
+
+NUM_ELEMENTS = 8 << 20
+BUCKET_BYTES = 2 << 20
+VERSIONS_BEFORE, VERSIONS_AFTER = 6, 6
+
+
+class _Relay:
+    """A relay process on a free port."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "rose.transfer.relay_server", "--kind", "embedded"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = str(json.loads(self.process.stdout.readline())["url"])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    rounds = 2 if args.quick else 8
+    moments = random.Random(args.seed)
+    outages: dict[str, list[float]] = {"first": [], "second": []}
+    lost = 0
+    for _ in range(rounds):
+        for index, victim in enumerate(outages):
+            outage_s, failed = _round(index, moments)
+            outages[victim].append(outage_s)
+            lost += failed
+    figures = [
+        median_figure(f"relay_kill_outage_s[{victim} relay]", values, "s", target="< 1")
+        for victim, values in outages.items()
+    ]
+    total = 2 * rounds * (VERSIONS_BEFORE + VERSIONS_AFTER)
+    return [*figures, Figure(name="versions_lost", value=lost, unit=f"of {total}", target="<= 0")]
+
+
+def _round(victim: int, moments: random.Random) -> tuple[float, int]:
+    """(longest delay after the kill over the median before it, versions lost)."""
+    relays = [_Relay(), _Relay()]
+    url = ",".join(relay.url for relay in relays)
+    weights = {"weight": torch.randn(NUM_ELEMENTS).to(torch.bfloat16)}
+    publisher = WeightPublisher(weights, url, "run", bucket_bytes=BUCKET_BYTES)
+    client = open_relay(url)
+    follower = Follower(client, "run", WeightMirror())
+    try:
+        publisher.publish()
+        follower.advance()
+        before: list[float] = []
+        after: list[float] = []
+        lost = 0
+        for number in range(VERSIONS_BEFORE + VERSIONS_AFTER):
+            bits = weights["weight"].view(torch.int16)
+            bits += (torch.rand(NUM_ELEMENTS) < 0.01).to(torch.int16)
+            if number == VERSIONS_BEFORE:
+                delay_s = moments.random() * statistics.median(before)
+                threading.Timer(delay_s, relays[victim].process.kill).start()
+            taken_s, is_lost = _sync(publisher, follower)
+            (before if number < VERSIONS_BEFORE else after).append(taken_s)
+            lost += is_lost
+        return max(after) - statistics.median(before), lost
+    finally:
+        publisher.close()
+        client.close()
+        for relay in relays:
+            relay.kill()
+
+
+def _sync(publisher: WeightPublisher, follower: Follower) -> tuple[float, bool]:
+    """Publishes and fetches one version, again after a failure, as trainer and subscriber do."""
+    started = time.monotonic()
+    is_lost = False
+    try:
+        publisher.publish()
+    except RoseError:
+        is_lost = True
+        publisher.publish()
+    follower.advance()
+    mirror = follower.mirror
+    mirror.check_integrity()
+    return time.monotonic() - started, is_lost or mirror.state_hash != publisher.state_hash
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__ or "", measure))

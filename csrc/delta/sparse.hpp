@@ -1,0 +1,247 @@
+// Owns the sparse difference between two vectors of raw bits, in memory: for each block of 64 Ki elements the
+// places that changed, in rising order, and the wrap differences new - old (mod 2^n), none of them zero.
+// Promises: exact for every bit pattern (NaN, Inf, -0); add() and revert() are each other's inverse;
+// compose() of a -> b and b -> c is a -> c. Never checks that a base is the right one: hashes do.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "buffer.hpp"
+#include "simd.hpp"
+#include "state_hash.hpp"
+
+namespace rose {
+
+constexpr std::size_t kBlock = 65536;
+constexpr std::size_t kLanes = 32;
+
+struct Malformed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+template <typename T>
+struct SparseDelta {
+  std::size_t num_elements = 0;
+  std::vector<std::uint32_t> counts;  // changes in each block
+  Buffer<std::uint16_t> places;       // inside their block
+  Buffer<T> differences;
+
+  std::size_t num_changed() const { return places.size(); }
+  std::size_t block_length(std::size_t block) const {
+    return std::min(kBlock, num_elements - block * kBlock);
+  }
+};
+
+// Calls visit(block, places, differences, count) for each block with changes.
+template <typename T, typename Visit>
+void for_each_block(const SparseDelta<T>& delta, Visit&& visit) {
+  std::size_t at = 0;
+  for (std::size_t block = 0; block < delta.counts.size(); ++block) {
+    const std::size_t count = delta.counts[block];
+    if (count > 0) {
+      visit(block, delta.places.data() + at, delta.differences.data() + at, count);
+    }
+    at += count;
+  }
+}
+
+// What one block's changes were and become: scratch for its hash.
+template <typename T>
+struct Values {
+  std::vector<T> before = std::vector<T>(kBlock + kLanes * 2);
+  std::vector<T> after = std::vector<T>(kBlock + kLanes * 2);
+};
+
+// True when 32 bytes are equal; most of a delta is, so this is the loop that sets the scan speed.
+inline bool same32(const void* a, const void* b) {
+  std::uint64_t x[4];
+  std::uint64_t y[4];
+  std::memcpy(x, a, 32);
+  std::memcpy(y, b, 32);
+  return ((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3])) == 0;
+}
+
+template <typename T>
+std::size_t scan_some(const T* before, const T* after, std::size_t begin, std::size_t end, std::size_t count,
+                      std::uint16_t* places, Values<T>& values) {
+  for (std::size_t i = begin; i < end; ++i) {
+    places[count] = static_cast<std::uint16_t>(i);
+    values.before[count] = before[i];
+    values.after[count] = after[i];
+    count += before[i] != after[i];  // branch-free: a changed element is a coin toss to the predictor
+  }
+  return count;
+}
+
+template <typename T>
+std::size_t scan_portable(const T* before, const T* after, std::size_t n, std::uint16_t* places,
+                          Values<T>& values) {
+  constexpr std::size_t step = 32 / sizeof(T);
+  std::size_t count = 0;
+  std::size_t i = 0;
+  for (; i + step <= n; i += step) {
+    if (!same32(before + i, after + i)) {
+      count = scan_some(before, after, i, i + step, count, places, values);
+    }
+  }
+  return scan_some(before, after, i, n, count, places, values);
+}
+
+#ifdef ROSE_X86
+
+ROSE_AVX512 inline __m512i iota16() {
+  alignas(64) static const std::uint16_t lanes[kLanes] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
+                                                          11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                                          22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+  return _mm512_load_si512(lanes);
+}
+
+// The changed ones of 32 elements are packed to the front; returns how many.
+ROSE_AVX512 inline unsigned pack32(const std::uint8_t* a, const std::uint8_t* b, __m512i at,
+                                   std::uint16_t* places, std::uint8_t* before, std::uint8_t* after) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+  const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
+  const __mmask32 changed = _mm256_cmpneq_epi8_mask(x, y);
+  _mm512_storeu_si512(places, _mm512_maskz_compress_epi16(changed, at));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(before), _mm256_maskz_compress_epi8(changed, x));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(after), _mm256_maskz_compress_epi8(changed, y));
+  return static_cast<unsigned>(_mm_popcnt_u32(changed));
+}
+ROSE_AVX512 inline unsigned pack32(const std::uint16_t* a, const std::uint16_t* b, __m512i at,
+                                   std::uint16_t* places, std::uint16_t* before, std::uint16_t* after) {
+  const __m512i x = _mm512_loadu_si512(a);
+  const __m512i y = _mm512_loadu_si512(b);
+  const __mmask32 changed = _mm512_cmpneq_epi16_mask(x, y);
+  _mm512_storeu_si512(places, _mm512_maskz_compress_epi16(changed, at));
+  _mm512_storeu_si512(before, _mm512_maskz_compress_epi16(changed, x));
+  _mm512_storeu_si512(after, _mm512_maskz_compress_epi16(changed, y));
+  return static_cast<unsigned>(_mm_popcnt_u32(changed));
+}
+ROSE_AVX512 inline unsigned pack32(const std::uint32_t* a, const std::uint32_t* b, __m512i at,
+                                   std::uint16_t* places, std::uint32_t* before, std::uint32_t* after) {
+  __mmask32 changed = 0;
+  unsigned count = 0;
+  for (unsigned half = 0; half < 2; ++half) {
+    const __m512i x = _mm512_loadu_si512(a + 16 * half);
+    const __m512i y = _mm512_loadu_si512(b + 16 * half);
+    const __mmask16 some = _mm512_cmpneq_epi32_mask(x, y);
+    _mm512_storeu_si512(before + count, _mm512_maskz_compress_epi32(some, x));
+    _mm512_storeu_si512(after + count, _mm512_maskz_compress_epi32(some, y));
+    count += static_cast<unsigned>(_mm_popcnt_u32(some));
+    changed |= static_cast<__mmask32>(some) << (16 * half);
+  }
+  _mm512_storeu_si512(places, _mm512_maskz_compress_epi16(changed, at));
+  return count;
+}
+
+template <typename T>
+ROSE_AVX512 std::size_t scan_avx512(const T* before, const T* after, std::size_t n, std::uint16_t* places,
+                                    Values<T>& values) {
+  const __m512i step = _mm512_set1_epi16(kLanes);
+  __m512i at = iota16();
+  T* old_out = values.before.data();
+  T* new_out = values.after.data();
+  std::size_t count = 0;
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    count += pack32(before + i, after + i, at, places + count, old_out + count, new_out + count);
+    at = _mm512_add_epi16(at, step);
+  }
+  return scan_some(before, after, i, n, count, places, values);
+}
+
+#endif  // ROSE_X86
+
+// The difference from `before` to `after`, and what it does to the state hash.
+template <typename T>
+SparseDelta<T> scan(const T* before, const T* after, std::size_t n, std::uint64_t first_index,
+                    StateHash& change) {
+  SparseDelta<T> delta;
+  delta.num_elements = n;
+  delta.counts.reserve((n + kBlock - 1) / kBlock);
+  Values<T> values;
+  for (std::size_t begin = 0; begin < n; begin += kBlock) {
+    const std::size_t length = std::min(kBlock, n - begin);
+    std::uint16_t* places = delta.places.reserve(length);
+    T* differences = delta.differences.reserve(length);
+    std::size_t count = 0;
+#ifdef ROSE_X86
+    if (use_avx512) {
+      count = scan_avx512(before + begin, after + begin, length, places, values);
+    } else
+#endif
+    {
+      count = scan_portable(before + begin, after + begin, length, places, values);
+    }
+    for (std::size_t k = 0; k < count; ++k) {
+      differences[k] = static_cast<T>(values.after[k] - values.before[k]);
+    }
+    change.add(hash_change(places, values.before.data(), values.after.data(), count, first_index + begin));
+    delta.counts.push_back(static_cast<std::uint32_t>(count));
+    delta.places.grow(count);
+    delta.differences.grow(count);
+  }
+  return delta;
+}
+
+// Adds the differences in place (or takes them away again); returns the change of the state hash.
+// One block is changed and hashed at a time, so that it is fetched from memory once.
+template <typename T>
+StateHash add(const SparseDelta<T>& delta, T* base, std::uint64_t first_index, bool is_reverse) {
+  StateHash change;
+  Values<T> values;
+  for_each_block(
+      delta, [&](std::size_t block, const std::uint16_t* places, const T* differences, std::size_t count) {
+        T* data = base + block * kBlock;
+        T* before = values.before.data();
+        T* after = values.after.data();
+        for (std::size_t k = 0; k < count; ++k) {
+          const T old = data[places[k]];
+          const T difference = is_reverse ? static_cast<T>(0 - differences[k]) : differences[k];
+          before[k] = old;
+          data[places[k]] = after[k] = static_cast<T>(old + difference);
+        }
+        change.add(hash_change(places, before, after, count, first_index + block * kBlock));
+      });
+  return change;
+}
+
+// a -> c from a -> b and b -> c: places of both, differences added; what cancels out is dropped.
+template <typename T>
+SparseDelta<T> compose(const SparseDelta<T>& first, const SparseDelta<T>& second) {
+  SparseDelta<T> both;
+  both.num_elements = first.num_elements;
+  std::size_t i = 0;
+  std::size_t j = 0;
+  for (std::size_t block = 0; block < first.counts.size(); ++block) {
+    const std::size_t i_end = i + first.counts[block];
+    const std::size_t j_end = j + second.counts[block];
+    const std::size_t most = i_end - i + j_end - j;
+    std::uint16_t* places = both.places.reserve(most);
+    T* differences = both.differences.reserve(most);
+    std::size_t count = 0;
+    while (i < i_end || j < j_end) {
+      const unsigned a = i < i_end ? first.places.data()[i] : kBlock;
+      const unsigned b = j < j_end ? second.places.data()[j] : kBlock;
+      T difference = 0;
+      difference = static_cast<T>(difference + (a <= b ? first.differences.data()[i] : 0));
+      difference = static_cast<T>(difference + (b <= a ? second.differences.data()[j] : 0));
+      places[count] = static_cast<std::uint16_t>(std::min(a, b));
+      differences[count] = difference;
+      count += difference != 0;
+      i += a <= b;
+      j += b <= a;
+    }
+    both.counts.push_back(static_cast<std::uint32_t>(count));
+    both.places.grow(count);
+    both.differences.grow(count);
+  }
+  return both;
+}
+
+}  // namespace rose

@@ -1,0 +1,19 @@
+"""Shard plans written by hand: a rank that copies boxes of tensors to where they came from."""
+
+import math
+
+from rose.transfer.shard_plan import ShardCopy, ShardPlan, StridedView
+
+
+def plan_of(rank, shapes, boxes):
+    """A rank that holds one box of each tensor in `boxes`."""
+    views = [_view(name, box, shapes[name]) for name, box in boxes.items()]
+    copies = [ShardCopy(source=view, target=view) for view in views]
+    return ShardPlan(rank=rank, shapes=shapes, copies=copies, whole=[])
+
+
+def _view(name, box, shape):
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    offset = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    sizes = tuple(stop - start for start, stop in zip(box.start, box.stop, strict=True))
+    return StridedView(name=name, offset=offset, shape=sizes, stride=strides)

@@ -1,0 +1,316 @@
+"""Sixteen Megatron-style trainer ranks to four serving ranks: each moves its share, and all bits arrive."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from shard_plans import plan_of
+
+from rose.errors import FrameError, RelayError
+from rose.transfer import manifest as keys
+from rose.transfer.checkpoint import checkpoint_state_hash, read_checkpoint, write_checkpoint
+from rose.transfer.follower import Follower
+from rose.transfer.manifest import Manifest, pack_body, unpack_body
+from rose.transfer.mirror import WeightMirror
+from rose.transfer.partition import buckets_of
+from rose.transfer.publisher import WeightPublisher
+from rose.transfer.relay import open_relay
+from rose.transfer.shard_plan import Box
+from rose.transfer.torch_source import TensorShard
+
+HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD, VOCABULARY, LAYERS = 16, 48, 16, 8, 2, 72, 4
+TRAIN_TP, TRAIN_PP, SERVE_TP = 8, 2, 4
+
+
+def full_shapes():
+    shapes = {"embed": (VOCABULARY, HIDDEN), "head": (VOCABULARY, HIDDEN), "norm": (HIDDEN,)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"{layer}.q": (HEADS * HEAD, HIDDEN),
+            f"{layer}.k": (KV_HEADS * HEAD, HIDDEN),
+            f"{layer}.v": (KV_HEADS * HEAD, HIDDEN),
+            f"{layer}.o": (HIDDEN, HEADS * HEAD),
+            f"{layer}.gate": (WIDTH, HIDDEN),
+            f"{layer}.up": (WIDTH, HIDDEN),
+            f"{layer}.down": (HIDDEN, WIDTH),
+            f"{layer}.norm": (HIDDEN,),
+        }
+    return shapes
+
+
+SHAPES = full_shapes()
+
+
+class MegatronRank:
+    """One trainer rank's parameters, fused as Megatron fuses them, and their views as Hugging Face shards."""
+
+    def __init__(self, tp, pp, full):
+        self.tp, self.pp = tp, pp
+        self.parameters = {}
+        self.shards = []
+        for layer in range(pp * LAYERS // TRAIN_PP, (pp + 1) * LAYERS // TRAIN_PP):
+            self._add_qkv(layer, full)
+            self._add_mlp(layer, full)
+            self._add(f"{layer}.o", full, dim=1)
+            self._add(f"{layer}.down", full, dim=1)
+            self._add(f"{layer}.norm", full, dim=None)
+        if pp == 0:
+            self._add("embed", full, dim=0)
+        else:
+            self._add("head", full, dim=0)
+            self._add("norm", full, dim=None)
+
+    def _add(self, name, full, dim):
+        start = [0] * full[name].dim()
+        tensor = full[name]
+        if dim is not None:
+            size = tensor.shape[dim] // TRAIN_TP
+            start[dim] = self.tp * size
+            tensor = tensor.narrow(dim, start[dim], size)
+        self.parameters[name] = tensor.clone()
+        self._share(name, self.parameters[name], tuple(start))
+
+    def _share(self, name, view, start):
+        self.shards.append((name, TensorShard(tensor=view, shape=SHAPES[name], start=start)))
+
+    def _add_qkv(self, layer, full):
+        """Group by group: its query heads, its key head, its value head."""
+        groups, per_group = KV_HEADS // TRAIN_TP, HEADS // KV_HEADS
+        rows = []
+        for group in range(self.tp * groups, (self.tp + 1) * groups):
+            rows.append(full[f"{layer}.q"][group * per_group * HEAD : (group + 1) * per_group * HEAD])
+            rows += [full[f"{layer}.{name}"][group * HEAD : (group + 1) * HEAD] for name in "kv"]
+        fused = self.parameters[f"{layer}.qkv"] = torch.cat(rows)
+        by_group = fused.view(groups, (per_group + 2) * HEAD, HIDDEN)
+        for number in range(groups):
+            group = self.tp * groups + number
+            query, key, value = by_group[number].split([per_group * HEAD, HEAD, HEAD])
+            self._share(f"{layer}.q", query, (group * per_group * HEAD, 0))
+            self._share(f"{layer}.k", key, (group * HEAD, 0))
+            self._share(f"{layer}.v", value, (group * HEAD, 0))
+
+    def _add_mlp(self, layer, full):
+        """Gate above up, each cut alike."""
+        size = WIDTH // TRAIN_TP
+        rows = [full[f"{layer}.{name}"][self.tp * size : (self.tp + 1) * size] for name in ("gate", "up")]
+        fused = self.parameters[f"{layer}.gate_up"] = torch.cat(rows)
+        for name, view in zip(("gate", "up"), fused.split(size), strict=True):
+            self._share(f"{layer}.{name}", view, (self.tp * size, 0))
+
+
+def serving_plan(tp):
+    """What rank `tp` of four holds; the padded vocabulary is cut at multiples of 20."""
+    boxes = {}
+    for name, shape in SHAPES.items():
+        kind = name.split(".")[-1]
+        box = Box.whole(shape)
+        if kind in ("embed", "head"):
+            box = Box(start=(tp * 20, 0), stop=(min((tp + 1) * 20, VOCABULARY), HIDDEN))
+        elif kind in ("o", "down"):
+            size = shape[1] // SERVE_TP
+            box = Box(start=(0, tp * size), stop=(shape[0], (tp + 1) * size))
+        elif kind != "norm":
+            size = shape[0] // SERVE_TP
+            box = Box(start=(tp * size, 0), stop=((tp + 1) * size, shape[1]))
+        boxes[name] = box
+    return plan_of(f"pp0-tp{tp}", SHAPES, boxes)
+
+
+PLANS = [serving_plan(tp) for tp in range(SERVE_TP)]
+
+
+class Trainer:
+    """All sixteen ranks, each with its own publisher; they run in threads and meet in the relay alone."""
+
+    def __init__(self, url, **options):
+        generator = torch.Generator().manual_seed(0)
+        self.full = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+        self.ranks = [MegatronRank(tp, pp, self.full) for pp in range(TRAIN_PP) for tp in range(TRAIN_TP)]
+        self.threads = ThreadPoolExecutor(len(self.ranks))
+        options = {"num_ranks": len(self.ranks), "plans": PLANS, "bucket_bytes": 600, **options}
+        self.publishers = list(
+            self.threads.map(
+                lambda rank: WeightPublisher(self.ranks[rank].shards, url, "run", rank=rank, **options),
+                range(len(self.ranks)),
+            )
+        )
+
+    def step(self, size=1e-3):
+        """Every element moves as on one machine would: replicas of a norm stay equal."""
+        noise = {
+            name: size * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
+            for number, (name, tensor) in enumerate(self.full.items())
+        }
+        for name, tensor in self.full.items():
+            tensor += noise[name]
+        for rank in self.ranks:
+            for name, shard in rank.shards:
+                shard.tensor.add_(noise[name][slices(shard.box)])
+
+    def publish(self):
+        return list(self.threads.map(lambda publisher: publisher.publish(), self.publishers))
+
+    def bits(self):
+        return {
+            name: tensor.to(torch.bfloat16).view(torch.uint16).numpy() for name, tensor in self.full.items()
+        }
+
+    def close(self):
+        for publisher in self.publishers:
+            publisher.close()
+        self.threads.shutdown()
+
+
+def slices(box):
+    return tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))
+
+
+@pytest.fixture
+def trainer(embedded_url):
+    trainer = Trainer(embedded_url, snapshot_every=3)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def relay(embedded_url):
+    relay = open_relay(embedded_url)
+    yield relay
+    relay.close()
+
+
+def check_holds(follower, trainer, plans):
+    """Every element of the plans' boxes, bit for bit."""
+    follower.mirror.check_integrity()
+    held = {name: np.zeros(shape, np.uint16) for name, shape in SHAPES.items()}
+    follower.mirror.planes.read_into(held)
+    for plan in plans:
+        for name, boxes in plan.boxes().items():
+            for box in boxes:
+                assert np.array_equal(held[name][slices(box)], trainer.bits()[name][slices(box)]), name
+
+
+def test_every_bucket_has_one_publisher_and_no_rank_gathers(trainer, relay):
+    trainer.publish()
+    shares = [publisher._planes.held for publisher in trainer.publishers]
+    layout = trainer.publishers[0].layout
+    assert sum(len(share) for share in shares) == len(layout.buckets)
+    assert frozenset().union(*shares) == frozenset(range(len(layout.buckets)))
+    assert len({publisher.layout.digest for publisher in trainer.publishers}) == 1
+    manifest = unpack_body(relay.get(keys.manifest_key("run", 0, None)), Manifest, "")
+    loads = [sum(layout.buckets[index].num_elements for index in share) for share in shares]
+    assert sum(loads) == layout.num_elements == manifest.num_elements
+    assert max(loads) < 1.3 * min(loads)
+
+
+def test_serving_ranks_fetch_what_they_hold_and_get_every_bit(trainer, relay):
+    followers = [Follower(relay, "run", WeightMirror([plan])) for plan in PLANS]
+    whole = Follower(relay, "run", WeightMirror())
+    for number in range(5):
+        reports = trainer.publish()
+        assert {report.version.number for report in reports} == {number}
+        assert len({report.state_hash for report in reports}) == 1
+        for follower, plan in zip(followers, PLANS, strict=True):
+            assert follower.advance() and not follower.advance()
+            check_holds(follower, trainer, [plan])
+        assert whole.advance()
+        assert str(whole.mirror.state_hash) == reports[0].state_hash
+        trainer.step()
+    layout = trainer.publishers[0].layout
+    for follower, plan in zip(followers, PLANS, strict=True):
+        # Exactly what the plan holds, not a bucket more; norms are on all four.
+        held = sum(layout.buckets[index].num_elements for index in follower.mirror.planes.held)
+        assert held == plan.held_elements()
+        assert follower.fetched_bytes < 0.4 * whole.fetched_bytes
+
+
+def test_a_late_joiner_and_another_grid_get_their_shards(trainer, relay):
+    for _ in range(5):
+        trainer.publish()
+        trainer.step()
+    trainer.publish()
+    late = Follower(relay, "run", WeightMirror(PLANS[1:3]))
+    assert late.advance()
+    check_holds(late, trainer, PLANS[1:3])
+    layout = trainer.publishers[0].layout
+    assert late.mirror.planes.held == buckets_of(layout, [plan.boxes() for plan in PLANS[1:3]])
+    odd = plan_of("odd", SHAPES, {"0.q": Box(start=(3, 5), stop=(9, 7))}).model_copy(
+        update={"whole": ["1.down"]}
+    )
+    other = Follower(relay, "run", WeightMirror([odd]))
+    assert other.advance()
+    check_holds(other, trainer, [odd])
+
+
+def test_a_staged_file_of_shards_has_the_held_bits_and_says_so(trainer, relay, tmp_path):
+    trainer.publish()
+    follower = Follower(relay, "run", WeightMirror([PLANS[3]]))
+    follower.advance()
+    path = tmp_path / "staged.safetensors"
+    write_checkpoint(path, follower.mirror.planes, {"version": "run/0"})
+    assert checkpoint_state_hash(path) == follower.mirror.state_hash
+    tensors = read_checkpoint(path)
+    for name, boxes in PLANS[3].boxes().items():
+        spec, raw = tensors[name]
+        held = raw.view(np.uint16).reshape(spec.shape)
+        for box in boxes:
+            assert np.array_equal(held[slices(box)], trainer.bits()[name][slices(box)])
+    # Another byte of what is held is another hash.
+    spec, raw = tensors["norm"]
+    with path.open("r+b") as file:
+        data = file.read()
+        at = data.index(raw.tobytes())
+        file.seek(at)
+        file.write(bytes([data[at] ^ 1]))
+    assert checkpoint_state_hash(path) != follower.mirror.state_hash
+
+
+def test_a_partial_mirror_refuses_a_manifest_that_leaves_a_bucket_out(trainer, relay):
+    trainer.publish()
+    follower = Follower(relay, "run", WeightMirror([PLANS[0]]))
+    follower.advance()
+    # So little that no snapshot follows: none may offer another way to version 1.
+    trainer.step(1e-5)
+    trainer.publish()
+    key = keys.manifest_key("run", 1, 0)
+    manifest = unpack_body(relay.get(key), Manifest, key)
+    assert relay.get(keys.manifest_key("run", 1, None)) is None
+    for left_out in range(0, len(manifest.buckets), 7):
+        buckets = [*manifest.buckets[:left_out], *manifest.buckets[left_out + 1 :]]
+        relay.upsert(key, pack_body(manifest.model_copy(update={"buckets": buckets})))
+        with pytest.raises((FrameError, RelayError)):
+            follower.advance()
+        assert follower.mirror.version.number == 0
+        follower.mirror.check_integrity()
+    relay.upsert(key, pack_body(manifest))
+    assert follower.advance()
+
+
+def test_a_rank_that_fails_commits_nothing_and_all_go_on_together(trainer, relay):
+    trainer.publish()
+    trainer.step()
+    source = trainer.publishers[5]._source
+    kept, source._shards = source._shards, {}
+    for publisher in trainer.publishers:
+        publisher._ranks._timeout_s = 1.0
+    attempts = [trainer.threads.submit(publisher.publish) for publisher in trainer.publishers]
+    failures = [attempt.exception() for attempt in attempts]
+    assert isinstance(failures[5], ValueError) and isinstance(failures[0], RelayError)
+    assert all(failures) and {publisher.version.number for publisher in trainer.publishers} == {0}
+    source._shards = kept
+    for publisher in trainer.publishers:
+        publisher._ranks._timeout_s = 120.0
+    trainer.step()
+    assert {report.version.number for report in trainer.publish()} == {1}
+    follower = Follower(relay, "run", WeightMirror(PLANS))
+    assert follower.advance()
+    check_holds(follower, trainer, PLANS)
+
+
+def test_ranks_that_contradict_each_other_are_refused(embedded_url):
+    tensor = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match="rank 3 of 2"):
+        WeightPublisher({"a": tensor}, embedded_url, "run", rank=3, num_ranks=2)
+    with pytest.raises(RelayError, match="no shards of rank 1"):
+        WeightPublisher({"a": tensor}, embedded_url, "run", rank=0, num_ranks=2, ranks_timeout_s=0.1)

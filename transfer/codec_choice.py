@@ -1,0 +1,55 @@
+"""Which codec a bucket's difference gets.
+
+Owns the estimate of what each codec costs in time and bytes. Pure. Promises: of the codecs that are about
+equally fast over this link, the one with the fewest bytes. Never chooses COO, the baseline.
+"""
+
+from dataclasses import dataclass
+
+from rose.transfer.codec import Bits, Codec, Encoded, compare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cost:
+    """Measured by benchmarks/bench_codec.py on one core with AVX-512; bf16 after an Adam-like step."""
+
+    per_byte_s: float
+    """Of the bucket, changed or not: reading both versions."""
+    per_change_s: float
+    wire_bytes: float
+    """Per changed element; falls with density, so this is the value at 1%."""
+
+
+_COSTS = {
+    Codec.G8S: _Cost(per_byte_s=1 / 5.2e9, per_change_s=5e-9, wire_bytes=1.42),
+    Codec.G8S_ZSTD: _Cost(per_byte_s=1 / 5.2e9, per_change_s=7.5e-9, wire_bytes=1.24),
+    Codec.EXPONENT: _Cost(per_byte_s=1 / 1.4e9, per_change_s=21e-9, wire_bytes=0.90),
+}
+_ABOUT_EQUAL = 1.25
+"""Time is estimated no better than this, and the link may serve others."""
+
+
+def encode_for_link(old: Bits, new: Bits, first_index: int, dtype: str, link_bytes_per_s: float) -> Encoded:
+    """The difference from `old` to `new`, in the codec that suits its density and the link."""
+    patch, change = compare(old, new, first_index)
+    codec = choose_codec(patch.num_changed, old.nbytes, link_bytes_per_s)
+    payload = patch.pack(codec, old, dtype)
+    if len(payload) >= new.nbytes:
+        codec, payload = Codec.DENSE, new.tobytes()
+    return Encoded(codec=codec, payload=payload, patch=patch, change=change)
+
+
+def choose_codec(num_changed: int, num_bytes: int, link_bytes_per_s: float) -> Codec:
+    """The codec for a bucket of `num_bytes` of which `num_changed` elements differ.
+
+    Encoding and sending overlap, bucket after bucket, so the slower of the two sets the pace.
+    """
+    times = {codec: _time_s(cost, num_changed, num_bytes, link_bytes_per_s) for codec, cost in _COSTS.items()}
+    fastest = min(times.values())
+    candidates = [codec for codec, time_s in times.items() if time_s <= fastest * _ABOUT_EQUAL]
+    return min(candidates, key=lambda codec: _COSTS[codec].wire_bytes)
+
+
+def _time_s(cost: _Cost, num_changed: int, num_bytes: int, link_bytes_per_s: float) -> float:
+    encode_s = num_bytes * cost.per_byte_s + num_changed * cost.per_change_s
+    return max(encode_s, num_changed * cost.wire_bytes / link_bytes_per_s)
