@@ -16,7 +16,8 @@ from rose.scheduler.rollout.config import WorkerSpec
 from rose.scheduler.rollout.counters import prometheus_text
 from rose.scheduler.rollout.dataplane import DataPlane
 from rose.scheduler.rollout.passthrough import error_body
-from rose.scheduler.rollout.registry import Worker, rose_headers
+from rose.scheduler.rollout.registry import rose_headers
+from rose.scheduler.rollout.worker import Worker
 
 _RL_STEP_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
@@ -73,6 +74,7 @@ class Admin:
             step = RlStep.model_validate(await request.json())
         except (ValidationError, json.JSONDecodeError) as error:
             return web.json_response(error_body(400, f'want {{"step": n}}: {error}'), status=400)
+        self._plane.dispatcher.lend_anew()
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
         results = await asyncio.gather(*(self._send_step(worker, step) for worker in workers))
         answers = {worker.id: result for worker, result in zip(workers, results, strict=True)}

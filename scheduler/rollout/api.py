@@ -24,10 +24,10 @@ from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.dataplane import DataPlane, Refused, Route
 from rose.scheduler.rollout.dispatch import DeadlineExceeded, QueueFull
 from rose.scheduler.rollout.passthrough import Passthrough, error_body, error_event
-from rose.scheduler.rollout.policy import VersionGone
 from rose.scheduler.rollout.registry import openai_headers
 from rose.scheduler.rollout.resume import Chunk, Json
 from rose.scheduler.rollout.sessions import explicit_key
+from rose.scheduler.rollout.versions import VersionGone
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,10 @@ from enum import StrEnum
 import aiohttp
 
 from rose.scheduler.rollout.config import RouterConfig
-from rose.scheduler.rollout.registry import Watch, Worker, openai_headers
+from rose.scheduler.rollout.placement import Place
+from rose.scheduler.rollout.registry import openai_headers
 from rose.scheduler.rollout.resume import Chunk, Json
+from rose.scheduler.rollout.worker import Watch, Worker
 from rose.types import StopReason, WeightVersion
 
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
@@ -74,11 +76,12 @@ class _Seen:
 class Attempt:
     """Runs once. Lives on the router's event loop."""
 
-    def __init__(self, worker: Worker, http: aiohttp.ClientSession, config: RouterConfig) -> None:
-        self._worker = worker
+    def __init__(self, place: Place, http: aiohttp.ClientSession, config: RouterConfig) -> None:
+        self._worker = place.worker
         self._http = http
         self._config = config
         self._seen = _Seen()
+        self._place = place
 
     @property
     def cached_tokens(self) -> int | None:
@@ -129,6 +132,7 @@ class Attempt:
         events = read_events(response.content)
         allowance_s = self._config.first_token_s
         before: float | None = None
+        began = time.monotonic()
         while True:
             async with watch.allow(allowance_s):
                 event = await anext(events, None)
@@ -140,6 +144,8 @@ class Attempt:
             if chunk.token_ids:
                 now = time.monotonic()
                 took_s = now - before if before is not None else None
+                if before is None:
+                    self._place.first_token(now - began)
                 self._worker.made_tokens(len(chunk.token_ids), now, took_s)
                 allowance_s, before = self._worker.stall_allowance_s(self._config), now
                 self._seen.num_tokens += len(chunk.token_ids)

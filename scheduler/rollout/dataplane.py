@@ -9,7 +9,7 @@ Never does: parse HTTP of clients (service.py), decide placement (policy.py).
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,11 +21,17 @@ from rose.scheduler.rollout.attempt import Attempt, Ending, EndKind
 from rose.scheduler.rollout.completions import Call, Single
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.counters import Counters
+from rose.scheduler.rollout.cost import CostPolicy
 from rose.scheduler.rollout.dispatch import DeadlineExceeded, Dispatcher
-from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, Policy, Turn, VersionRule
-from rose.scheduler.rollout.registry import Registry, Worker
+from rose.scheduler.rollout.jobs import JobTable
+from rose.scheduler.rollout.placement import Place, probably_cached
+from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
+from rose.scheduler.rollout.registry import Registry
 from rose.scheduler.rollout.resume import Chunk, must_restart
-from rose.scheduler.rollout.sessions import Fingerprints, SessionKeys, SessionTable
+from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable
+from rose.scheduler.rollout.versions import VersionRule
+from rose.scheduler.rollout.views import Policy, Turn, WorkerKind
+from rose.scheduler.rollout.worker import Worker
 from rose.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -70,14 +76,25 @@ class Journey:
 
     session: str
     route: Route
+    prompt_tokens: int = 0
+    """Of its next attempt, about."""
+    max_tokens: int | None = None
     avoid_until: dict[str, float] = field(default_factory=dict)
     num_failures: int = 0
     num_attempts: int = 0
 
 
+POLICIES: Mapping[str, Callable[..., Policy]] = {
+    "paper": PaperPolicy,
+    "cost": CostPolicy,
+    "turnwise": TurnwisePolicy,
+    "pinned": PinnedPolicy,
+}
+
+
 def build_policy(config: RouterConfig) -> Policy:
     rule = VersionRule(mode=config.version_mode, max_lag=config.max_lag)
-    return PaperPolicy(versions=rule) if config.policy == "paper" else PinnedPolicy(versions=rule)
+    return POLICIES[config.policy](versions=rule)
 
 
 class DataPlane:
@@ -88,7 +105,10 @@ class DataPlane:
         self.http = http
         self.counters = Counters()
         self.registry = Registry(config, http, self._workers_changed)
-        self.dispatcher = Dispatcher(self.registry, build_policy(config), config.max_queued_per_job)
+        self.jobs = JobTable(config)
+        self.dispatcher = Dispatcher(
+            self.registry, build_policy(config), self.jobs, config.max_queued_per_job
+        )
         self.sessions = SessionTable(config.max_sessions)
         self._keys = SessionKeys(Fingerprints(config.max_fingerprints))
 
@@ -115,7 +135,7 @@ class DataPlane:
         self, single: Single, num_singles: int, route: Route, sink: Sink | None
     ) -> str | None:
         key = self._keys.key(route.explicit_session, single.prompt, single.index, num_singles)
-        journey = Journey(session=key, route=route)
+        journey = Journey(session=key, route=route, max_tokens=single.generation.max_tokens)
         result = "cancelled"
         try:
             model = await self._attempt_until_done(single, journey, sink)
@@ -135,11 +155,13 @@ class DataPlane:
         while not generation.is_exhausted:
             self._begin(single, is_streamed=sink is not None)
             first = generation.spans[0].weight_version if generation.spans else None
-            worker = await self.acquire(journey, first)
+            journey.prompt_tokens = _about_tokens(single.prompt) + generation.num_tokens
+            place = await self.acquire(journey, first)
+            worker, before = place.worker, generation.num_tokens
             try:
-                ending, model = await self._attempt(single, worker, journey, sink)
+                ending, model = await self._attempt(single, place, journey, sink)
             finally:
-                self.dispatcher.release(worker)
+                self.dispatcher.release(place, generation.num_tokens - before)
             if ending.kind is EndKind.FINISHED:
                 generation.finish(ending.finish_reason, ending.stop_reason)
                 self._remember(single, journey, worker)
@@ -166,31 +188,37 @@ class DataPlane:
             self.counters.resumed += 1
             self.counters.tokens_kept += num_tokens
 
-    async def acquire(self, journey: Journey, first_version: WeightVersion | None = None) -> Worker:
+    async def acquire(self, journey: Journey, first_version: WeightVersion | None = None) -> Place:
         """A place on a worker for the journey's next attempt; release it after."""
-        session = self.sessions.get(journey.session)
+        turn = self._turn(journey, first_version)
+        is_continuation = journey.num_attempts > 0
+        place = await self.dispatcher.acquire(turn, journey.route.deadline, is_continuation=is_continuation)
+        journey.num_attempts += 1
+        place.worker.num_turns += 1
+        return place
+
+    def _turn(self, journey: Journey, first_version: WeightVersion | None) -> Turn:
+        route, session, now = journey.route, self.sessions.get(journey.session), time.monotonic()
         if first_version is None and session is not None:
             first_version = session.first_version
-        turn = Turn(
+        job = self.jobs.get(route.job, now)
+        return Turn(
             session=journey.session,
+            job=route.job,
             affine=session.worker if session is not None else None,
-            run_id=journey.route.run_id,
+            run_id=route.run_id if route.run_id is not None else self.config.run_id,
             pinned_version=first_version,
             avoid_until=journey.avoid_until,
+            prompt_tokens=journey.prompt_tokens,
+            expected_tokens=job.expected_tokens(journey.max_tokens),
+            cached_tokens=probably_cached(session, self.registry.members(), now),
         )
-        route = journey.route
-        is_continuation = journey.num_attempts > 0
-        worker = await self.dispatcher.acquire(
-            turn, route.job, route.deadline, is_continuation=is_continuation
-        )
-        journey.num_attempts += 1
-        worker.num_turns += 1
-        return worker
 
     async def _attempt(
-        self, single: Single, worker: Worker, journey: Journey, sink: Sink | None
+        self, single: Single, place: Place, journey: Journey, sink: Sink | None
     ) -> tuple[Ending, str | None]:
         generation, epoch, model = single.generation, single.generation.epoch, None
+        worker = place.worker
 
         async def take(chunk: Chunk, chunk_model: str | None) -> None:
             nonlocal model
@@ -200,11 +228,12 @@ class DataPlane:
             elif sink is not None and (chunk.token_ids or chunk.text):
                 await sink.chunk(single, chunk, model)
 
-        attempt = Attempt(worker, self.http, self.config)
+        attempt = Attempt(place, self.http, self.config)
         body = {**generation.next_body(), "request_id": f"{generation.request['request_id']}-{epoch}"}
         async with until(journey.route.deadline):
             ending = await attempt.run(body, take)
         if attempt.cached_tokens is not None:
+            worker.found_cached(place.turn.cached_tokens.get(worker.id, 0.0), attempt.cached_tokens)
             generation.cached_tokens = (generation.cached_tokens or 0) + attempt.cached_tokens
         return ending, model
 
@@ -235,7 +264,12 @@ class DataPlane:
     def _remember(self, single: Single, journey: Journey, worker: Worker) -> None:
         generation = single.generation
         first = generation.spans[0].weight_version if generation.spans else worker.weight_version
-        self.sessions.record(journey.session, worker.id, first)
+        num_tokens = _about_tokens(single.prompt) + generation.num_tokens
+        is_leased = worker.spec.kind is WorkerKind.SERVING
+        until_s = time.monotonic() + self.config.lease_s if is_leased else float("inf")
+        held = Held(num_tokens=num_tokens, version=worker.weight_version, until=until_s)
+        self.sessions.record(journey.session, worker.id, first, held)
+        self.jobs.get(journey.route.job, time.monotonic()).turn_ended(generation.num_tokens)
         if journey.route.explicit_session is not None:
             return
         if isinstance(single.prompt, str):
@@ -250,6 +284,10 @@ class DataPlane:
             session=session if session is not None else f"whole-{time.monotonic_ns()}", route=route
         )
 
+    def job_status(self) -> dict[str, object]:
+        queued = self.dispatcher.queued_by_job()
+        return {job.name: job.as_json(queued.get(job.name, 0)) for job in self.jobs}
+
     def status(self) -> Mapping[str, object]:
         now = time.monotonic()
         return {
@@ -257,9 +295,18 @@ class DataPlane:
             "version_mode": self.config.version_mode.value,
             "workers": [worker.as_json(now) for worker in self.registry.workers()],
             "queued": self.dispatcher.queued_by_job(),
+            "jobs": self.job_status(),
             "sessions": len(self.sessions),
             "counters": self.counters.as_json(),
         }
+
+
+_CHARACTERS_PER_TOKEN = 4
+
+
+def _about_tokens(prompt: str | list[int]) -> int:
+    """A text's length in tokens is only known to the worker."""
+    return len(prompt) if isinstance(prompt, list) else max(1, len(prompt) // _CHARACTERS_PER_TOKEN)
 
 
 @asynccontextmanager

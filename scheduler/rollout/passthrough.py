@@ -14,8 +14,9 @@ from aiohttp import web
 from rose.scheduler.rollout.attempt import STREAM_TIMEOUT, Ending, EndKind, error_ending, salted
 from rose.scheduler.rollout.dataplane import DataPlane, Journey, Route
 from rose.scheduler.rollout.dispatch import DeadlineExceeded
-from rose.scheduler.rollout.registry import Watch, Worker, openai_headers
+from rose.scheduler.rollout.registry import openai_headers
 from rose.scheduler.rollout.resume import Json
+from rose.scheduler.rollout.worker import Watch, Worker
 from rose.types import StopReason
 
 _ROSE_STOPS = tuple(reason.value for reason in StopReason)
@@ -34,11 +35,12 @@ class Passthrough:
         """
         journey = self._plane.new_journey(route)
         while True:
-            worker = await self._plane.acquire(journey)
+            place = await self._plane.acquire(journey)
+            worker = place.worker
             try:
                 outcome = await self._try(request, body, worker, journey)
             finally:
-                self._plane.dispatcher.release(worker)
+                self._plane.dispatcher.release(place)
             if isinstance(outcome, web.StreamResponse):
                 if route.explicit_session is not None:
                     self._plane.sessions.record(route.explicit_session, worker.id, worker.weight_version)

@@ -23,7 +23,7 @@ from rose.errors import ConfigError
 from rose.http import KEEPALIVE_S
 from rose.scheduler.rollout.api import Service
 from rose.scheduler.rollout.config import RouterConfig, build_config, parse_worker, read_config_file
-from rose.scheduler.rollout.dataplane import DataPlane
+from rose.scheduler.rollout.dataplane import POLICIES, DataPlane
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="settings, see RouterConfig")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8100)")
-    parser.add_argument("--policy", choices=("paper", "pinned"), help="placement of turns (default paper)")
+    parser.add_argument("--policy", choices=tuple(POLICIES), help="placement of turns (default paper)")
     return parser
 
 

@@ -9,7 +9,7 @@ import itertools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -19,12 +19,35 @@ from rose.types import WeightVersion
 SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 
 
+_MAX_HOLDERS = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The KV that a turn left on a worker."""
+
+    num_tokens: int
+    version: WeightVersion | None
+    until: float
+    """When its lease ends."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Session:
-    """Where a trajectory's last turn ran, and the weights of its first."""
+    """Where a trajectory's turns ran, and the weights of its first."""
 
     worker: str
+    """Of its last turn."""
     first_version: WeightVersion | None
+    holders: OrderedDict[str, Held] = field(default_factory=OrderedDict)
+    """Worker -> what it holds, the last few."""
+
+    def cached_tokens(self, worker: str, version: WeightVersion | None, now: float) -> int:
+        """Prompt tokens whose KV the worker should still hold, made by weights of `version`."""
+        held = self.holders.get(worker)
+        if held is None or held.version != version or held.until <= now:
+            return 0
+        return held.num_tokens
 
 
 class SessionTable:
@@ -40,11 +63,17 @@ class SessionTable:
     def get(self, key: str) -> Session | None:
         return self._sessions.get(key)
 
-    def record(self, key: str, worker: str, version: WeightVersion | None) -> None:
-        """Remember that this session's turn ran on `worker`; its first version is kept."""
-        known = self._sessions.get(key)
-        first = known.first_version if known is not None else version
-        self._sessions[key] = Session(worker=worker, first_version=first)
+    def record(self, key: str, worker: str, version: WeightVersion | None, held: Held | None = None) -> None:
+        """Remember that this session's turn ran on `worker`; the version of its first turn is kept."""
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(worker=worker, first_version=version)
+        session.worker = worker
+        if held is not None:
+            session.holders[worker] = held
+            session.holders.move_to_end(worker)
+            if len(session.holders) > _MAX_HOLDERS:
+                session.holders.popitem(last=False)
         self._sessions.move_to_end(key)
         while len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)

@@ -4,8 +4,8 @@ import pytest
 
 from rose.errors import WorkerError
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.policy import WorkerKind
-from rose.scheduler.rollout.registry import GateStatus, Worker, WorkerStatus, parse_version
+from rose.scheduler.rollout.views import WorkerKind
+from rose.scheduler.rollout.worker import GateStatus, Worker, WorkerStatus, parse_version
 from rose.types import WeightVersion
 
 CONFIG = RouterConfig()
@@ -40,7 +40,7 @@ def test_eligibility_follows_pressure_gate_and_waiting(
 ) -> None:
     one = worker()
     for each in statuses:
-        one.take_status(each)
+        one.take_status(each, 0.0)
     assert one.view().eligible is is_eligible
 
 
@@ -48,17 +48,17 @@ def test_a_worker_that_yielded_gets_no_turn_before_its_next_status() -> None:
     one = worker()
     one.has_yielded = True
     assert not one.view().eligible
-    one.take_status(status())
+    one.take_status(status(), 0.0)
     assert one.view().eligible
 
 
 def test_a_deactivated_worker_gets_no_turn_until_it_is_active_again() -> None:
     one = worker()
-    one.take_status(status(is_active=False))
+    one.take_status(status(is_active=False), 0.0)
     assert not one.view().has_room
     one.seen(1.0)
     assert not one.view().has_room
-    one.take_status(status(is_active=True))
+    one.take_status(status(is_active=True), 0.0)
     assert one.view().has_room
 
 

@@ -12,7 +12,7 @@ import pytest
 from rose.config import Settings
 from rose.errors import ConfigError
 from rose.scheduler.rollout.config import build_config, parse_worker
-from rose.scheduler.rollout.policy import WorkerKind
+from rose.scheduler.rollout.views import WorkerKind
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
@@ -335,7 +335,7 @@ def test_worker_flags_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "problem"),
-    [({"prot": 1}, "prot: unknown key"), ({"port": 99999}, "port"), ({"policy": "cost"}, "policy")],
+    [({"prot": 1}, "prot: unknown key"), ({"port": 99999}, "port"), ({"policy": "random"}, "policy")],
 )
 def test_a_bad_setting_is_named(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"f.yaml: {problem}"):

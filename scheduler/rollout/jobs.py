@@ -1,0 +1,97 @@
+"""The RL jobs that use the router: what each may have, and what it has had.
+
+Owns: Job, JobTable.
+Promises: a job nobody configured has the defaults; counts only grow; a job without work is forgotten after
+`job_idle_s`, unless an operator set something for it.
+Never does: place turns, I/O, read a clock.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rose.scheduler.rollout.borrowing import Borrower
+from rose.scheduler.rollout.config import JobSpec, RouterConfig
+
+_SMOOTHING = 0.1
+_FIRST_GUESS_TOKENS = 256.0
+"""Generated tokens per turn, before any turn has ended."""
+
+
+class Job:
+    """One job's limits and its use. Changed only on the router's event loop."""
+
+    def __init__(self, name: str, spec: JobSpec, now: float) -> None:
+        self.name = name
+        self.spec = spec
+        self.is_paused = False
+        self.in_flight = 0
+        self.num_turns = 0
+        self.num_tokens = 0
+        self.mean_tokens = _FIRST_GUESS_TOKENS
+        self.last_active = now
+
+    @property
+    def may_start(self) -> bool:
+        limit = self.spec.max_in_flight
+        return not self.is_paused and (limit is None or self.in_flight < limit)
+
+    def expected_tokens(self, max_tokens: int | None) -> float:
+        """What a turn of this job will probably generate."""
+        return self.mean_tokens if max_tokens is None else min(self.mean_tokens, float(max_tokens))
+
+    def turn_ended(self, num_tokens: int) -> None:
+        self.num_turns += 1
+        self.num_tokens += num_tokens
+        self.mean_tokens = (1 - _SMOOTHING) * self.mean_tokens + _SMOOTHING * num_tokens
+
+    def borrower(self) -> Borrower:
+        return Borrower(
+            job=self.name, weight=self.spec.weight, max_serving_gpus=self.spec.max_serving_gpus
+        )
+
+    def as_json(self, num_queued: int) -> dict[str, Any]:
+        return {
+            **self.spec.model_dump(),
+            "paused": self.is_paused,
+            "in_flight": self.in_flight,
+            "queued": num_queued,
+            "turns": self.num_turns,
+            "tokens": self.num_tokens,
+        }
+
+
+class JobTable:
+    """Name -> Job."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._jobs: dict[str, Job] = {}
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(list(self._jobs.values()))
+
+    def get(self, name: str, now: float) -> Job:
+        """The job, made on first sight."""
+        job = self._jobs.get(name)
+        if job is None:
+            job = self._jobs[name] = Job(name, self._config.jobs.get(name, JobSpec()), now)
+        job.last_active = now
+        return job
+
+    def find(self, name: str) -> Job | None:
+        return self._jobs.get(name)
+
+    def forget(self, name: str) -> None:
+        """Drop a job that has no turn in flight. Raises: KeyError, ValueError if it has."""
+        if self._jobs[name].in_flight:
+            raise ValueError(f"job {name} has {self._jobs[name].in_flight} turns in flight")
+        del self._jobs[name]
+
+    def expire(self, queued: dict[str, int], now: float) -> None:
+        """Forget jobs that have had no work for a while, so that others may have their serving GPUs."""
+        for name, job in list(self._jobs.items()):
+            is_busy = job.in_flight > 0 or queued.get(name, 0) > 0 or job.is_paused
+            if is_busy:
+                job.last_active = now
+            elif now - job.last_active > self._config.job_idle_s:
+                del self._jobs[name]
