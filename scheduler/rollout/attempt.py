@@ -19,7 +19,7 @@ from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.placement import Place
 from rose.scheduler.rollout.registry import openai_headers
 from rose.scheduler.rollout.resume import Chunk, Json
-from rose.scheduler.rollout.worker import Watch, Worker
+from rose.scheduler.rollout.worker import Watch
 from rose.types import StopReason, WeightVersion
 
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)

@@ -5,9 +5,9 @@ Promises: at most one job per serving GPU; no job above its N_serving; the GPUs 
 go first; what a job has, it keeps, until another is entitled to it.
 Never does: I/O, read a clock.
 
-Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the lowest
-recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Ours: jobs whose
-bounds exceed what is there share it by weight.
+Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the
+lowest recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Ours: jobs
+whose bounds exceed what is there share it by weight.
 """
 
 from collections import deque

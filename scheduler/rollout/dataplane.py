@@ -20,8 +20,8 @@ from rose.errors import RoseError, WorkerError
 from rose.scheduler.rollout.attempt import Attempt, Ending, EndKind
 from rose.scheduler.rollout.completions import Call, Single
 from rose.scheduler.rollout.config import RouterConfig
-from rose.scheduler.rollout.counters import Counters
 from rose.scheduler.rollout.cost import CostPolicy
+from rose.scheduler.rollout.counters import Counters
 from rose.scheduler.rollout.dispatch import DeadlineExceeded, Dispatcher
 from rose.scheduler.rollout.jobs import JobTable
 from rose.scheduler.rollout.placement import Place, probably_cached

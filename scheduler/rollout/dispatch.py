@@ -70,7 +70,8 @@ class Dispatcher:
             if granted.done():  # the common case: no clock, no wait
                 return granted.result()
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
-                return await granted
+                # Shielded: a place granted in the moment of a cancellation must be found and given back.
+                return await asyncio.shield(granted)
         except TimeoutError as error:
             self._give_back(granted)
             raise DeadlineExceeded(f"no worker had room in time, {self.num_queued} turns waiting") from error

@@ -45,9 +45,7 @@ class Job:
         self.mean_tokens = (1 - _SMOOTHING) * self.mean_tokens + _SMOOTHING * num_tokens
 
     def borrower(self) -> Borrower:
-        return Borrower(
-            job=self.name, weight=self.spec.weight, max_serving_gpus=self.spec.max_serving_gpus
-        )
+        return Borrower(job=self.name, weight=self.spec.weight, max_serving_gpus=self.spec.max_serving_gpus)
 
     def as_json(self, num_queued: int) -> dict[str, Any]:
         return {

@@ -31,11 +31,14 @@ class SpeedEstimate:
     _xy: float = 0.0
     _prefill_s: float = 0.0
     _prefill_tokens: float = 0.0
+    _known: Speed | None = None
+    """The fit, until something new was seen: it is asked for with every turn."""
 
     def saw_decode(self, s_per_token: float, num_turns: int, share: float) -> None:
         """One stretch of decoding with `num_turns` in the batch."""
         x, y = float(num_turns), s_per_token * share
         self.num_decodes += 1
+        self._known = None
         self._weight = _FORGET * self._weight + 1.0
         self._x = _FORGET * self._x + x
         self._y = _FORGET * self._y + y
@@ -47,6 +50,7 @@ class SpeedEstimate:
         if tokens < _MIN_PREFILL_TOKENS:
             return
         self.num_prefills += 1
+        self._known = None
         self._prefill_s = _FORGET * self._prefill_s + first_token_s * share
         self._prefill_tokens = _FORGET * self._prefill_tokens + tokens
 
@@ -54,6 +58,11 @@ class SpeedEstimate:
         """None until enough was seen."""
         if self.num_decodes < _MIN_DECODES or self.num_prefills < _MIN_PREFILLS:
             return None
+        if self._known is None:
+            self._known = self._fit()
+        return self._known
+
+    def _fit(self) -> Speed:
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
         slope = 0.0

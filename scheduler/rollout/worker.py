@@ -1,8 +1,8 @@
 """One rollout engine as the router sees it.
 
-Owns: Worker (its health, load, speed, share, weights), the clock of what runs on it, its status as it reports it.
-Promises: a worker that returns or stalled is on probation (one turn at a time) until it makes a token; what runs
-on a lost one is told at once.
+Owns: Worker (its health, load, speed, share, weights), the clock of what runs on it, the status it reports.
+Promises: a worker that returns or stalled is on probation (one turn at a time) until it makes a token; what
+runs on a lost one is told at once.
 Never does: ask it (registry.py), place turns (policy.py), speak /v1 (attempt.py).
 """
 
@@ -157,9 +157,7 @@ class Worker:
             load=self.in_flight / self.cap,
             not_before=self.cooldown_until,
             share=self._share,
-            share_until=float("inf")
-            if self._is_dedicated
-            else self._status_at + self._telemetry_max_age_s,
+            share_until=float("inf") if self._is_dedicated else self._status_at + self._telemetry_max_age_s,
             speed=self.speed.speed(),
             pending_prefill_tokens=self.pending_prefill_tokens,
         )

@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.views import WorkerKind
 from rose.scheduler.rollout.service import RunningRouter
+from rose.scheduler.rollout.views import WorkerKind
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.waiting import until
 

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from rose.scheduler.rollout.borrowing import Borrower, Lendable, UsageWindow, assign
 from rose.scheduler.rollout.views import NOBODY
 
-FOUR = [Lendable(worker=name, kv_usage=usage) for name, usage in zip("wxyz", (0.4, 0.1, 0.3, 0.2), strict=True)]
+FOUR = [
+    Lendable(worker=name, kv_usage=usage) for name, usage in zip("wxyz", (0.4, 0.1, 0.3, 0.2), strict=True)
+]
 
 
 def owned(owners: dict[str, str], job: str) -> str:

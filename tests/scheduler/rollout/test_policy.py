@@ -151,8 +151,8 @@ def known(name: str, in_flight: int = 0, **fields: object) -> WorkerView:
     ("workers", "cached", "picked"),
     [
         ([known("a", 3), known("b", 1)], {}, "b"),
-        ([known("a", share=0.3), known("b", 6)], {}, "b"),
-        ([known("a", share=0.3), known("b", 6)], {"a": 20_000}, "a"),
+        ([known("a", share=0.3), known("b", 3)], {}, "b"),
+        ([known("a", share=0.3), known("b", 3)], {"a": 20_000}, "a"),
         ([known("a", 2), known("b")], {"a": 9_000}, "a"),
         ([known("a", 2), known("b")], {"a": 100}, "b"),
         ([known("a", pending_prefill_tokens=30_000), known("b", 8)], {}, "b"),
