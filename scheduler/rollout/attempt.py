@@ -7,21 +7,54 @@ Never does: choose workers, try again, merge.
 """
 
 import hashlib
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import aiohttp
+import msgspec
 
+from rose.scheduler.rollout.bodies import Json, TokenIds, cut_ids, encode
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.placement import Place
 from rose.scheduler.rollout.registry import openai_headers
-from rose.scheduler.rollout.resume import Chunk, Json
+from rose.scheduler.rollout.resume import Chunk
 from rose.scheduler.rollout.worker import Watch
 from rose.types import StopReason, WeightVersion
 
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Event(msgspec.Struct):
+    """One event of vLLM's /v1/completions stream, as far as it is used."""
+
+    model: str | None = None
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(Event).decode
+_DATA = b"data:"
+_PROMPT_KEY = b"prompt_token_ids"
+JSON_HEADERS = {"Content-Type": "application/json"}
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 _DONE = b"[DONE]"
 _BUSY_STATUSES = (429, 503)
@@ -67,9 +100,10 @@ class _Seen:
 
     model: str | None = None
     cached_tokens: int | None = None
+    prompt_tokens: int | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error: Json | None = None
+    error: object = None
     num_tokens: int = 0
 
 
@@ -87,20 +121,26 @@ class Attempt:
     def cached_tokens(self) -> int | None:
         return self._seen.cached_tokens
 
+    @property
+    def prompt_tokens(self) -> int | None:
+        """As the worker counted this attempt's prompt; None until it has ended well."""
+        return self._seen.prompt_tokens
+
     async def run(self, body: Json, take: Take) -> Ending:
         """Stream the request; `take(chunk, model)` is awaited for every chunk, outside of the stall clock."""
         name = self._worker.id
-        with Watch(self._worker) as watch:
-            try:
+        watch = Watch(self._worker)
+        try:
+            async with watch:
                 return await self._run(watch, self._streaming(body), take)
-            except TimeoutError:
-                if watch.is_lost:
-                    return Ending(kind=EndKind.LOST, detail=f"{name} was lost")
-                return Ending(kind=EndKind.STALLED, detail=f"{name} made no token in time")
-            except (aiohttp.ClientError, ConnectionError) as error:
-                return Ending(kind=EndKind.LOST, detail=f"{name}: {type(error).__name__}: {error}")
-            except ValueError as error:
-                return Ending(kind=EndKind.FAILED, detail=f"{name} sent no completion stream: {error}")
+        except TimeoutError:
+            if watch.is_lost:
+                return Ending(kind=EndKind.LOST, detail=f"{name} was lost")
+            return Ending(kind=EndKind.STALLED, detail=f"{name} made no token in time")
+        except (aiohttp.ClientError, ConnectionError) as error:
+            return Ending(kind=EndKind.LOST, detail=f"{name}: {type(error).__name__}: {error}")
+        except ValueError as error:
+            return Ending(kind=EndKind.FAILED, detail=f"{name} sent no completion stream: {error}")
 
     def _streaming(self, body: Json) -> Json:
         interval = self._worker.stream_interval(self._config)
@@ -116,29 +156,24 @@ class Attempt:
 
     async def _run(self, watch: Watch, body: Json, take: Take) -> Ending:
         url = f"{self._worker.spec.url}/v1/completions"
-        headers = openai_headers(self._config)
-        async with watch.allow(self._config.first_token_s):
-            response = await self._http.post(url, json=body, headers=headers, timeout=STREAM_TIMEOUT)
+        headers = {**openai_headers(self._config), **JSON_HEADERS}
+        watch.allow(self._config.first_token_s)
+        response = await self._http.post(url, data=encode(body), headers=headers, timeout=STREAM_TIMEOUT)
         try:
             if response.status != 200:
-                async with watch.allow(self._config.first_token_s):
-                    return error_ending(response.status, await response.text())
+                return error_ending(response.status, await response.text())
             await self._read(watch, response, take)
         finally:
             response.release()
         return self._ending()
 
     async def _read(self, watch: Watch, response: aiohttp.ClientResponse, take: Take) -> None:
-        events = read_events(response.content)
         allowance_s = self._config.first_token_s
         before: float | None = None
         began = time.monotonic()
-        while True:
-            async with watch.allow(allowance_s):
-                event = await anext(events, None)
-            if event is None:
-                return
-            chunk = self._note(event)
+        watch.allow(allowance_s)
+        async for event, prompt_token_ids in read_events(response.content):
+            chunk = self._note(event, prompt_token_ids)
             if chunk is None:
                 continue
             if chunk.token_ids:
@@ -149,29 +184,42 @@ class Attempt:
                 self._worker.made_tokens(len(chunk.token_ids), now, took_s)
                 allowance_s, before = self._worker.stall_allowance_s(self._config), now
                 self._seen.num_tokens += len(chunk.token_ids)
+            watch.pause()
             await take(chunk, self._seen.model)
+            watch.allow(allowance_s)
 
-    def _note(self, event: Json) -> Chunk | None:
+    def _note(self, event: Event, prompt_token_ids: TokenIds | None) -> Chunk | None:
         seen = self._seen
-        if "error" in event:
-            seen.error = event["error"]
+        if event.error is not None:
+            seen.error = event.error
             return None
-        seen.model = event.get("model", seen.model)
-        if (details := (event.get("usage") or {}).get("prompt_tokens_details")) is not None:
-            seen.cached_tokens = details.get("cached_tokens")
-        if not event.get("choices"):
+        if event.model is not None:
+            seen.model = event.model
+        if event.usage is not None:
+            seen.prompt_tokens = event.usage.prompt_tokens
+            if event.usage.prompt_tokens_details is not None:
+                seen.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+        if not event.choices:
             return None
-        chunk = Chunk.from_choice(event["choices"][0])
-        if chunk.finish_reason is not None:
-            seen.finish_reason, seen.stop_reason = chunk.finish_reason, chunk.stop_reason
-        return chunk
+        choice = event.choices[0]
+        if choice.finish_reason is not None:
+            seen.finish_reason, seen.stop_reason = choice.finish_reason, choice.stop_reason
+        return Chunk(
+            text=choice.text or "",
+            token_ids=choice.token_ids or (),
+            logprobs=choice.logprobs,
+            prompt_token_ids=prompt_token_ids,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
 
     def _ending(self) -> Ending:
         seen = self._seen
         if seen.error is not None:
             # After the first token it can't be the client's mistake, whatever the code says.
-            status = int(seen.error.get("code") or 500) if seen.num_tokens == 0 else 500
-            return error_ending(status, json.dumps({"error": seen.error}))
+            code = seen.error.get("code") if isinstance(seen.error, dict) else None
+            status = code if isinstance(code, int) and seen.num_tokens == 0 else 500
+            return error_ending(status, encode({"error": seen.error}).decode())
         if seen.finish_reason is None:
             # vLLM swallows the finish of a request that was aborted before its first token.
             return Ending(kind=EndKind.RECLAIMED, detail=f"{self._worker.id} gave no finish")
@@ -215,23 +263,25 @@ def error_ending(status: int, detail: str) -> Ending:
     return Ending(kind=kind, detail=detail, status=status)
 
 
-async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[Json]:
-    """The JSON events of a server-sent event stream, until [DONE].
+async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[Event, TokenIds | None]]:
+    """The events of a completion stream until [DONE], each with the prompt's ids if it carries them.
 
     Raises:
         ConnectionError: the stream broke off before [DONE].
-        ValueError: an event is not JSON.
+        ValueError: an event is not JSON of that shape.
     """
-    buffer = bytearray()
+    buffer = b""
     async for data in content.iter_any():
-        buffer += data
-        while (end := buffer.find(b"\n\n")) >= 0:
-            line = bytes(buffer[:end]).strip()
-            del buffer[: end + 2]
-            payload = line.removeprefix(b"data:").strip()
-            if not line.startswith(b"data:"):
+        buffer = buffer + data if buffer else data
+        *complete, buffer = buffer.split(b"\n\n")
+        for line in complete:
+            if not line.startswith(_DATA):
                 continue
+            payload = line[len(_DATA) :].strip()
             if payload == _DONE:
                 return
-            yield json.loads(payload)
+            prompt_token_ids = None
+            if (cut := cut_ids(payload, _PROMPT_KEY)) is not None:
+                payload, prompt_token_ids = cut
+            yield _decode(payload), prompt_token_ids
     raise ConnectionError("the stream broke off")

@@ -1,8 +1,8 @@
 """Which job may use which serving GPU.
 
 Owns: the assignment of serving GPUs to jobs and the window over their KV usage.
-Promises: at most one job per serving GPU; no job above its N_serving; the GPUs with the lowest recent KV usage
-go first; what a job has, it keeps, until another is entitled to it.
+Promises: at most one job per serving GPU; no job above its N_serving; the GPUs with the lowest recent KV
+usage go first; what a job has, it keeps, until another is entitled to it.
 Never does: I/O, read a clock.
 
 Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the

@@ -18,17 +18,19 @@ import aiohttp
 
 from rose.errors import RoseError, WorkerError
 from rose.scheduler.rollout.attempt import Attempt, Ending, EndKind
+from rose.scheduler.rollout.bodies import BadRequest, TokenIds
 from rose.scheduler.rollout.completions import Call, Single
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.cost import CostPolicy
 from rose.scheduler.rollout.counters import Counters
 from rose.scheduler.rollout.dispatch import DeadlineExceeded, Dispatcher
+from rose.scheduler.rollout.errors import JobAborted, UnknownModel
 from rose.scheduler.rollout.jobs import JobTable
 from rose.scheduler.rollout.placement import Place, probably_cached
 from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
 from rose.scheduler.rollout.registry import Registry
 from rose.scheduler.rollout.resume import Chunk, must_restart
-from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable
+from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
 from rose.scheduler.rollout.versions import VersionRule
 from rose.scheduler.rollout.views import Policy, Turn, WorkerKind
 from rose.scheduler.rollout.worker import Worker
@@ -92,11 +94,6 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
 }
 
 
-def build_policy(config: RouterConfig) -> Policy:
-    rule = VersionRule(mode=config.version_mode, max_lag=config.max_lag)
-    return POLICIES[config.policy](versions=rule)
-
-
 class DataPlane:
     """Runs turns. Lives on the router's event loop."""
 
@@ -106,8 +103,9 @@ class DataPlane:
         self.counters = Counters()
         self.registry = Registry(config, http, self._workers_changed)
         self.jobs = JobTable(config)
+        self.versions = VersionRule(mode=config.version_mode, max_lag=config.max_lag)
         self.dispatcher = Dispatcher(
-            self.registry, build_policy(config), self.jobs, config.max_queued_per_job
+            self.registry, POLICIES[config.policy](versions=self.versions), self.jobs, config.max_queued_per_job
         )
         self.sessions = SessionTable(config.max_sessions)
         self._keys = SessionKeys(Fingerprints(config.max_fingerprints))
@@ -115,21 +113,86 @@ class DataPlane:
     def _workers_changed(self) -> None:
         self.dispatcher.pump()
 
+    async def check_model(self, model: object) -> None:
+        """Raises: BadRequest, UnknownModel."""
+        if model is None:
+            return
+        if not isinstance(model, str):
+            raise BadRequest(f"model: want a name, got {model!r}")
+        if self._serves(model):
+            return
+        await self.registry.refresh_models()  # it may have been loaded meanwhile
+        if not self._serves(model):
+            known = sorted({name for worker in self.registry.workers() for name in worker.models or ()})
+            raise UnknownModel(f"model {model} is served by no worker; known: {', '.join(known)}")
+
+    def _serves(self, model: str) -> bool:
+        """Also if a worker has not said yet what it serves, or none is there to say."""
+        workers = [worker for worker in self.registry.workers() if worker.is_alive]
+        return not workers or any(worker.models is None or model in worker.models for worker in workers)
+
+    def check_lengths(self, call: Call) -> None:
+        """Raises: BadRequest if a prompt is longer than any worker's context."""
+        contexts = [c for w in self.registry.workers() for c in (w.models or {"": None}).values()]
+        known = [context for context in contexts if context is not None]
+        if not known or len(known) < len(contexts):
+            return
+        limit = max(known)
+        for single in call.singles[:: call.n]:
+            prompt = single.prompt
+            if isinstance(prompt, TokenIds) and prompt.about() > _NEAR * limit and prompt.count() >= limit:
+                raise BadRequest(f"prompt: {prompt.count()} tokens, the model's context is {limit}")
+
+    @asynccontextmanager
+    async def abortable(self, job_name: str) -> AsyncIterator[None]:
+        """What runs inside ends when the job is aborted. Raises: JobAborted."""
+        job = self.jobs.get(job_name, time.monotonic())
+        clock = asyncio.timeout(None)
+
+        def abort() -> None:
+            clock.reschedule(asyncio.get_running_loop().time())
+
+        job.aborts.add(abort)
+        try:
+            async with clock:
+                yield
+        except TimeoutError:
+            if clock.expired():
+                raise JobAborted(f"job {job_name} was aborted") from None
+            raise
+        finally:
+            job.aborts.discard(abort)
+
+    def abort(self, job_name: str | None) -> int:
+        """End all requests of a job, or of all jobs; how many there were."""
+        aborts = [abort for job in self.jobs if job_name in (None, job.name) for abort in job.aborts]
+        for abort in aborts:
+            abort()
+        return len(aborts)
+
+    def set_versions(self, rule: VersionRule) -> None:
+        """Place turns by another rule of versions from now on."""
+        self.versions = rule
+        self.dispatcher.set_policy(POLICIES[self.config.policy](versions=rule))
+
     async def complete(self, call: Call, route: Route, sink: Sink | None) -> str | None:
         """Run all single requests of a call; the answers are in their generations. Returns the model's name.
 
         Raises:
             the first single's error; the others are cancelled.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._run_single(single, len(call.singles), route, sink))
-                    for single in call.singles
-                ]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return tasks[0].result()
+        async with self.abortable(route.job):
+            if len(call.singles) == 1:  # the common case: no task of its own
+                return await self._run_single(call.singles[0], 1, route, sink)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(self._run_single(single, len(call.singles), route, sink))
+                        for single in call.singles
+                    ]
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            return tasks[0].result()
 
     async def _run_single(
         self, single: Single, num_singles: int, route: Route, sink: Sink | None
@@ -228,10 +291,12 @@ class DataPlane:
             elif sink is not None and (chunk.token_ids or chunk.text):
                 await sink.chunk(single, chunk, model)
 
-        attempt = Attempt(place, self.http, self.config)
+        attempt, before = Attempt(place, self.http, self.config), generation.num_tokens
         body = {**generation.next_body(), "request_id": f"{generation.request['request_id']}-{epoch}"}
         async with until(journey.route.deadline):
             ending = await attempt.run(body, take)
+        if ending.kind is EndKind.FINISHED and attempt.prompt_tokens is not None:
+            generation.num_prompt_tokens = attempt.prompt_tokens - before
         if attempt.cached_tokens is not None:
             worker.found_cached(place.turn.cached_tokens.get(worker.id, 0.0), attempt.cached_tokens)
             generation.cached_tokens = (generation.cached_tokens or 0) + attempt.cached_tokens
@@ -273,9 +338,10 @@ class DataPlane:
         if journey.route.explicit_session is not None:
             return
         if isinstance(single.prompt, str):
-            self._keys.fingerprints.record(single.prompt + generation.text, journey.session)
+            whole = prefix_of(single.prompt + generation.text)
         else:
-            self._keys.fingerprints.record([*single.prompt, *generation.token_ids], journey.session)
+            whole = single.prompt.plus(generation.token_ids).prefix()
+        self._keys.fingerprints.record(whole, journey.session)
 
     def new_journey(self, route: Route) -> Journey:
         """For a request that goes to a worker whole: its session is the client's, or none."""
@@ -292,7 +358,9 @@ class DataPlane:
         now = time.monotonic()
         return {
             "policy": self.config.policy,
-            "version_mode": self.config.version_mode.value,
+            "version_mode": self.versions.mode.value,
+            "max_lag": self.versions.max_lag,
+            "paused": self.dispatcher.is_paused,
             "workers": [worker.as_json(now) for worker in self.registry.workers()],
             "queued": self.dispatcher.queued_by_job(),
             "jobs": self.job_status(),
@@ -302,11 +370,13 @@ class DataPlane:
 
 
 _CHARACTERS_PER_TOKEN = 4
+_NEAR = 0.7
+"""Below this part of the limit an estimated length needs no counting."""
 
 
-def _about_tokens(prompt: str | list[int]) -> int:
+def _about_tokens(prompt: str | TokenIds) -> int:
     """A text's length in tokens is only known to the worker."""
-    return len(prompt) if isinstance(prompt, list) else max(1, len(prompt) // _CHARACTERS_PER_TOKEN)
+    return prompt.about() if isinstance(prompt, TokenIds) else max(1, len(prompt) // _CHARACTERS_PER_TOKEN)
 
 
 @asynccontextmanager

@@ -101,6 +101,20 @@ class Dispatcher:
         """Place what can be placed. Call when a worker or a job changed."""
         self._placement.pump(self._clock())
 
+    def set_policy(self, policy: Policy) -> None:
+        """Place by another policy from now on."""
+        self._placement.set_policy(policy)
+        self.pump()
+
+    def pause(self, is_paused: bool) -> None:
+        """Place nothing, or go on."""
+        self._placement.is_paused = is_paused
+        self.pump()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._placement.is_paused
+
     def lend_anew(self) -> None:
         """Select each job's serving GPUs by their usage of late."""
         self._placement.lend_anew(self._clock())

@@ -1,12 +1,12 @@
 """The RL jobs that use the router: what each may have, and what it has had.
 
 Owns: Job, JobTable.
-Promises: a job nobody configured has the defaults; counts only grow; a job without work is forgotten after
-`job_idle_s`, unless an operator set something for it.
+Promises: a job nobody configured has the defaults; a job without work is forgotten after `job_idle_s`, the limits
+that an operator gave it are not.
 Never does: place turns, I/O, read a clock.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rose.scheduler.rollout.borrowing import Borrower
@@ -29,6 +29,8 @@ class Job:
         self.num_tokens = 0
         self.mean_tokens = _FIRST_GUESS_TOKENS
         self.last_active = now
+        self.aborts: set[Callable[[], None]] = set()
+        """Each ends one of its requests."""
 
     @property
     def may_start(self) -> bool:
@@ -62,7 +64,8 @@ class JobTable:
     """Name -> Job."""
 
     def __init__(self, config: RouterConfig) -> None:
-        self._config = config
+        self._job_idle_s = config.job_idle_s
+        self._specs = dict(config.jobs)
         self._jobs: dict[str, Job] = {}
 
     def __iter__(self) -> Iterator[Job]:
@@ -72,24 +75,33 @@ class JobTable:
         """The job, made on first sight."""
         job = self._jobs.get(name)
         if job is None:
-            job = self._jobs[name] = Job(name, self._config.jobs.get(name, JobSpec()), now)
+            job = self._jobs[name] = Job(name, self._specs.get(name, JobSpec()), now)
         job.last_active = now
         return job
 
     def find(self, name: str) -> Job | None:
         return self._jobs.get(name)
 
+    def change(self, name: str, spec: JobSpec, now: float) -> Job:
+        """Give a job other limits; they outlast its idle times."""
+        self._specs[name] = spec
+        job = self.get(name, now)
+        job.spec = spec
+        return job
+
     def forget(self, name: str) -> None:
-        """Drop a job that has no turn in flight. Raises: KeyError, ValueError if it has."""
-        if self._jobs[name].in_flight:
-            raise ValueError(f"job {name} has {self._jobs[name].in_flight} turns in flight")
+        """Drop a job and its limits. Raises: KeyError; ValueError while it has requests."""
+        job = self._jobs[name]
+        if job.in_flight or job.aborts:
+            raise ValueError(f"job {name} has {max(job.in_flight, len(job.aborts))} requests; abort them first")
         del self._jobs[name]
+        self._specs.pop(name, None)
 
     def expire(self, queued: dict[str, int], now: float) -> None:
         """Forget jobs that have had no work for a while, so that others may have their serving GPUs."""
         for name, job in list(self._jobs.items()):
-            is_busy = job.in_flight > 0 or queued.get(name, 0) > 0 or job.is_paused
+            is_busy = bool(job.in_flight or queued.get(name, 0) or job.aborts or job.is_paused)
             if is_busy:
                 job.last_active = now
-            elif now - job.last_active > self._config.job_idle_s:
+            elif now - job.last_active > self._job_idle_s:
                 del self._jobs[name]

@@ -81,6 +81,8 @@ class Placement:
         self._jobs = jobs
         self._queue: FairQueue[Waiter] = FairQueue()
         self._lent_to: tuple[object, ...] = ()
+        self.is_paused = False
+        """Nothing is placed; what runs, runs on."""
 
     @property
     def num_queued(self) -> int:
@@ -93,6 +95,10 @@ class Placement:
         """Let a turn wait; `is_first`: ahead of its job's others. Call pump() after it."""
         weight = waiter.job.spec.weight
         self._queue.push(waiter.job.name, waiter, cost=waiter.cost, weight=weight, is_first=is_first)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Place by another policy from now on."""
+        self._policy = policy
 
     def withdraw(self, waiter: Waiter) -> None:
         """Take a turn out of its queue, if it is still there."""
@@ -110,7 +116,7 @@ class Placement:
 
     def pump(self, now: float) -> None:
         """Place what can be placed, in fair order."""
-        if not len(self._queue):
+        if self.is_paused or not len(self._queue):
             return
         members = self._members()
         self._lend(members, now)

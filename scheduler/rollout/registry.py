@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import aiohttp
+from pydantic import BaseModel
 
 from rose.errors import WorkerError
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
@@ -19,6 +20,15 @@ from rose.scheduler.rollout.worker import Worker, WorkerStatus
 logger = logging.getLogger(__name__)
 
 _NO_ROSE_ROUTES = (404, 405, 501)
+
+
+class _Model(BaseModel):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(BaseModel):
+    data: list[_Model]
 
 
 class Registry:
@@ -87,12 +97,31 @@ class Registry:
             if status is not None:
                 worker.take_status(status, time.monotonic())
             worker.seen(time.monotonic())
+            if worker.models is None:
+                worker.models = await self._ask_models(worker)
         except (aiohttp.ClientError, TimeoutError, ValueError, WorkerError) as error:
             now = time.monotonic()
             is_refused = isinstance(error, aiohttp.ClientConnectorError)
             if is_refused or worker.last_seen is None or now - worker.last_seen > self._config.lost_after_s:
                 worker.lost(f"{type(error).__name__}: {error}")
                 worker.has_rose_routes = True
+                worker.models = None
+
+    async def refresh_models(self) -> None:
+        """Ask all live workers which models they serve."""
+        alive = [worker for worker in self._workers.values() if worker.is_alive]
+        asked = await asyncio.gather(*(self._ask_models(w) for w in alive), return_exceptions=True)
+        for worker, models in zip(alive, asked, strict=True):
+            worker.models = models if isinstance(models, dict) else None
+
+    async def _ask_models(self, worker: Worker) -> dict[str, int | None] | None:
+        """Model name -> context; None where it doesn't say."""
+        timeout = aiohttp.ClientTimeout(total=self._config.lost_after_s)
+        url, headers = f"{worker.spec.url}/v1/models", openai_headers(self._config)
+        async with self._http.get(url, headers=headers, timeout=timeout) as response:
+            if response.status != 200:
+                return None
+            return {card.id: card.max_model_len for card in _Models.model_validate(await response.json()).data}
 
     async def _ask_status(self, worker: Worker) -> WorkerStatus | None:
         """The worker's status; None from a stock vLLM, which only has /health."""

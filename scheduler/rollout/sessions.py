@@ -6,14 +6,14 @@ Never does: I/O. Losing an entry costs a prefix-cache hit, never a wrong answer.
 """
 
 import itertools
-from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
+from rose.scheduler.rollout.bodies import TokenIds
 from rose.types import WeightVersion
 
 SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
@@ -79,6 +79,9 @@ class SessionTable:
             self._sessions.popitem(last=False)
 
 
+_STRIDE_BYTES = 1024
+
+
 class Fingerprints:
     """Finds the trajectory of a request that carries no session key, by what it begins with.
 
@@ -86,45 +89,80 @@ class Fingerprints:
     begins with exactly that, so the longest filed prefix names its trajectory. Siblings of a GRPO
     group share the first prompt but not what was generated: they are told apart, and a first turn
     matches nothing, so it goes where the load is least.
+
+    Filed by stride: an entry lies under the digest of its whole strides, so a look-up takes one digest per
+    stride of the prompt and compares with the few entries that share it, not with every filed length.
     """
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        self._entries: OrderedDict[tuple[int, int], str] = OrderedDict()
-        self._lengths: Counter[int] = Counter()
+        self._entries: OrderedDict[tuple[int, int], tuple[str, tuple[int, int]]] = OrderedDict()
+        """(length, digest) -> its session and its stride."""
+        self._by_stride: dict[tuple[int, int], dict[int, set[int]]] = {}
+        """(whole strides, their digest) -> length -> digests."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def record(self, tokens: str | Sequence[int], key: str) -> None:
-        data = _as_bytes(tokens)
-        entry = (len(data), xxhash.xxh3_64_intdigest(data))
+    def record(self, prefix: bytes, key: str) -> None:
+        """File a finished turn, as `prefix_of` gives it."""
+        entry, stride = _digests(prefix)
         if entry not in self._entries:
-            self._lengths[len(data)] += 1
-        self._entries[entry] = key
+            lengths = self._by_stride.setdefault(stride, {})
+            lengths.setdefault(entry[0], set()).add(entry[1])
+        self._entries[entry] = (key, stride)
         self._entries.move_to_end(entry)
         while len(self._entries) > self._max_entries:
-            (length, _), _key = self._entries.popitem(last=False)
-            self._lengths[length] -= 1
-            if self._lengths[length] == 0:
-                del self._lengths[length]
+            self._drop_oldest()
 
-    def find(self, prompt: str | Sequence[int]) -> str | None:
-        """The session whose filed prefix is the longest that `prompt` begins with."""
-        data = memoryview(_as_bytes(prompt))
-        digest, done, found = xxhash.xxh3_64(), 0, None
-        for length in sorted(n for n in self._lengths if n <= len(data)):
-            digest.update(data[done:length])
-            done = length
-            found = self._entries.get((length, digest.intdigest()), found)
+    def _drop_oldest(self) -> None:
+        (length, digest), (_, stride) = self._entries.popitem(last=False)
+        lengths = self._by_stride[stride]
+        lengths[length].remove(digest)
+        if not lengths[length]:
+            del lengths[length]
+        if not lengths:
+            del self._by_stride[stride]
+
+    def find(self, prefix: bytes) -> str | None:
+        """The session whose filed prefix is the longest that this one begins with."""
+        found = None
+        digest = xxhash.xxh3_64()
+        for strides in range(len(prefix) // _STRIDE_BYTES + 1):
+            start = strides * _STRIDE_BYTES
+            if lengths := self._by_stride.get((strides, digest.intdigest())):
+                found = self._longest(prefix, start, digest, lengths) or found
+            digest.update(prefix[start : start + _STRIDE_BYTES])
         return found
 
+    def _longest(
+        self, prefix: bytes, start: int, until_start: xxhash.xxh3_64, lengths: Mapping[int, set[int]]
+    ) -> str | None:
+        for length in sorted((n for n in lengths if n <= len(prefix)), reverse=True):
+            digest = until_start.copy()
+            digest.update(prefix[start:length])
+            if digest.intdigest() in lengths[length]:
+                return self._entries[(length, digest.intdigest())][0]
+        return None
+
     def check_integrity(self) -> None:
-        assert self._lengths == Counter(length for length, _ in self._entries)
+        by_length = [each for lengths in self._by_stride.values() for each in lengths.items()]
+        filed = {(length, digest) for length, digests in by_length for digest in digests}
+        assert filed == set(self._entries)
 
 
-def _as_bytes(prompt: str | Sequence[int]) -> bytes:
-    return prompt.encode() if isinstance(prompt, str) else array("q", prompt).tobytes()
+def _digests(prefix: bytes) -> tuple[tuple[int, int], tuple[int, int]]:
+    """((length, digest) of the whole, (count, digest) of its whole strides)."""
+    strides = len(prefix) // _STRIDE_BYTES
+    digest = xxhash.xxh3_64(prefix[: strides * _STRIDE_BYTES])
+    stride = (strides, digest.intdigest())
+    digest.update(prefix[strides * _STRIDE_BYTES :])
+    return (len(prefix), digest.intdigest()), stride
+
+
+def prefix_of(prompt: str | TokenIds) -> bytes:
+    """The bytes by which prompts are compared; a prompt that continues another begins with the other's."""
+    return prompt.encode() if isinstance(prompt, str) else prompt.prefix()
 
 
 def explicit_key(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
@@ -143,9 +181,9 @@ class SessionKeys:
         self.fingerprints = fingerprints
         self._serial = itertools.count()
 
-    def key(self, explicit: str | None, prompt: str | Sequence[int], index: int, count: int) -> str:
+    def key(self, explicit: str | None, prompt: str | TokenIds, index: int, count: int) -> str:
         """Request `index` of the `count` that one call was fanned out to."""
         if explicit is not None:
             return explicit if count == 1 else f"{explicit}#{index}"
-        found = self.fingerprints.find(prompt)
+        found = self.fingerprints.find(prefix_of(prompt))
         return found if found is not None else f"anonymous-{next(self._serial)}"

@@ -8,6 +8,7 @@ Never does: ask it (registry.py), place turns (policy.py), speak /v1 (attempt.py
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from typing import Any, Self
 
@@ -71,30 +72,52 @@ def parse_version(text: str | None) -> WeightVersion | None:
 class Watch:
     """The stall clock of something that runs on a worker; runs out at once when the worker is lost.
 
-    Use: `with Watch(worker) as watch: async with watch.allow(seconds): await ...`, which raises TimeoutError.
+    Use: `async with watch:` around it all, which raises TimeoutError, and `watch.allow(seconds)` whenever
+    there was progress: cheap, as the timer is not set anew each time.
     """
 
     def __init__(self, worker: "Worker") -> None:
         self.worker = worker
         self.is_lost = False
-        self._clock: asyncio.Timeout | None = None
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
+        self._until = math.inf
+        self._timer: asyncio.TimerHandle | None = None
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
         self.worker.watches.add(self)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    async def __aexit__(self, *exc_info: Any) -> None:
         self.worker.watches.discard(self)
-        self._clock = None
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._timeout.__aexit__(*exc_info)
 
-    def allow(self, seconds: float) -> asyncio.Timeout:
-        self._clock = asyncio.timeout(0.0 if self.is_lost else seconds)
-        return self._clock
+    def allow(self, seconds: float) -> None:
+        """So long from now until the time is out, whatever was allowed before."""
+        self._until = self._loop.time() + seconds
+        if self._timer is not None and self._timer.when() > self._until:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._until, self._look)
+
+    def pause(self) -> None:
+        """No clock until the next allow()."""
+        self._until = math.inf
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._loop.time() >= self._until:
+            self._timeout.reschedule(self._loop.time())
+        elif self._until < math.inf:
+            self._timer = self._loop.call_at(self._until, self._look)
 
     def worker_lost(self) -> None:
         self.is_lost = True
-        if self._clock is not None:
-            self._clock.reschedule(asyncio.get_running_loop().time())
+        self._timeout.reschedule(self._loop.time())
 
 
 class Worker:
@@ -122,6 +145,8 @@ class Worker:
         """Turns on it by job."""
         self.pending_prefill_tokens = 0.0
         self.watches: set[Watch] = set()
+        self.models: dict[str, int | None] | None = None
+        """Model name -> its context in tokens; None: not known yet."""
         self.num_tokens = 0
         self.num_turns = 0
         self.seconds_per_token: float | None = None

@@ -133,7 +133,8 @@ class Simulation:
                 self._change(worker_id, lambda engine, share=share: engine.set_share(share))  # type: ignore[misc]
                 told = self._report_share(share) if self._report_share is not None else share
                 self._busy_s[worker_id] += (1.0 - told) * HEARTBEAT_S
-                status = WorkerStatus(serving_busy_s=self._busy_s[worker_id])
+                pressure = "pressure" if 1.0 - share > self._scenario.traffic.max_busy else "normal"
+                status = WorkerStatus(serving_busy_s=self._busy_s[worker_id], pressure=pressure)
             worker.take_status(status, self._now_s)
             worker.seen(self._now_s)
         self._placement.pump(self._now_s)

@@ -43,6 +43,8 @@ class Traffic:
     burst_every_s: float = 90.0
     burst_s: float = 6.0
     """In a burst rollouts get next to nothing."""
+    max_busy: float = 0.75
+    """Above it the SLO gate admits no new rollout work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

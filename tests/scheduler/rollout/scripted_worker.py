@@ -140,10 +140,8 @@ class ScriptedWorker:
             tokens.append(next_token(tokens))
             finish = "length" if position == total - 1 else None
             await _send(response, self._chunk(body, prompt, tokens[-1], position, finish))
-        details = {"cached_tokens": 1}
-        await _send(
-            response, {"choices": [], "usage": {"prompt_tokens_details": details}, "model": "scripted"}
-        )
+        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 1}}
+        await _send(response, {"choices": [], "usage": usage, "model": "scripted"})
         await response.write(b"data: [DONE]\n\n")
         return response
 
