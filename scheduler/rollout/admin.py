@@ -150,7 +150,7 @@ class Admin:
         name = (await _read(request, JobName)).job
         return web.json_response({"job": name, "aborted": self._plane.abort(name)})
 
-    # Weights --------------------------------------------------------------------------------------------------
+    # Weights ----------------------------------------------------------------------------------------
 
     async def show_version(self, _request: web.Request) -> web.Response:
         rule, workers = self._plane.versions, self._plane.registry.workers()
@@ -185,7 +185,7 @@ class Admin:
         except (aiohttp.ClientError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
 
-    # The router itself -----------------------------------------------------------------------------------------
+    # The router itself ------------------------------------------------------------------------------
 
     async def drain(self, _request: web.Request) -> web.Response:
         """Refuse new requests from now on; the process goes on until it is stopped."""

@@ -104,9 +104,8 @@ class DataPlane:
         self.registry = Registry(config, http, self._workers_changed)
         self.jobs = JobTable(config)
         self.versions = VersionRule(mode=config.version_mode, max_lag=config.max_lag)
-        self.dispatcher = Dispatcher(
-            self.registry, POLICIES[config.policy](versions=self.versions), self.jobs, config.max_queued_per_job
-        )
+        policy = POLICIES[config.policy](versions=self.versions)
+        self.dispatcher = Dispatcher(self.registry, policy, self.jobs, config.max_queued_per_job)
         self.sessions = SessionTable(config.max_sessions)
         self._keys = SessionKeys(Fingerprints(config.max_fingerprints))
 

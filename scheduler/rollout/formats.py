@@ -1,7 +1,8 @@
 """The ways in which clients ask for tokens, all of them run as completions.
 
 Owns: Format, what a path's requests and answers look like; /inference/v1/generate and SGLang's /generate.
-Promises: every answer says which worker and weights made each token, how often it was resumed, what was cached.
+Promises: every answer says which worker and weights made each token, how often it was resumed, what was
+cached.
 Never does: I/O. /v1/completions itself is in completions.py.
 """
 
@@ -14,10 +15,34 @@ from rose.scheduler.rollout.completions import Call, Single, fan_out, usage_of
 from rose.scheduler.rollout.resume import Accumulated, Chunk, Span
 
 _SAMPLING = frozenset(
-    """n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop
-    stop_token_ids ignore_eos max_tokens min_tokens logprobs bad_words include_stop_str_in_output
-    skip_special_tokens spaces_between_special_tokens allowed_token_ids logit_bias structured_outputs
-    watermarking thinking_token_budget repetition_detection stream_interval""".split()
+    (
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "logprobs",
+        "max_tokens",
+        "min_p",
+        "min_tokens",
+        "n",
+        "presence_penalty",
+        "repetition_detection",
+        "repetition_penalty",
+        "seed",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "stream_interval",
+        "structured_outputs",
+        "temperature",
+        "thinking_token_budget",
+        "top_k",
+        "top_p",
+        "watermarking",
+    )
 )
 """Sampling parameters that /v1/completions takes by the same name."""
 _IGNORED = frozenset(("detokenize", "output_kind", "skip_clone", "truncate_prompt_tokens", "guided_decoding"))
@@ -95,7 +120,9 @@ def _sampling(given: object, names: Mapping[str, str], ignored: frozenset[str]) 
     renamed = {names.get(name, name): value for name, value in given.items() if value is not None}
     known = {name: value for name, value in renamed.items() if name in _SAMPLING}
     if unknown := sorted(set(renamed) - set(known) - ignored):
-        raise BadRequest(f"sampling_params: {unknown[0]} is not supported; known: {', '.join(sorted(_SAMPLING))}")
+        raise BadRequest(
+            f"sampling_params: {unknown[0]} is not supported; known: {', '.join(sorted(_SAMPLING))}"
+        )
     return known
 
 

@@ -1,8 +1,8 @@
 """Requests that a client sends twice: the second waits for the first one's answer.
 
 Owns: the table of Idempotency-Keys in flight.
-Promises: while a request with a key runs, another with the same key and body gets the same answer and costs no
-worker anything; once it has been answered the key is free again, as equal GRPO prompts are legitimate.
+Promises: while a request with a key runs, another with the same key and body gets the same answer and costs
+no worker anything; once it has been answered the key is free again, as equal GRPO prompts are legitimate.
 Never does: remember answers.
 """
 
@@ -47,7 +47,9 @@ class InFlight:
     def __contains__(self, key: str) -> bool:
         return key in self._running
 
-    async def run(self, key: str | None, body: bytes, work: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
+    async def run(
+        self, key: str | None, body: bytes, work: Callable[[], Coroutine[Any, Any, Reply]]
+    ) -> Reply:
         """`work()`'s answer, or that of the same request already running.
 
         A request with a key goes on while anybody waits for it, and ends when the last one leaves.

@@ -1,8 +1,8 @@
 """The RL jobs that use the router: what each may have, and what it has had.
 
 Owns: Job, JobTable.
-Promises: a job nobody configured has the defaults; a job without work is forgotten after `job_idle_s`, the limits
-that an operator gave it are not.
+Promises: a job nobody configured has the defaults; a job without work is forgotten after `job_idle_s`, the
+limits that an operator gave it are not.
 Never does: place turns, I/O, read a clock.
 """
 
@@ -93,7 +93,9 @@ class JobTable:
         """Drop a job and its limits. Raises: KeyError; ValueError while it has requests."""
         job = self._jobs[name]
         if job.in_flight or job.aborts:
-            raise ValueError(f"job {name} has {max(job.in_flight, len(job.aborts))} requests; abort them first")
+            raise ValueError(
+                f"job {name} has {max(job.in_flight, len(job.aborts))} requests; abort them first"
+            )
         del self._jobs[name]
         self._specs.pop(name, None)
 

@@ -121,7 +121,9 @@ class Registry:
         async with self._http.get(url, headers=headers, timeout=timeout) as response:
             if response.status != 200:
                 return None
-            return {card.id: card.max_model_len for card in _Models.model_validate(await response.json()).data}
+            return {
+                card.id: card.max_model_len for card in _Models.model_validate(await response.json()).data
+            }
 
     async def _ask_status(self, worker: Worker) -> WorkerStatus | None:
         """The worker's status; None from a stock vLLM, which only has /health."""

@@ -6,12 +6,16 @@ from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import settings as hypothesis_settings
 
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.service import RunningRouter
 from rose.scheduler.rollout.views import WorkerKind
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.waiting import until
+
+hypothesis_settings.register_profile("any-machine", deadline=None)  # tests judge no speed
+hypothesis_settings.load_profile("any-machine")
 
 
 class Client:

@@ -47,6 +47,10 @@ class ScriptedWorker:
     has_rose_routes: bool = True
     token_delay_s: float = 0.0
     requests: list[dict[str, Any]] = field(default_factory=list)
+    models: list[str] = field(default_factory=lambda: ["scripted"])
+    max_model_len: int | None = None
+    serving_busy_s: float | None = None
+    serving_kv_usage: float | None = None
     steps: list[int] = field(default_factory=list)
     num_cancelled: int = 0
     url: str = ""
@@ -83,12 +87,14 @@ class ScriptedWorker:
         return web.Response()
 
     async def _models(self, _request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "scripted"}]})
+        cards = [{"id": name, "max_model_len": self.max_model_len} for name in self.models]
+        return web.json_response({"object": "list", "data": cards})
 
     async def _status(self, _request: web.Request) -> web.Response:
         gate = {"mode": "slack", "admitted_steps": 1, "declined_steps": 0, "share": 1.0}
         status = {"weight_version": self.version, "pressure": self.pressure, "gate": gate}
-        return web.json_response({**status, "is_active": self.is_active})
+        serving = {"serving_busy_s": self.serving_busy_s, "serving_kv_usage": self.serving_kv_usage}
+        return web.json_response({**status, **serving, "is_active": self.is_active})
 
     async def _rl_step(self, request: web.Request) -> web.Response:
         self.steps.append((await request.json())["step"])
@@ -100,6 +106,11 @@ class ScriptedWorker:
         fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.kind == "status":
             return web.json_response({"error": {"message": "scripted"}}, status=fault.status)
+        if fault is not None and fault.kind == "hang":
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                self.num_cancelled += 1
         stop_reason = "rose_reclaimed" if fault is not None else None
         message = {"role": "assistant", "content": "hello"}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "stop_reason": stop_reason}
