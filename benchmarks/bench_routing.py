@@ -2,11 +2,11 @@
 
 The router's own placement objects run in a simulator of multi-turn rollouts (scheduler/rollout/sim: engines,
 traffic, trajectories; the parameters and their fit are in scenario.py). The time of a phase is the moment its
-last trajectory ends. 32B is simulated at a quarter of its size (1 dedicated and 4 serving engines of 4 GPUs, 256
-trajectories): the same load per engine.
+last trajectory ends. 32B is simulated at a quarter of its size (1 dedicated and 4 serving engines of 4 GPUs,
+256 trajectories): the same load per engine.
 
   speedup[POLICY,MODEL]     phase time of pinned placement over that of POLICY (ROSE Table 3 beside it)
-  scaling[N]                8B under the paper's rule: without serving GPUs over with N (ROSE Figure 14 beside it)
+  scaling[N]                8B under the paper's rule: without serving GPUs over with N (beside it Figure 14)
   cost_over_paper[MODEL]    phase time under `paper` over that under `cost`: the median over the seeds
   cost_over_paper[sweep]    the smallest such median over MODEL and serving's mean share of its GPUs
   cost_over_paper[MODEL,busy=B]   the sweep itself

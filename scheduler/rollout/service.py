@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import uvloop
 from aiohttp import web
 
 from rose.arguments import CommandParser, run_command
@@ -95,7 +96,8 @@ def main(argv: Sequence[str]) -> int:
     """Serves until a stop signal. Raises: ConfigError for bad input."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config = _parse_arguments(argv)
-    asyncio.run(run_router(config, ready=lambda url: print(f"rose router ready {url}", flush=True)))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run_router(config, ready=lambda url: print(f"rose router ready {url}", flush=True)))
     return 0
 
 

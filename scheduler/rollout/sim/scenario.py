@@ -107,7 +107,8 @@ def trajectories(scenario: Scenario, seed: int) -> list[list[Step]]:
 
 def _trajectory(scenario: Scenario, chance: random.Random, difficulty: float) -> list[Step]:
     num_turns = min(scenario.max_turns, max(1, round(scenario.turns.draw(chance) * difficulty)))
-    context, steps = 0, []
+    context = 0
+    steps: list[Step] = []
     for turn in range(num_turns):
         added = (
             scenario.first_prompt_tokens if turn == 0 else max(1, round(scenario.reply_tokens.draw(chance)))

@@ -58,7 +58,9 @@ def start_router() -> StartRouter:
         specs = tuple(WorkerSpec(url=worker.url, kind=WorkerKind(kind)) for worker, kind in pairs)
         short = {"port": 0, "heartbeat_s": 0.05, "stall_s": 0.4, "first_token_s": 0.4, "avoid_s": 0.05}
         config = RouterConfig(workers=specs, **{**short, **settings})
-        async with RunningRouter(config) as router, aiohttp.ClientSession() as http:
+        # Without the limit of 100 connections, which would queue requests here instead of in the router.
+        connector = aiohttp.TCPConnector(limit=0)
+        async with RunningRouter(config) as router, aiohttp.ClientSession(connector=connector) as http:
             await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
             yield Client(router, http)
 

@@ -184,7 +184,7 @@ async def test_workers_come_and_go_at_run_time(start_router: StartRouter) -> Non
         assert (await client.post("/v1/completions", BODY))[0] == 503
         assert await client.post("/workers", {"url": worker.url, "kind": "serving"}) == (
             201,
-            {"id": worker.id},
+            {"id": worker.id, "alive": True},
         )
         assert (await client.post("/workers", {"url": worker.url}))[0] == 409
         assert (await client.post("/workers", {"url": "nonsense"}))[0] == 400

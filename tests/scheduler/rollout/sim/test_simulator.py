@@ -99,7 +99,8 @@ def test_the_same_seed_gives_the_same_phase_and_another_one_another() -> None:
 
 
 def test_affinity_finds_prefixes_that_turnwise_placement_loses() -> None:
-    hits = {name: simulate(SMALL, POLICIES[name](), 1).hit_share for name in ("turnwise", "paper")}
+    many = replace(SMALL, num_dedicated=4, num_serving=6, num_trajectories=96)
+    hits = {name: simulate(many, POLICIES[name](), 1).hit_share for name in ("turnwise", "paper")}
     assert hits["paper"] > hits["turnwise"] + 0.2
 
 
