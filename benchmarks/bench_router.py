@@ -162,15 +162,16 @@ def _cpu_s(process: psutil.Process) -> float:
 def _requests(
     target: Target, num_tokens: int, count: int, rng: random.Random, **fields: object
 ) -> list[bytes]:
-    """Requests with prompts of their own; a session each, as a trainer sends."""
+    """Requests whose prompts differ from the first id on; a session each, as a trainer sends."""
+    rest = ",".join(str(rng.randrange(150_000)) for _ in range(num_tokens - 1))
     made = []
     for number in range(count):
-        ids = [rng.randrange(150_000) for _ in range(num_tokens)]
+        key = "prompt"
+        body: dict[str, object] = {"model": "stub", "max_tokens": 64, "temperature": 1.0, **fields}
         if target.path == "/generate":
-            body: dict[str, object] = {"input_ids": ids, "sampling_params": {"max_new_tokens": 64}}
-        else:
-            body = {"model": "stub", "prompt": ids, "max_tokens": 64, "temperature": 1.0, **fields}
-        data = json.dumps(body, separators=(",", ":")).encode()
+            key, body = "input_ids", {"sampling_params": {"max_new_tokens": 64}}
+        others = json.dumps(body, separators=(",", ":"))
+        data = f'{{"{key}":[{number},{rest}],{others[1:]}'.encode()
         made.append(target.request(data, f"X-Session-ID: s{number}\r\n"))
     return made
 

@@ -17,6 +17,8 @@ import uvloop
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n"
 _STREAM = _HEAD % b"text/event-stream; charset=utf-8" + b"Transfer-Encoding: chunked\r\n\r\n"
+_QUESTIONS = (b"/health", b"/health_generate", b"/get_model_info", b"/server_info", b"/get_server_info")
+"""What routers ask of a worker before they take it."""
 _NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -38,8 +40,7 @@ class StubProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = transport  # type: ignore[assignment] # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

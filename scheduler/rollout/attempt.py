@@ -53,6 +53,7 @@ class Event(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(Event).decode
 _DATA = b"data:"
+_END = b"\n\n"
 _PROMPT_KEY = b"prompt_token_ids"
 JSON_HEADERS = {"Content-Type": "application/json"}
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
@@ -155,7 +156,7 @@ class Attempt:
         }
 
     async def _run(self, watch: Watch, body: Json, take: Take) -> Ending:
-        url = f"{self._worker.spec.url}/v1/completions"
+        url = self._worker.completions_url
         headers = {**openai_headers(self._config), **JSON_HEADERS}
         watch.allow(self._config.first_token_s)
         response = await self._http.post(url, data=encode(body), headers=headers, timeout=STREAM_TIMEOUT)
@@ -270,18 +271,21 @@ async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[Even
         ConnectionError: the stream broke off before [DONE].
         ValueError: an event is not JSON of that shape.
     """
-    buffer = b""
+    pieces: list[bytes] = []  # of an event that has not ended: a long prompt's echo comes in many
     async for data in content.iter_any():
-        buffer = buffer + data if buffer else data
-        *complete, buffer = buffer.split(b"\n\n")
+        last = pieces[-1][-1:] if pieces else b""
+        if _END not in data and last + data[:1] != _END:
+            pieces.append(data)
+            continue
+        *complete, rest = b"".join((*pieces, data)).split(_END)
+        pieces = [rest] if rest else []
         for line in complete:
             if not line.startswith(_DATA):
                 continue
-            payload = line[len(_DATA) :].strip()
-            if payload == _DONE:
+            if line.endswith(_DONE) and line[len(_DATA) :].strip() == _DONE:
                 return
             prompt_token_ids = None
-            if (cut := cut_ids(payload, _PROMPT_KEY)) is not None:
-                payload, prompt_token_ids = cut
-            yield _decode(payload), prompt_token_ids
+            if (cut := cut_ids(line, _PROMPT_KEY)) is not None:
+                line, prompt_token_ids = cut
+            yield _decode(memoryview(line)[len(_DATA) :]), prompt_token_ids
     raise ConnectionError("the stream broke off")

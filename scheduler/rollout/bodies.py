@@ -15,7 +15,9 @@ import msgspec
 Json = dict[str, Any]
 
 _WHITESPACE = b" \t\r\n"
-_DIGITS = b"0123456789,"
+_NOT_IDS = (b'"', b"[", b"{", b"-", b".", b"e", b"E", b"u", b"N", b"I", b"\n", b"\t", b"\r")
+"""One of these is in every JSON value but a natural number: strings, lists, objects, negative numbers, fractions,
+true, false and null; or in spacing that would have to be taken out."""
 _SAMPLE_BYTES = 2048
 _MARK = f"ids-{os.urandom(8).hex()}"
 """Stands for the ids while the rest is parsed; random, so that no client can write it."""
@@ -92,18 +94,21 @@ encode = _encoder.encode
 def cut_ids(data: bytes, key: bytes) -> tuple[bytes, TokenIds] | None:
     """Cut the first plain list of ids behind `"key":` out of a JSON text, a mark in its place.
 
-    None where there is no such list, or it holds anything but whole numbers. A key can't be mistaken for
-    text: inside of a JSON string its quotes would be escaped.
+    None where there is no such list, or it holds any other JSON values. What isn't JSON at all between the
+    brackets may pass: its reader, the worker, refuses it. (Looking for single bytes takes a tenth of the time
+    of checking each.) A key can't be mistaken for text: inside of a JSON string its quotes would be escaped.
     """
     at = data.find(b'"%b"' % key)
+    if at < 0:
+        return None
     start = data.find(b"[", at)
-    if at < 0 or start < 0 or data[at + len(key) + 2 : start].strip(_WHITESPACE) != b":":
+    if start < 0 or data[at + len(key) + 2 : start].strip(_WHITESPACE) != b":":
         return None
     end = data.find(b"]", start)
+    if end < 0 or any(data.find(each, start + 1, end) >= 0 for each in _NOT_IDS):
+        return None
     ids = data[start : end + 1]
-    if b" " in ids:
-        ids = ids.replace(b", ", b",")
-    if ids.translate(None, _DIGITS) != b"[]" or b",," in ids or ids[1:2] == b"," or ids[-2:-1] == b",":
+    if b" " in ids and b" " in (ids := ids.replace(b", ", b",")):
         return None
     return b'%b"%b"%b' % (data[:start], _MARK.encode(), data[end + 1 :]), TokenIds(ids)
 

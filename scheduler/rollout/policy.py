@@ -6,7 +6,7 @@ Never does: I/O, counting, queueing (dispatch.py holds the turns for which no wo
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rose.scheduler.rollout.versions import VersionRule
 from rose.scheduler.rollout.views import Turn, WorkerKind, WorkerView
@@ -43,7 +43,7 @@ class TurnwisePolicy:
 
     def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
         found = usable(turn, self.versions.admits(turn, workers), now)
-        return next((w.id for w in found if w.kind is WorkerKind.DEDICATED), found[0].id if found else None)
+        return prefer_affine(replace(turn, affine=None), found)
 
     def likeness(self, turn: Turn, now: float) -> Hashable:
         return constraints(turn, now)
@@ -78,7 +78,10 @@ def prefer_affine(turn: Turn, found: Sequence[WorkerView]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedPolicy:
-    """The baseline: a trajectory stays on the worker of its first turn, and waits for it when it is full."""
+    """The baseline: a trajectory stays on the worker of its first turn, and waits for it when it is full.
+
+    Source: ROSE §6.4. A first turn goes where the paper's rule would send it.
+    """
 
     versions: VersionRule = field(default_factory=VersionRule)
 
@@ -86,7 +89,7 @@ class PinnedPolicy:
         found = usable(turn, self.versions.admits(turn, workers), now)
         if turn.affine is not None and any(w.id == turn.affine and w.alive for w in workers):
             found = [w for w in found if w.id == turn.affine]
-        return found[0].id if found else None
+        return prefer_affine(turn, found)
 
     def likeness(self, turn: Turn, now: float) -> Hashable:
         return (constraints(turn, now), turn.affine)

@@ -28,6 +28,8 @@ from rose.scheduler.rollout.dataplane import POLICIES, DataPlane
 
 logger = logging.getLogger(__name__)
 
+_READ_BYTES = 2**20
+
 
 class RunningRouter:
     """A started router; use as an async context manager. `url` is where it listens."""
@@ -38,7 +40,10 @@ class RunningRouter:
 
     async def __aenter__(self) -> "RunningRouter":
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._http = aiohttp.ClientSession(connector=connector)
+        # No cookies, and room for the echo of a long prompt: both cost CPU per request otherwise.
+        self._http = aiohttp.ClientSession(
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=_READ_BYTES
+        )
         self.plane = DataPlane(self._config, self._http)
         self._service = Service(self._config, self.plane)
         self._runner = web.AppRunner(

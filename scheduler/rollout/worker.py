@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
+from yarl import URL
 
 from rose.errors import WorkerError
 from rose.scheduler.rollout.borrowing import UsageWindow
@@ -126,6 +127,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, config: RouterConfig) -> None:
         self.spec = spec
         self.id = spec.id
+        self.completions_url = URL(f"{spec.url}/v1/completions")
         self.cap = config.turns_per_gpu * spec.gpus
         self.is_alive = False
         self.is_active = True

@@ -47,6 +47,8 @@ class Engine:
     _decodes: list[tuple[float, int, Run]] = field(default_factory=list)
     _cache: OrderedDict[int, tuple[int, float]] = field(default_factory=OrderedDict)
     _cached_tokens: int = 0
+    _running_tokens: int = 0
+    """KV of the turns that run, at their ends: it leaves that much less to the cache."""
     _serial: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
@@ -55,6 +57,9 @@ class Engine:
 
     def start(self, run: Run) -> None:
         self._prefills.append(run)
+        self._running_tokens += run.prompt_tokens + run.step.generated_tokens
+        self._cached_tokens -= self._cache.pop(run.trajectory, (0, 0.0))[0]  # it is in use now
+        self._evict()
         self.version += 1
 
     def set_share(self, share: float) -> None:
@@ -94,7 +99,9 @@ class Engine:
             heapq.heappush(self._decodes, (run.ends_at_tokens, next(self._serial), run))
             prefilled.append(run)
         while self._decodes and self._decodes[0][0] - self._tokens <= 1e-6:
-            ended.append(heapq.heappop(self._decodes)[2])
+            run = heapq.heappop(self._decodes)[2]
+            self._running_tokens -= run.prompt_tokens + run.step.generated_tokens
+            ended.append(run)
         if prefilled or ended:
             self.version += 1
         return prefilled, ended
@@ -118,7 +125,11 @@ class Engine:
         self._cached_tokens += tokens - self._cache.pop(trajectory, (0, 0.0))[0]
         lease_s = self.scenario.lease_s if self.is_serving else float("inf")
         self._cache[trajectory] = (tokens, self.now_s + lease_s)
+        self._evict()
+
+    def _evict(self) -> None:
+        """The least recently used leave first."""
         limit = self.scenario.serving_kv_tokens if self.is_serving else self.scenario.kv_tokens
-        while self._cached_tokens > limit and self._cache:
+        while self._cached_tokens > max(0, limit - self._running_tokens) and self._cache:
             _, (dropped, _) = self._cache.popitem(last=False)
             self._cached_tokens -= dropped

@@ -26,7 +26,7 @@ async def send_raw(client: Client, data: bytes, **headers: str) -> tuple[int, An
         return response.status, await response.json()
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b'{"prompt": [1,2}', b"\xff\xfe", b'{"prompt": [1,,2]}', b"[]"])
+@pytest.mark.parametrize("data", [b"", b"{", b'{"prompt": [1,2}', b"\xff\xfe", b"[]"])
 async def test_malformed_json_is_400(start_router: StartRouter, data: bytes) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         assert_error(*await send_raw(client, data), 400, "body")

@@ -37,7 +37,7 @@ def test_plain_ids_are_kept_as_text(ids: list[int]) -> None:
         assert (found, found.listed(), found.count()) == (TokenIds.of(ids), ids, len(ids))
 
 
-@pytest.mark.parametrize("inner", ["[1,2", "[1 2]", "[1,,2]", "[,1]", "[1,]", "[1;2]", "[1,2]]", "1,2]"])
+@pytest.mark.parametrize("inner", ["[1,2", "[1 2]", "[1,2]]", "1,2]", "[1, 2 ,]", "[\n;]"])
 def test_what_is_not_json_is_refused(inner: str) -> None:
     with pytest.raises(BadRequest, match="not JSON"):
         parse(f'{{"prompt": {inner}}}'.encode())
@@ -60,7 +60,23 @@ def test_the_last_of_two_equal_keys_wins_as_in_any_json_reader() -> None:
     assert plain(parse(b'{"a":{"prompt":[1]},"prompt":[2,3]}')) == {"a": {"prompt": [1]}, "prompt": [2, 3]}
 
 
-@pytest.mark.parametrize("values", ["[1.0]", "[-1]", "[true]", "[null]", '["a"]', "[[1]]", '[1,"]"]'])
+@pytest.mark.parametrize(
+    "values",
+    [
+        "[1.0]",
+        "[-1]",
+        "[1e3]",
+        "[1E3]",
+        "[true]",
+        "[false]",
+        "[null]",
+        "[NaN]",
+        '["a"]',
+        "[[1]]",
+        "[{}]",
+        '[1,"]"]',
+    ],
+)
 def test_lists_of_anything_else_are_not_cut(values: str) -> None:
     assert cut_ids(f'{{"prompt":{values}}}'.encode(), b"prompt") is None
 
