@@ -1,7 +1,7 @@
 """A stand-in for a vLLM server that costs next to nothing, for benchmarks of what stands before it.
 
-Owns: one listening socket, answers of fixed length. Promises: the events vLLM 0.32 streams for /v1/completions,
-prompt ids echoed where asked, and SGLang's /generate in one piece. Never: computes anything.
+Owns: one listening socket, answers of fixed length. Promises: the events that vLLM 0.32 streams for
+/v1/completions, prompt ids echoed where asked, and SGLang's /generate in one piece. Never: computes anything.
 
     python benchmarks/stub_worker.py --num-chunks 4 --chunk-tokens 16 --delay-ms 0
 prints its URL.

@@ -16,8 +16,8 @@ Json = dict[str, Any]
 
 _WHITESPACE = b" \t\r\n"
 _NOT_IDS = (b'"', b"[", b"{", b"-", b".", b"e", b"E", b"u", b"N", b"I", b"\n", b"\t", b"\r")
-"""One of these is in every JSON value but a natural number: strings, lists, objects, negative numbers, fractions,
-true, false and null; or in spacing that would have to be taken out."""
+"""One of these is in every JSON value but a natural number: strings, lists, objects, negative numbers,
+fractions, true, false and null; or in spacing that would have to be taken out."""
 _SAMPLE_BYTES = 2048
 _MARK = f"ids-{os.urandom(8).hex()}"
 """Stands for the ids while the rest is parsed; random, so that no client can write it."""

@@ -80,7 +80,7 @@ def prefer_affine(turn: Turn, found: Sequence[WorkerView]) -> str | None:
 class PinnedPolicy:
     """The baseline: a trajectory stays on the worker of its first turn, and waits for it when it is full.
 
-    Source: ROSE §6.4. A first turn goes where the paper's rule would send it.
+    Source: ROSE §6.4. The first turns are spread evenly over all workers, whatever their kind.
     """
 
     versions: VersionRule = field(default_factory=VersionRule)
@@ -89,7 +89,7 @@ class PinnedPolicy:
         found = usable(turn, self.versions.admits(turn, workers), now)
         if turn.affine is not None and any(w.id == turn.affine and w.alive for w in workers):
             found = [w for w in found if w.id == turn.affine]
-        return prefer_affine(turn, found)
+        return found[0].id if found else None
 
     def likeness(self, turn: Turn, now: float) -> Hashable:
         return (constraints(turn, now), turn.affine)
