@@ -50,8 +50,9 @@ from rose.scheduler.rollout.fairness import jain
 from rose.scheduler.rollout.jobs import JobTable
 from rose.scheduler.rollout.placement import Placement, Waiter
 from rose.scheduler.rollout.policy import PaperPolicy
+from rose.scheduler.rollout.status import WorkerStatus
 from rose.scheduler.rollout.views import Turn
-from rose.scheduler.rollout.worker import Worker, WorkerStatus
+from rose.scheduler.rollout.worker import Worker
 
 STUB = Path(__file__).with_name("stub_worker.py")
 BODIES = {"0.7KB": 120, "48KB": 8_192, "190KB": 32_768}

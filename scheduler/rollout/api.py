@@ -18,6 +18,7 @@ from rose.errors import NoWorkerError, RoseError
 from rose.scheduler.rollout import completions
 from rose.scheduler.rollout.admin import Admin
 from rose.scheduler.rollout.bodies import BadRequest, Json, encode, parse
+from rose.scheduler.rollout.checks import Checks
 from rose.scheduler.rollout.completions import Call, Completions, Single
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.dataplane import DataPlane, Route
@@ -50,6 +51,7 @@ class Service:
         self._config = config
         self._plane = plane
         self._passthrough = Passthrough(plane)
+        self._checks = Checks(plane.registry)
         self._guard = Guard(config)
         self._in_flight = InFlight()
 
@@ -125,19 +127,19 @@ class Service:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         body = parse(await self._read(request))
-        await self._plane.check_model(body.get("model"))
+        await self._checks.model(body.get("model"))
         return await self._passthrough.forward(request, body, self._route(request, body))
 
     def _generating(self, shape: Format) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             data = await self._read(request)
             body = parse(data, shape.ids_key)
-            await self._plane.check_model(body.get("model"))
+            await self._checks.model(body.get("model"))
             route = self._route(request, body)
             if isinstance(shape, Completions) and not completions.can_stream(body):
                 return await self._passthrough.forward(request, body, route)
             call = shape.call(body)
-            self._plane.check_lengths(call)
+            self._checks.lengths(call)
             given = request.headers.get(IDEMPOTENCY_HEADER)
             key = f"{request.path} {given}" if given is not None else None
             if call.wants_stream:

@@ -1,6 +1,6 @@
 """One attempt: a single request streamed from one worker, watched for progress.
 
-Owns: the connection to the worker, the stall clock, reading vLLM's event stream.
+Owns: the connection to the worker, the stall clock, what an attempt's end means.
 Promises: an attempt always ends with one Ending; a stream not read to its end is closed by then, so
 vLLM drops the request.
 Never does: choose workers, try again, merge.
@@ -8,56 +8,23 @@ Never does: choose workers, try again, merge.
 
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import aiohttp
-import msgspec
 
-from rose.scheduler.rollout.bodies import Json, TokenIds, cut_ids, encode
+from rose.scheduler.rollout.bodies import Json, TokenIds, encode
 from rose.scheduler.rollout.config import RouterConfig
+from rose.scheduler.rollout.events import Event, read_events
 from rose.scheduler.rollout.placement import Place
 from rose.scheduler.rollout.registry import openai_headers
 from rose.scheduler.rollout.resume import Chunk
 from rose.scheduler.rollout.worker import Watch
 from rose.types import StopReason, WeightVersion
 
-
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    prompt_tokens_details: _CachedTokens | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: dict[str, Any] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class Event(msgspec.Struct):
-    """One event of vLLM's /v1/completions stream, as far as it is used."""
-
-    model: str | None = None
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_decode = msgspec.json.Decoder(Event).decode
-_DATA = b"data:"
-_END = b"\n\n"
-_PROMPT_KEY = b"prompt_token_ids"
 JSON_HEADERS = {"Content-Type": "application/json"}
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-_DONE = b"[DONE]"
 _BUSY_STATUSES = (429, 503)
 _REQUEST_TIMEOUT = 408
 
@@ -262,30 +229,3 @@ def error_ending(status: int, detail: str) -> Ending:
     else:
         kind = EndKind.FAILED
     return Ending(kind=kind, detail=detail, status=status)
-
-
-async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[Event, TokenIds | None]]:
-    """The events of a completion stream until [DONE], each with the prompt's ids if it carries them.
-
-    Raises:
-        ConnectionError: the stream broke off before [DONE].
-        ValueError: an event is not JSON of that shape.
-    """
-    pieces: list[bytes] = []  # of an event that has not ended: a long prompt's echo comes in many
-    async for data in content.iter_any():
-        last = pieces[-1][-1:] if pieces else b""
-        if _END not in data and last + data[:1] != _END:
-            pieces.append(data)
-            continue
-        *complete, rest = b"".join((*pieces, data)).split(_END)
-        pieces = [rest] if rest else []
-        for line in complete:
-            if not line.startswith(_DATA):
-                continue
-            if line.endswith(_DONE) and line[len(_DATA) :].strip() == _DONE:
-                return
-            prompt_token_ids = None
-            if (cut := cut_ids(line, _PROMPT_KEY)) is not None:
-                line, prompt_token_ids = cut
-            yield _decode(memoryview(line)[len(_DATA) :]), prompt_token_ids
-    raise ConnectionError("the stream broke off")

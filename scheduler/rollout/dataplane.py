@@ -17,14 +17,14 @@ from typing import Protocol
 import aiohttp
 
 from rose.errors import RoseError, WorkerError
+from rose.scheduler.rollout.aborts import abortable
 from rose.scheduler.rollout.attempt import Attempt, Ending, EndKind
-from rose.scheduler.rollout.bodies import BadRequest, TokenIds
+from rose.scheduler.rollout.bodies import TokenIds
 from rose.scheduler.rollout.completions import Call, Single
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.cost import CostPolicy
 from rose.scheduler.rollout.counters import Counters
 from rose.scheduler.rollout.dispatch import DeadlineExceeded, Dispatcher
-from rose.scheduler.rollout.errors import JobAborted, UnknownModel
 from rose.scheduler.rollout.jobs import JobTable
 from rose.scheduler.rollout.placement import Place, probably_cached
 from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
@@ -112,56 +112,6 @@ class DataPlane:
     def _workers_changed(self) -> None:
         self.dispatcher.pump()
 
-    async def check_model(self, model: object) -> None:
-        """Raises: BadRequest, UnknownModel."""
-        if model is None:
-            return
-        if not isinstance(model, str):
-            raise BadRequest(f"model: want a name, got {model!r}")
-        if self._serves(model):
-            return
-        await self.registry.refresh_models()  # it may have been loaded meanwhile
-        if not self._serves(model):
-            known = sorted({name for worker in self.registry.workers() for name in worker.models or ()})
-            raise UnknownModel(f"model {model} is served by no worker; known: {', '.join(known)}")
-
-    def _serves(self, model: str) -> bool:
-        """Also if a worker has not said yet what it serves, or none is there to say."""
-        workers = [worker for worker in self.registry.workers() if worker.is_alive]
-        return not workers or any(worker.models is None or model in worker.models for worker in workers)
-
-    def check_lengths(self, call: Call) -> None:
-        """Raises: BadRequest if a prompt is longer than any worker's context."""
-        contexts = [c for w in self.registry.workers() for c in (w.models or {"": None}).values()]
-        known = [context for context in contexts if context is not None]
-        if not known or len(known) < len(contexts):
-            return
-        limit = max(known)
-        for single in call.singles[:: call.n]:
-            prompt = single.prompt
-            if isinstance(prompt, TokenIds) and prompt.about() > _NEAR * limit and prompt.count() >= limit:
-                raise BadRequest(f"prompt: {prompt.count()} tokens, the model's context is {limit}")
-
-    @asynccontextmanager
-    async def abortable(self, job_name: str) -> AsyncIterator[None]:
-        """What runs inside ends when the job is aborted. Raises: JobAborted."""
-        job = self.jobs.get(job_name, time.monotonic())
-        clock = asyncio.timeout(None)
-
-        def abort() -> None:
-            clock.reschedule(asyncio.get_running_loop().time())
-
-        job.aborts.add(abort)
-        try:
-            async with clock:
-                yield
-        except TimeoutError:
-            if clock.expired():
-                raise JobAborted(f"job {job_name} was aborted") from None
-            raise
-        finally:
-            job.aborts.discard(abort)
-
     def abort(self, job_name: str | None) -> int:
         """End all requests of a job, or of all jobs; how many there were."""
         aborts = [abort for job in self.jobs if job_name in (None, job.name) for abort in job.aborts]
@@ -180,7 +130,7 @@ class DataPlane:
         Raises:
             the first single's error; the others are cancelled.
         """
-        async with self.abortable(route.job):
+        async with abortable(self.jobs.get(route.job, time.monotonic())):
             if len(call.singles) == 1:  # the common case: no task of its own
                 return await self._run_single(call.singles[0], 1, route, sink)
             try:
@@ -369,8 +319,6 @@ class DataPlane:
 
 
 _CHARACTERS_PER_TOKEN = 4
-_NEAR = 0.7
-"""Below this part of the limit an estimated length needs no counting."""
 
 
 def _about_tokens(prompt: str | TokenIds) -> int:

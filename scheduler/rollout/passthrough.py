@@ -11,6 +11,7 @@ import time
 import aiohttp
 from aiohttp import web
 
+from rose.scheduler.rollout.aborts import abortable
 from rose.scheduler.rollout.attempt import (
     JSON_HEADERS,
     STREAM_TIMEOUT,
@@ -24,7 +25,8 @@ from rose.scheduler.rollout.dataplane import DataPlane, Journey, Route
 from rose.scheduler.rollout.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.errors import error_event
 from rose.scheduler.rollout.registry import openai_headers
-from rose.scheduler.rollout.worker import Watch, Worker
+from rose.scheduler.rollout.watch import Watch
+from rose.scheduler.rollout.worker import Worker
 from rose.types import StopReason
 
 _ROSE_STOPS = tuple(reason.value for reason in StopReason)
@@ -41,7 +43,7 @@ class Passthrough:
         Raises:
             what Dispatcher.acquire and DataPlane.rerouted raise.
         """
-        async with self._plane.abortable(route.job):
+        async with abortable(self._plane.jobs.get(route.job, time.monotonic())):
             return await self._forward(request, body, route)
 
     async def _forward(self, request: web.Request, body: Json, route: Route) -> web.StreamResponse:

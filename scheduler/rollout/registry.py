@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from rose.errors import WorkerError
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.worker import Worker, WorkerStatus
+from rose.scheduler.rollout.status import WorkerStatus
+from rose.scheduler.rollout.worker import Worker
 
 logger = logging.getLogger(__name__)
 

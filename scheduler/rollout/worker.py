@@ -1,25 +1,23 @@
 """One rollout engine as the router sees it.
 
-Owns: Worker (its health, load, speed, share, weights), the clock of what runs on it, the status it reports.
+Owns: Worker: its health, load, speed, share, weights.
 Promises: a worker that returns or stalled is on probation (one turn at a time) until it makes a token; what
 runs on a lost one is told at once.
 Never does: ask it (registry.py), place turns (policy.py), speak /v1 (attempt.py).
 """
 
-import asyncio
 import logging
-import math
 from collections import Counter
-from typing import Any, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
 from yarl import URL
 
-from rose.errors import WorkerError
 from rose.scheduler.rollout.borrowing import UsageWindow
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.speed import SpeedEstimate
+from rose.scheduler.rollout.status import WorkerStatus, parse_version
 from rose.scheduler.rollout.views import NOBODY, WorkerKind, WorkerView
+from rose.scheduler.rollout.watch import Watch
 from rose.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -29,96 +27,6 @@ _INTERVALS_PER_STALL = 4
 _GRACE_FOR_OWN_REPORT = 1.5
 _SMOOTHING = 0.2
 """Weight of the newest value in running means."""
-
-
-class GateStatus(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    mode: str = ""
-    admitted_steps: int = 0
-    declined_steps: int = 0
-
-
-class WorkerStatus(BaseModel):
-    """GET /rose/v1/status, as far as routing needs it. Unknown fields are kept and shown."""
-
-    model_config = ConfigDict(extra="allow")
-    model: str | None = None
-    weight_version: str | None = None
-    num_running: int = 0
-    num_waiting: int = 0
-    pressure: str | None = None
-    gate: GateStatus | None = None
-    is_active: bool = True
-    """False: its weights are off the GPU until the next rollout phase, and it refuses turns."""
-    serving_busy_s: float | None = None
-    """Seconds that serving's steps have taken on this GPU so far; None where no serving engine shares it."""
-    serving_kv_usage: float | None = None
-    """Serving's part of the GPU's KV memory, 0 to 1."""
-
-
-def parse_version(text: str | None) -> WeightVersion | None:
-    """'run/7' -> WeightVersion; None stays None.
-
-    Raises:
-        WorkerError: not of the form run/number.
-    """
-    if text is None:
-        return None
-    run_id, _, number = text.rpartition("/")
-    if not run_id or not number.isdigit():
-        raise WorkerError(f"weight version {text!r}: want RUN/NUMBER")
-    return WeightVersion(run_id=run_id, number=int(number))
-
-
-class Watch:
-    """The stall clock of something that runs on a worker; runs out at once when the worker is lost.
-
-    Use: `async with watch:` around it all, which raises TimeoutError, and `watch.allow(seconds)` whenever
-    there was progress: cheap, as the timer is not set anew each time.
-    """
-
-    def __init__(self, worker: "Worker") -> None:
-        self.worker = worker
-        self.is_lost = False
-        self._loop = asyncio.get_running_loop()
-        self._timeout = asyncio.timeout(None)
-        self._until = math.inf
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def __aenter__(self) -> Self:
-        await self._timeout.__aenter__()
-        self.worker.watches.add(self)
-        return self
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        self.worker.watches.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
-        await self._timeout.__aexit__(*exc_info)
-
-    def allow(self, seconds: float) -> None:
-        """So long from now until the time is out, whatever was allowed before."""
-        self._until = self._loop.time() + seconds
-        if self._timer is not None and self._timer.when() > self._until:
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._until, self._look)
-
-    def pause(self) -> None:
-        """No clock until the next allow()."""
-        self._until = math.inf
-
-    def _look(self) -> None:
-        self._timer = None
-        if self._loop.time() >= self._until:
-            self._timeout.reschedule(self._loop.time())
-        elif self._until < math.inf:
-            self._timer = self._loop.call_at(self._until, self._look)
-
-    def worker_lost(self) -> None:
-        self.is_lost = True
-        self._timeout.reschedule(self._loop.time())
 
 
 class Worker:

@@ -19,8 +19,9 @@ from rose.scheduler.rollout.placement import Place, Placement, Waiter, probably_
 from rose.scheduler.rollout.sessions import Held, SessionTable
 from rose.scheduler.rollout.sim.engine import Engine, Run
 from rose.scheduler.rollout.sim.scenario import Scenario, Step, busy_fractions, trajectories
+from rose.scheduler.rollout.status import WorkerStatus
 from rose.scheduler.rollout.views import DEFAULT_JOB, Policy, Turn, WorkerKind
-from rose.scheduler.rollout.worker import Worker, WorkerStatus
+from rose.scheduler.rollout.worker import Worker
 
 HEARTBEAT_S = 1.0
 _MIN_SHARE = 0.03

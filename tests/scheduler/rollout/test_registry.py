@@ -4,8 +4,9 @@ import pytest
 
 from rose.errors import WorkerError
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.status import GateStatus, WorkerStatus, parse_version
 from rose.scheduler.rollout.views import NOBODY, WorkerKind
-from rose.scheduler.rollout.worker import GateStatus, Worker, WorkerStatus, parse_version
+from rose.scheduler.rollout.worker import Worker
 from rose.types import WeightVersion
 
 CONFIG = RouterConfig()
