@@ -197,7 +197,7 @@ class Admin:
 
     async def metrics(self, _request: web.Request) -> web.Response:
         plane = self._plane
-        text = prometheus_text(plane.counters, plane.registry, plane.dispatcher)
+        text = prometheus_text(plane.counters, plane.registry, plane.dispatcher, plane.jobs)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 

@@ -230,6 +230,7 @@ async def test_rl_step_reaches_every_worker_and_the_counts_are_shown(start_route
         async with client.http.get(f"{client.router.url}/metrics") as response:
             text = await response.text()
         assert 'rose_router_turns_total{result="finished"} 1.0' in text
+        assert 'rose_router_job_tokens_total{job="default"} 5.0' in text
         assert f'rose_router_worker_tokens_total{{kind="dedicated",worker="{a.id}"}} 5.0' in text
 
 
