@@ -1,7 +1,7 @@
 """Session keys, the affinity table, fingerprints."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.scheduler.rollout.bodies import TokenIds
@@ -89,6 +89,7 @@ def test_fingerprints_stay_bounded_and_consistent(records: list[list[int]], boun
         assert prints.find(ids(*tokens, 9).prefix()) == str(index)
 
 
+@settings(max_examples=20)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=300, max_size=1500), min_size=1, max_size=6),
     st.integers(0, 1500),

@@ -106,8 +106,8 @@ def test_affinity_finds_prefixes_that_turnwise_placement_loses() -> None:
 
 def test_more_serving_gpus_make_a_phase_shorter() -> None:
     scenario = replace(SMALL, num_trajectories=96)
-    times = [simulate(scenario.with_serving(n), POLICIES["paper"](), 1).makespan_s for n in (0, 2, 6)]
-    assert times == sorted(times, reverse=True)
+    alone, helped = (simulate(scenario.with_serving(n), POLICIES["cost"](), 1).makespan_s for n in (0, 6))
+    assert helped < 0.8 * alone
 
 
 @pytest.mark.parametrize("tell", [lambda share: 1.0, lambda share: share])
