@@ -18,9 +18,9 @@ from rose.scheduler.rollout.bodies import Json, TokenIds, encode
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.events import Event, read_events
 from rose.scheduler.rollout.placement import Place
-from rose.scheduler.rollout.registry import openai_headers
 from rose.scheduler.rollout.resume import Chunk
-from rose.scheduler.rollout.worker import Watch
+from rose.scheduler.rollout.watch import Watch
+from rose.scheduler.rollout.wire import Answer, Wire
 from rose.types import StopReason, WeightVersion
 
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -78,9 +78,9 @@ class _Seen:
 class Attempt:
     """Runs once. Lives on the router's event loop."""
 
-    def __init__(self, place: Place, http: aiohttp.ClientSession, config: RouterConfig) -> None:
+    def __init__(self, place: Place, wire: Wire, config: RouterConfig) -> None:
         self._worker = place.worker
-        self._http = http
+        self._wire = wire
         self._config = config
         self._seen = _Seen()
         self._place = place
@@ -105,7 +105,7 @@ class Attempt:
             if watch.is_lost:
                 return Ending(kind=EndKind.LOST, detail=f"{name} was lost")
             return Ending(kind=EndKind.STALLED, detail=f"{name} made no token in time")
-        except (aiohttp.ClientError, ConnectionError) as error:
+        except OSError as error:
             return Ending(kind=EndKind.LOST, detail=f"{name}: {type(error).__name__}: {error}")
         except ValueError as error:
             return Ending(kind=EndKind.FAILED, detail=f"{name} sent no completion stream: {error}")
@@ -124,23 +124,22 @@ class Attempt:
 
     async def _run(self, watch: Watch, body: Json, take: Take) -> Ending:
         url = self._worker.completions_url
-        headers = {**openai_headers(self._config), **JSON_HEADERS}
         watch.allow(self._config.first_token_s)
-        response = await self._http.post(url, data=encode(body), headers=headers, timeout=STREAM_TIMEOUT)
+        answer = await self._wire.post(url, self._worker.openai_headers, encode(body))
         try:
-            if response.status != 200:
-                return error_ending(response.status, await response.text())
-            await self._read(watch, response, take)
+            if answer.status != 200:
+                return error_ending(answer.status, await answer.text())
+            await self._read(watch, answer, take)
         finally:
-            response.release()
+            self._wire.done(url, answer)
         return self._ending()
 
-    async def _read(self, watch: Watch, response: aiohttp.ClientResponse, take: Take) -> None:
+    async def _read(self, watch: Watch, answer: Answer, take: Take) -> None:
         allowance_s = self._config.first_token_s
         before: float | None = None
         began = time.monotonic()
         watch.allow(allowance_s)
-        async for event, prompt_token_ids in read_events(response.content):
+        async for event, prompt_token_ids in read_events(answer.pieces()):
             chunk = self._note(event, prompt_token_ids)
             if chunk is None:
                 continue

@@ -33,6 +33,7 @@ from rose.scheduler.rollout.resume import Chunk, must_restart
 from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
 from rose.scheduler.rollout.versions import VersionRule
 from rose.scheduler.rollout.views import Policy, Turn, WorkerKind
+from rose.scheduler.rollout.wire import Wire
 from rose.scheduler.rollout.worker import Worker
 from rose.types import WeightVersion
 
@@ -100,6 +101,7 @@ class DataPlane:
     def __init__(self, config: RouterConfig, http: aiohttp.ClientSession) -> None:
         self.config = config
         self.http = http
+        self.wire = Wire()
         self.counters = Counters()
         self.registry = Registry(config, http, self._workers_changed)
         self.jobs = JobTable(config)
@@ -240,7 +242,7 @@ class DataPlane:
             elif sink is not None and (chunk.token_ids or chunk.text):
                 await sink.chunk(single, chunk, model)
 
-        attempt, before = Attempt(place, self.http, self.config), generation.num_tokens
+        attempt, before = Attempt(place, self.wire, self.config), generation.num_tokens
         body = {**generation.next_body(), "request_id": f"{generation.request['request_id']}-{epoch}"}
         async with until(journey.route.deadline):
             ending = await attempt.run(body, take)

@@ -8,7 +8,6 @@ Never does: judge what an event means (attempt.py).
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from rose.scheduler.rollout.bodies import TokenIds, cut_ids
@@ -48,7 +47,7 @@ _END = b"\n\n"
 _PROMPT_KEY = b"prompt_token_ids"
 
 
-async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[Event, TokenIds | None]]:
+async def read_events(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[Event, TokenIds | None]]:
     """The events of a completion stream until [DONE], each with the prompt's ids if it carries them.
 
     Raises:
@@ -56,7 +55,7 @@ async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[Even
         ValueError: an event is not JSON of that shape.
     """
     pieces: list[bytes] = []  # of an event that has not ended: a long prompt's echo comes in many
-    async for data in content.iter_any():
+    async for data in stream:
         last = pieces[-1][-1:] if pieces else b""
         if _END not in data and last + data[:1] != _END:
             pieces.append(data)

@@ -67,6 +67,8 @@ class JobTable:
         self._job_idle_s = config.job_idle_s
         self._specs = dict(config.jobs)
         self._jobs: dict[str, Job] = {}
+        self.revision = 0
+        """Grows when a job comes, goes or gets other limits."""
 
     def __iter__(self) -> Iterator[Job]:
         return iter(list(self._jobs.values()))
@@ -76,6 +78,7 @@ class JobTable:
         job = self._jobs.get(name)
         if job is None:
             job = self._jobs[name] = Job(name, self._specs.get(name, JobSpec()), now)
+            self.revision += 1
         job.last_active = now
         return job
 
@@ -87,6 +90,7 @@ class JobTable:
         self._specs[name] = spec
         job = self.get(name, now)
         job.spec = spec
+        self.revision += 1
         return job
 
     def forget(self, name: str) -> None:
@@ -97,6 +101,7 @@ class JobTable:
                 f"job {name} has {max(job.in_flight, len(job.aborts))} requests; abort them first"
             )
         del self._jobs[name]
+        self.revision += 1
         self._specs.pop(name, None)
 
     def expire(self, queued: dict[str, int], now: float) -> None:
@@ -107,3 +112,4 @@ class JobTable:
                 job.last_active = now
             elif now - job.last_active > self._job_idle_s:
                 del self._jobs[name]
+                self.revision += 1

@@ -18,6 +18,8 @@ from rose.scheduler.rollout.sessions import Session
 from rose.scheduler.rollout.views import Policy, Turn, WorkerKind, WorkerView
 from rose.scheduler.rollout.worker import Worker
 
+_EXPIRE_EVERY_S = 1.0
+
 Members = Callable[[], Mapping[str, Worker]]
 
 
@@ -81,6 +83,7 @@ class Placement:
         self._jobs = jobs
         self._queue: FairQueue[Waiter] = FairQueue()
         self._lent_to: tuple[object, ...] = ()
+        self._expire_at = 0.0
         self.is_paused = False
         """Nothing is placed; what runs, runs on."""
 
@@ -108,8 +111,8 @@ class Placement:
         """A turn left its worker, having generated so many tokens there. Call pump() after it."""
         worker, job = place.worker, place.job
         assert worker.in_flight > 0, f"worker {worker.id} released more often than acquired"
-        worker.in_flight -= 1
         worker.tenants[job.name] -= 1
+        worker.in_flight -= 1
         job.in_flight -= 1
         place.end_prefill()
         self._queue.settle(job.name, num_tokens - place.cost)
@@ -132,24 +135,25 @@ class Placement:
     def _grant(self, waiter: Waiter, worker: Worker) -> None:
         missing_tokens = waiter.turn.missing_tokens(worker.id)
         ahead_tokens = worker.pending_prefill_tokens
-        worker.in_flight += 1
         worker.tenants[waiter.job.name] += 1
+        worker.in_flight += 1
         worker.pending_prefill_tokens += missing_tokens
         waiter.job.in_flight += 1
         waiter.settle(Place(worker, waiter.turn, waiter.job, waiter.cost, missing_tokens, ahead_tokens))
 
     def _lend(self, members: Mapping[str, Worker], now: float) -> None:
         """Assign the serving GPUs anew when a job or a worker came or went."""
-        self._jobs.expire(self._queue.lengths(), now)
-        serving = [worker for worker in members.values() if worker.spec.kind is WorkerKind.SERVING]
-        borrowers = [job.borrower() for job in self._jobs]
-        key = (*borrowers, *(worker.id for worker in serving))
+        if now >= self._expire_at:
+            self._jobs.expire(self._queue.lengths(), now)
+            self._expire_at = now + _EXPIRE_EVERY_S
+        key = (self._jobs.revision, *members)
         if key == self._lent_to:
             return
         self._lent_to = key
+        serving = [worker for worker in members.values() if worker.spec.kind is WorkerKind.SERVING]
         lendables = [Lendable(worker=w.id, gpus=w.spec.gpus, kv_usage=w.kv_usage.mean()) for w in serving]
         held = {worker.id: worker.owner for worker in serving if worker.owner is not None}
-        owners = assign(borrowers, lendables, held)
+        owners = assign([job.borrower() for job in self._jobs], lendables, held)
         for worker in serving:
             worker.owner = owners[worker.id]
 

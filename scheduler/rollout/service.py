@@ -74,6 +74,7 @@ class RunningRouter:
     async def _close(self) -> None:
         await self._runner.cleanup()
         await self.plane.registry.close()
+        self.plane.wire.close()
         await self._http.close()
 
 

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _INTERVALS_PER_STALL = 4
 """A worker's chunk has to come well within the stall time even when the gate slows its steps."""
 _GRACE_FOR_OWN_REPORT = 1.5
+_UNSEEN = frozenset(("_view", "last_seen", "num_tokens", "num_turns", "seconds_per_token", "problem"))
+"""What a policy doesn't see."""
 _SMOOTHING = 0.2
 """Weight of the newest value in running means."""
 
@@ -36,6 +38,9 @@ class Worker:
         self.spec = spec
         self.id = spec.id
         self.completions_url = URL(f"{spec.url}/v1/completions")
+        key = config.worker_api_key
+        self.openai_headers = f"Authorization: Bearer {key}\r\n".encode() if key is not None else b""
+        self._view: WorkerView | None = None
         self.cap = config.turns_per_gpu * spec.gpus
         self.is_alive = False
         self.is_active = True
@@ -69,6 +74,12 @@ class Worker:
         self._share: float | None = 1.0 if self._is_dedicated else None
         self._status_at = 0.0
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Whatever changes, the view is made anew: every decision asks for it, most often in vain."""
+        object.__setattr__(self, name, value)
+        if name not in _UNSEEN:
+            object.__setattr__(self, "_view", None)
+
     @property
     def is_eligible(self) -> bool:
         """On a serving GPU: no memory pressure, the gate lets steps through, nothing waits there already."""
@@ -80,6 +91,11 @@ class Worker:
         return (status.pressure or "").lower() != "pressure" and status.num_waiting == 0
 
     def view(self) -> WorkerView:
+        if self._view is None:
+            self._view = self._make_view()
+        return self._view
+
+    def _make_view(self) -> WorkerView:
         return WorkerView(
             id=self.id,
             kind=self.spec.kind,
@@ -121,10 +137,12 @@ class Worker:
         """
         self.num_tokens += num_tokens
         self.last_seen = now
-        self.is_on_probation = False
+        if self.is_on_probation:
+            self.is_on_probation = False
         if took_s is None:
             return
         per_token = took_s / num_tokens
+        self._view = None
         self.speed.saw_decode(per_token, self.in_flight, self._share if self._share is not None else 1.0)
         known = self.seconds_per_token
         self.seconds_per_token = (
@@ -133,6 +151,7 @@ class Worker:
 
     def prefilled(self, first_token_s: float, tokens: float) -> None:
         """A first token came; `tokens` were to prefill until then, those ahead of it included."""
+        self._view = None
         self.speed.saw_prefill(first_token_s, tokens, self._share if self._share is not None else 1.0)
 
     def found_cached(self, expected_tokens: float, cached_tokens: int) -> None:

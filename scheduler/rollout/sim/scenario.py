@@ -143,17 +143,19 @@ QWEN3_8B = Scenario(
     gpus_per_engine=1,
     num_trajectories=256,
     group_size=16,
-    speed=Speed(prefill_s_per_token=4.5e-5, step_s=0.009, step_s_per_turn=0.0009),
+    speed=Speed(prefill_s_per_token=1.0e-4, step_s=0.0077, step_s_per_turn=0.00153),
     kv_tokens=380_000,
-    serving_kv_tokens=120_000,
+    serving_kv_tokens=194_000,
     chunk_tokens=512,
     first_prompt_tokens=1_200,
-    turns=Spread(mean=9.0, sigma=0.6),
-    turn_tokens=Spread(mean=900.0, sigma=0.8),
-    reply_tokens=Spread(mean=220.0, sigma=0.4),
-    env_s=Spread(mean=3.0, sigma=0.8),
-    max_turns=30,
-    difficulty_sigma=0.3,
+    turns=Spread(mean=10.9, sigma=0.265),
+    turn_tokens=Spread(mean=945.0, sigma=0.41),
+    reply_tokens=Spread(mean=220.0, sigma=0.45),
+    env_s=Spread(mean=1.4, sigma=0.8),
+    max_turns=14,
+    traffic=Traffic(
+        mean_busy=0.32, gpu_spread=0.045, swing=0.10, memory_s=68.0, burst_every_s=167.0, burst_s=8.0
+    ),
 )
 """Qwen3-8B on FrozenLake: few turns that think long."""
 
@@ -164,16 +166,19 @@ QWEN3_32B = Scenario(
     gpus_per_engine=4,
     num_trajectories=1024,
     group_size=16,
-    speed=Speed(prefill_s_per_token=5.0e-5, step_s=0.012, step_s_per_turn=0.0003),
+    speed=Speed(prefill_s_per_token=3.3e-5, step_s=0.011, step_s_per_turn=0.0004),
     kv_tokens=850_000,
-    serving_kv_tokens=350_000,
+    serving_kv_tokens=492_000,
     chunk_tokens=512,
     first_prompt_tokens=2_000,
-    turns=Spread(mean=24.0, sigma=0.45),
-    turn_tokens=Spread(mean=260.0, sigma=0.7),
-    reply_tokens=Spread(mean=250.0, sigma=0.5),
-    env_s=Spread(mean=3.0, sigma=0.8),
-    max_turns=60,
-    difficulty_sigma=0.2,
+    turns=Spread(mean=30.2, sigma=0.29),
+    turn_tokens=Spread(mean=106.0, sigma=0.32),
+    reply_tokens=Spread(mean=127.0, sigma=0.45),
+    env_s=Spread(mean=4.9, sigma=0.8),
+    max_turns=36,
+    difficulty_sigma=0.21,
+    traffic=Traffic(
+        mean_busy=0.50, gpu_spread=0.21, swing=0.20, memory_s=86.0, burst_every_s=193.0, burst_s=14.0
+    ),
 )
-"""Qwen3-32B (TP4) on ALFWorld: many short turns over a growing context."""
+"""Qwen3-32B (TP4) on ALFWorld: many short turns over a growing context, on GPUs that serve very unevenly."""

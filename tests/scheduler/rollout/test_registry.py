@@ -142,4 +142,5 @@ def test_a_borrowed_worker_is_nobodys_while_its_former_jobs_turns_run() -> None:
     assert one.view().owner == NOBODY
     one.tenants["old"] -= 1
     one.tenants["new"] += 1
+    one.in_flight = 1
     assert one.view().owner == "new"
