@@ -16,6 +16,7 @@ import aiohttp
 
 from rose.scheduler.rollout.bodies import Json, TokenIds, encode
 from rose.scheduler.rollout.config import RouterConfig
+from rose.scheduler.rollout.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.events import Event, read_events
 from rose.scheduler.rollout.placement import Place
 from rose.scheduler.rollout.resume import Chunk
@@ -94,16 +95,22 @@ class Attempt:
         """As the worker counted this attempt's prompt; None until it has ended well."""
         return self._seen.prompt_tokens
 
-    async def run(self, body: Json, take: Take) -> Ending:
-        """Stream the request; `take(chunk, model)` is awaited for every chunk, outside of the stall clock."""
+    async def run(self, body: Json, take: Take, deadline: float) -> Ending:
+        """Stream the request; `take(chunk, model)` is awaited for every chunk, outside of the stall clock.
+
+        Raises:
+            DeadlineExceeded: `deadline` (monotonic time) passed first.
+        """
         name = self._worker.id
-        watch = Watch(self._worker)
+        watch = Watch(self._worker, deadline)
         try:
             async with watch:
                 return await self._run(watch, self._streaming(body), take)
         except TimeoutError:
             if watch.is_lost:
                 return Ending(kind=EndKind.LOST, detail=f"{name} was lost")
+            if watch.is_over:
+                raise DeadlineExceeded(f"the turn's time is over while {name} was generating") from None
             return Ending(kind=EndKind.STALLED, detail=f"{name} made no token in time")
         except OSError as error:
             return Ending(kind=EndKind.LOST, detail=f"{name}: {type(error).__name__}: {error}")

@@ -9,8 +9,7 @@ Never does: parse HTTP of clients (service.py), decide placement (policy.py).
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,7 +23,7 @@ from rose.scheduler.rollout.completions import Call, Single
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.cost import CostPolicy
 from rose.scheduler.rollout.counters import Counters
-from rose.scheduler.rollout.dispatch import DeadlineExceeded, Dispatcher
+from rose.scheduler.rollout.dispatch import Dispatcher
 from rose.scheduler.rollout.jobs import JobTable
 from rose.scheduler.rollout.placement import Place, probably_cached
 from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
@@ -244,8 +243,7 @@ class DataPlane:
 
         attempt, before = Attempt(place, self.wire, self.config), generation.num_tokens
         body = {**generation.next_body(), "request_id": f"{generation.request['request_id']}-{epoch}"}
-        async with until(journey.route.deadline):
-            ending = await attempt.run(body, take)
+        ending = await attempt.run(body, take, journey.route.deadline)
         if ending.kind is EndKind.FINISHED and attempt.prompt_tokens is not None:
             generation.num_prompt_tokens = attempt.prompt_tokens - before
         if attempt.cached_tokens is not None:
@@ -326,13 +324,3 @@ _CHARACTERS_PER_TOKEN = 4
 def _about_tokens(prompt: str | TokenIds) -> int:
     """A text's length in tokens is only known to the worker."""
     return prompt.about() if isinstance(prompt, TokenIds) else max(1, len(prompt) // _CHARACTERS_PER_TOKEN)
-
-
-@asynccontextmanager
-async def until(deadline: float) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded once `deadline` (monotonic time) is over."""
-    try:
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-            yield
-    except TimeoutError as error:
-        raise DeadlineExceeded("the turn's time is over while a worker was generating") from error

@@ -43,8 +43,7 @@ class Event(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(Event).decode
 _DATA = b"data:"
-_END = b"\n\n"
-_PROMPT_KEY = b"prompt_token_ids"
+_PROMPT_KEY = b'"prompt_token_ids"'
 
 
 async def read_events(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[Event, TokenIds | None]]:
@@ -54,13 +53,13 @@ async def read_events(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[Event
         ConnectionError: the stream broke off before [DONE].
         ValueError: an event is not JSON of that shape.
     """
-    pieces: list[bytes] = []  # of an event that has not ended: a long prompt's echo comes in many
+    pieces: list[bytes] = []  # of a line that has not ended: a long prompt's echo comes in many
+    has_prompt = False
     async for data in stream:
-        last = pieces[-1][-1:] if pieces else b""
-        if _END not in data and last + data[:1] != _END:
-            pieces.append(data)
+        pieces.append(data)
+        if b"\n" not in data:
             continue
-        *complete, rest = b"".join((*pieces, data)).split(_END)
+        *complete, rest = b"".join(pieces).split(b"\n")  # one event a line; JSON holds no bare line feed
         pieces = [rest] if rest else []
         for line in complete:
             if not line.startswith(_DATA):
@@ -68,7 +67,8 @@ async def read_events(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[Event
             if line.endswith(_DONE) and line[len(_DATA) :].strip() == _DONE:
                 return
             prompt_token_ids = None
-            if (cut := cut_ids(line, _PROMPT_KEY)) is not None:
+            if not has_prompt and (cut := cut_ids(line, _PROMPT_KEY, is_trusted=True)) is not None:
                 line, prompt_token_ids = cut
+                has_prompt = True
             yield _decode(memoryview(line)[len(_DATA) :]), prompt_token_ids
     raise ConnectionError("the stream broke off")

@@ -23,8 +23,10 @@ class Watch:
     there was progress: cheap, as the timer is not set anew each time.
     """
 
-    def __init__(self, worker: Watched) -> None:
+    def __init__(self, worker: Watched, deadline: float = math.inf) -> None:
+        """`deadline`: monotonic time at which it runs out whatever is allowed."""
         self.worker = worker
+        self.deadline = deadline
         self.is_lost = False
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
@@ -44,7 +46,7 @@ class Watch:
 
     def allow(self, seconds: float) -> None:
         """So long from now until the time is out, whatever was allowed before."""
-        self._until = self._loop.time() + seconds
+        self._until = min(self._loop.time() + seconds, self.deadline)
         if self._timer is not None and self._timer.when() > self._until:
             self._timer.cancel()
             self._timer = None
@@ -52,8 +54,13 @@ class Watch:
             self._timer = self._loop.call_at(self._until, self._look)
 
     def pause(self) -> None:
-        """No clock until the next allow()."""
-        self._until = math.inf
+        """No clock but the deadline until the next allow()."""
+        self._until = self.deadline
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._loop.time() >= self.deadline
 
     def _look(self) -> None:
         self._timer = None

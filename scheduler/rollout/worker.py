@@ -7,6 +7,7 @@ Never does: ask it (registry.py), place turns (policy.py), speak /v1 (attempt.py
 """
 
 import logging
+import math
 from collections import Counter
 from typing import Any
 
@@ -27,6 +28,8 @@ _INTERVALS_PER_STALL = 4
 _GRACE_FOR_OWN_REPORT = 1.5
 _UNSEEN = frozenset(("_view", "last_seen", "num_tokens", "num_turns", "seconds_per_token", "problem"))
 """What a policy doesn't see."""
+_SHARE_MEMORY_S = 15.0
+"""About a turn's length: a turn gets the mean of its time, not the share of its first second."""
 _SMOOTHING = 0.2
 """Weight of the newest value in running means."""
 
@@ -195,8 +198,11 @@ class Worker:
             return  # a first report, or one of an engine that began anew
         left = 1.0 - (status.serving_busy_s - before) / (now - self._status_at)
         left = min(1.0, max(0.0, left))
-        known = self._share
-        self._share = left if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * left
+        if self._share is None:
+            self._share = left
+        else:
+            weight = 1.0 - math.exp(-(now - self._status_at) / _SHARE_MEMORY_S)
+            self._share += weight * (left - self._share)
 
     def seen(self, now: float) -> None:
         self.last_seen = now

@@ -108,7 +108,7 @@ def test_the_share_is_what_servings_steps_left_and_goes_stale() -> None:
     view = one.view()
     assert view.share == pytest.approx(0.6)
     assert view.share_until == 1.0 + CONFIG.telemetry_max_age_s
-    for second in range(2, 40):
+    for second in range(2, 100):
         one.take_status(status(serving_busy_s=5.4 + 0.1 * (second - 1)), float(second))
     assert one.view().share == pytest.approx(0.9, abs=0.01)
 
