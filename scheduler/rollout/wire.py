@@ -38,6 +38,7 @@ class Answer(asyncio.Protocol):
         self._num_bytes = 0
         self._is_held_back = False
         self._has_head = False
+        self._keeps_alive = False
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -83,7 +84,7 @@ class Answer(asyncio.Protocol):
 
     @property
     def can_be_kept(self) -> bool:
-        return self.is_complete and self._failure is None and bool(self._parser.should_keep_alive())
+        return self.is_complete and self._keeps_alive and self._failure is None
 
     def close(self) -> None:
         if self._transport is not None:
@@ -144,6 +145,7 @@ class Answer(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.is_complete = self.status >= 200
+        self._keeps_alive = bool(self._parser.should_keep_alive())  # afterwards the parser has forgotten it
 
 
 class Wire:

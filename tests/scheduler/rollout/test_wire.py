@@ -1,4 +1,4 @@
-"""The turns' own HTTP: answers cut anywhere, connections kept or not, servers that break off or talk nonsense."""
+"""The turns' own HTTP: answers cut anywhere, connections kept or not, servers that break off."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +17,7 @@ Reply = Callable[[int], list[bytes]]
 
 
 class Server:
-    """Answers the n-th request with `reply(n)`'s pieces, one write each; `closes`: the connection after it."""
+    """Answers the n-th request with `reply(n)`'s pieces, one write each, then closes if it `closes`."""
 
     def __init__(self, reply: Reply, closes: bool) -> None:
         self._reply = reply
@@ -38,7 +38,7 @@ class Server:
                     await asyncio.sleep(0)
                 if self._closes:
                     break
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass
         finally:
             self.num_ended += 1
