@@ -169,7 +169,9 @@ class Wire:
         return answer
 
     async def _connection(self, url: URL) -> Answer:
-        idle = self._idle.get((url.host, url.port), [])
+        host, port = url.host, url.port
+        assert host is not None and port is not None, f"WorkerSpec lets no {url} pass"
+        idle = self._idle.get((host, port), [])
         while idle:
             if (answer := idle.pop()).is_usable:
                 return answer
@@ -177,7 +179,7 @@ class Wire:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, made = await asyncio.get_running_loop().create_connection(
-                    Answer, url.host, url.port, ssl=True if url.scheme == "https" else None
+                    Answer, host, port, ssl=True if url.scheme == "https" else None
                 )
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {_CONNECT_S:g} s") from error
