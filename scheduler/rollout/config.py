@@ -153,7 +153,8 @@ def _first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        is_worker = error.title == WorkerSpec.__name__ or len(first["loc"]) > 1
-        known = WorkerSpec.model_fields if is_worker else RouterConfig.model_fields
+        is_worker = error.title == WorkerSpec.__name__ or first["loc"][0] == "workers"
+        kind = WorkerSpec if is_worker else JobSpec if first["loc"][0] == "jobs" else RouterConfig
+        known = RouterConfig.model_fields if len(first["loc"]) == 1 and not is_worker else kind.model_fields
         return f"{key}: unknown key; known: {', '.join(known)}"
     return f"{key}: {first['msg']} (got {first['input']!r})"

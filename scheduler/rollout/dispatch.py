@@ -79,17 +79,18 @@ class Dispatcher:
             self._give_back(granted)
             raise
         finally:
-            self._placement.withdraw(waiter)
+            if not _has_place(granted):  # who has one has left the queue, which may be long
+                self._placement.withdraw(waiter)
 
     def _check_bound(self, job: Job, is_continuation: bool) -> None:
         limit = job.spec.max_queued if job.spec.max_queued is not None else self._max_queued_per_job
-        waiting = self.queued_by_job().get(job.name, 0)
+        waiting = self._placement.num_waiting(job.name)
         if waiting >= limit and not is_continuation:
             raise QueueFull(f"job {job.name} has {waiting} turns waiting, at most {limit}")
 
     def _give_back(self, granted: asyncio.Future[Place]) -> None:
         """The waiter left; if it had been granted a place in the same moment, free it."""
-        if granted.done() and not granted.cancelled() and granted.exception() is None:
+        if _has_place(granted):
             self.release(granted.result())
 
     def release(self, place: Place, num_tokens: int = 0) -> None:
@@ -119,6 +120,10 @@ class Dispatcher:
         """Select each job's serving GPUs by their usage of late."""
         self._placement.lend_anew(self._clock())
         self.pump()
+
+
+def _has_place(granted: asyncio.Future[Place]) -> bool:
+    return granted.done() and not granted.cancelled() and granted.exception() is None
 
 
 def _resolve(granted: asyncio.Future[Place], outcome: Place | NoWorkerError) -> None:

@@ -91,6 +91,10 @@ class Placement:
     def num_queued(self) -> int:
         return len(self._queue)
 
+    def num_waiting(self, job: str) -> int:
+        """Turns in one job's queue."""
+        return self._queue.length(job)
+
     def queued_by_job(self) -> dict[str, int]:
         return self._queue.lengths()
 

@@ -336,7 +336,13 @@ def test_worker_flags_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "problem"),
-    [({"prot": 1}, "prot: unknown key"), ({"port": 99999}, "port"), ({"policy": "random"}, "policy")],
+    [
+        ({"jobs": {"a": {"wait": 1}}}, "jobs.a.wait: unknown key; known: weight"),
+        ({"jobs": {"a": {"weight": 0}}}, "jobs.a.weight"),
+        ({"prot": 1}, "prot: unknown key"),
+        ({"port": 99999}, "port"),
+        ({"policy": "random"}, "policy"),
+    ],
 )
 def test_a_bad_setting_is_named(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"f.yaml: {problem}"):
