@@ -64,20 +64,27 @@ Result = TypeVar("Result")
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    figures = [_decision(2_000 if args.quick else 20_000)]
-    rng = random.Random(args.seed)
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cpus[:-1] or cpus)
-    with _stub(num_chunks=4) as worker, _router(worker, cpus[-1]) as (router, process):
+    try:
+        return _measure(args, cpus[-1])
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
+    figures = [_decision(2_000 if args.quick else 20_000)]
+    rng = random.Random(args.seed)
+    with _stub(num_chunks=4) as worker, _router(worker, cpu) as (router, process):
         figures += _latencies(router, worker, rng, 150 if args.quick else 1_500)
         ours = _cpu_per_request(Target(url=router), process, rng, args.quick)
     peers: dict[str, dict[str, float | None]] = {name: {} for name in BODIES}
     for spec in args.peer:
-        for name, value in _peer(spec, cpus[-1], rng, args.quick).items():
+        for name, value in _peer(spec, cpu, rng, args.quick).items():
             peers[name][spec.partition("=")[0].partition(",")[0]] = value
     figures += [_cpu_figure(name, values, peers[name]) for name, values in ours.items()]
-    figures += _streams(cpus[-1], args.quick)
-    return [*figures, _fairness(args.quick)]
+    figures += _streams(cpu, args.quick)
+    return [*figures, _fairness(cpu, args.quick)]
 
 
 # Processes ------------------------------------------------------------------------------------------------
@@ -321,7 +328,7 @@ def _decision(count: int) -> Figure:
     )
 
 
-def _fairness(is_quick: bool) -> Figure:
+def _fairness(cpu: int, is_quick: bool) -> Figure:
     """Two jobs, one with ten times the requests, equal weights: tokens each got while both had work."""
     offered = {"big": 200, "small": 20}
     rounds = 3 if is_quick else 10
