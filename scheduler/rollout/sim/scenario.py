@@ -4,12 +4,12 @@ Owns: the parameters and the two scenarios of the paper, and how trajectories ar
 Promises: a scenario and a seed give the same trajectories and the same traffic, whatever the policy.
 Never does: simulate (loop.py).
 
-The fit. Known from ROSE (§6, Table 3, Appendices A and E): GPUs, tensor parallelism, batch, group size, cap.
-From the hardware (H800: 3.35 TB/s, bf16 at about half of its peak): prefill and decode times, within a factor of
-two. Free, and fitted to Table 3 and Figure 14 (a random search on three seeds, then by hand for 32B): turns and
-tokens per trajectory, environment times, the traffic's shape. Other values fit as well, so what depends on them
-(the gain of `cost`) is only as good as the guess; benchmarks/bench_routing.py prints how near the fit comes, on
-other seeds, and the gain over serving's load.
+The fit. Known from ROSE (§6, Table 3, Appendices A and E): GPUs, tensor parallelism, batch, group size,
+cap. From the hardware (H800: 3.35 TB/s, bf16 at about half of its peak): prefill and decode times, within a
+factor of two. Free, and fitted to Table 3 and Figure 14 (a random search on three seeds, then by hand for
+32B): turns and tokens per trajectory, environment times, the traffic's shape. Other values fit as well, so
+what depends on them (the gain of `cost`) is only as good as the guess; benchmarks/bench_routing.py prints how
+near the fit comes, on other seeds, and the gain over serving's load.
 """
 
 import math
