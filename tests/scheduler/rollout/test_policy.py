@@ -167,7 +167,7 @@ def test_cost_policy_weighs_prefix_backlog_batch_and_share(
     assert CostPolicy().pick(turn, workers, NOW) == picked
 
 
-@pytest.mark.parametrize("unknown", [{"share": None}, {"speed": None}, {"share_until": NOW}])
+@pytest.mark.parametrize("unknown", [{"share": None}, {"share_until": NOW}])
 def test_cost_policy_is_the_papers_while_telemetry_is_missing_or_stale(unknown: dict[str, object]) -> None:
     turn = Turn(session="t", affine="a", prompt_tokens=100, expected_tokens=100)
     workers = [known("a", 9), known("b"), known("c", **unknown)]
@@ -192,3 +192,14 @@ def test_turns_that_are_alike_find_a_place_together_or_not_at_all(policy: Policy
         is_placed = policy.pick(turn, workers, NOW) is not None
         found.setdefault(policy.likeness(turn, NOW), set()).add(is_placed)
     assert all(len(outcomes) == 1 for outcomes in found.values())
+
+
+def test_a_worker_of_unknown_speed_counts_as_the_slowest_and_none_known_means_paper() -> None:
+    slow = Speed(prefill_s_per_token=2e-4, step_s=0.02, step_s_per_turn=0.001)
+    turn = Turn(session="t", affine="a", prompt_tokens=100, expected_tokens=100)
+    assert CostPolicy().pick(turn, [known("a", 9), known("b", speed=None)], NOW) == "b"
+    assert (
+        CostPolicy().pick(turn, [known("a", 2), known("b", speed=None), known("c", 15, speed=slow)], NOW)
+        == "a"
+    )
+    assert CostPolicy().pick(turn, [known("a", 9, speed=None), known("b", speed=None)], NOW) == "a"
