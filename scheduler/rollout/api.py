@@ -21,11 +21,12 @@ from rose.scheduler.rollout.bodies import BadRequest, Json, encode, parse
 from rose.scheduler.rollout.checks import Checks
 from rose.scheduler.rollout.completions import Call, Completions, Single
 from rose.scheduler.rollout.config import RouterConfig
-from rose.scheduler.rollout.dataplane import DataPlane, Route
+from rose.scheduler.rollout.dataplane import DataPlane
 from rose.scheduler.rollout.errors import BodyTooSlow, Conflict, error_event, http_status
 from rose.scheduler.rollout.formats import Format, SglangGenerate, TokenGenerate
 from rose.scheduler.rollout.guard import Guard, Handler
 from rose.scheduler.rollout.inflight import IDEMPOTENCY_HEADER, InFlight, Reply
+from rose.scheduler.rollout.journey import Route
 from rose.scheduler.rollout.passthrough import Passthrough
 from rose.scheduler.rollout.registry import openai_headers
 from rose.scheduler.rollout.resume import Chunk

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import aiohttp
@@ -25,6 +24,7 @@ from rose.scheduler.rollout.cost import CostPolicy
 from rose.scheduler.rollout.counters import Counters
 from rose.scheduler.rollout.dispatch import Dispatcher
 from rose.scheduler.rollout.jobs import JobTable
+from rose.scheduler.rollout.journey import Journey, Refused, Route
 from rose.scheduler.rollout.placement import Place, probably_cached
 from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
 from rose.scheduler.rollout.registry import Registry
@@ -51,39 +51,6 @@ _WORKERS_FAULT = (EndKind.STALLED, EndKind.LOST, EndKind.FAILED)
 _YIELDS = (EndKind.RECLAIMED, EndKind.ENGINE_STALL)
 """The GPU's serving side needs it: no new turns before the next heartbeat says otherwise."""
 _COUNTED_FAILURES = (EndKind.LOST, EndKind.FAILED)
-
-
-class Refused(RoseError):
-    """A worker found fault with the request; its answer goes to the client as it is."""
-
-    def __init__(self, status: int, body: str) -> None:
-        super().__init__(f"worker answered {status}: {body[:200]}")
-        self.status = status
-        self.body = body
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """What the client's headers say about how to route a call."""
-
-    job: str
-    explicit_session: str | None
-    run_id: str | None
-    deadline: float
-
-
-@dataclass(slots=True, kw_only=True)
-class Journey:
-    """One request's tries so far: what to keep away from, how often workers failed it."""
-
-    session: str
-    route: Route
-    prompt_tokens: int = 0
-    """Of its next attempt, about."""
-    max_tokens: int | None = None
-    avoid_until: dict[str, float] = field(default_factory=dict)
-    num_failures: int = 0
-    num_attempts: int = 0
 
 
 POLICIES: Mapping[str, Callable[..., Policy]] = {

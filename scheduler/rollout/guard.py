@@ -17,8 +17,8 @@ from aiohttp import web
 from rose.errors import RoseError
 from rose.scheduler.rollout.bodies import BadRequest, encode
 from rose.scheduler.rollout.config import RouterConfig
-from rose.scheduler.rollout.dataplane import Refused
 from rose.scheduler.rollout.errors import error_body, http_status
+from rose.scheduler.rollout.journey import Refused
 
 logger = logging.getLogger(__name__)
 

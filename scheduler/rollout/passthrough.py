@@ -21,9 +21,10 @@ from rose.scheduler.rollout.attempt import (
     salted,
 )
 from rose.scheduler.rollout.bodies import Json, encode
-from rose.scheduler.rollout.dataplane import DataPlane, Journey, Route
+from rose.scheduler.rollout.dataplane import DataPlane
 from rose.scheduler.rollout.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.errors import error_event
+from rose.scheduler.rollout.journey import Journey, Route
 from rose.scheduler.rollout.registry import openai_headers
 from rose.scheduler.rollout.watch import Watch
 from rose.scheduler.rollout.worker import Worker
