@@ -1,8 +1,8 @@
 """Placement by cost: where does this turn finish soonest, counting what it does to the others there?
 
 Owns: the score and its fallback.
-Promises: pure; without a fresh share of every worker in question it is the paper's policy, because a score
-with a wrong share may lose to it (bench_routing.py).
+Promises: pure; without a fresh share of every worker in question it is the paper's policy, because a score is
+worth no more than the share in it.
 Never does: estimate speeds, shares or cached tokens (speed.py, worker.py, sessions.py).
 """
 
