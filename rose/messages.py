@@ -45,6 +45,10 @@ class WorkerStatus(BaseModel):
     cuts: int
     generated_tokens: int
     busy_s: float
+    serving_busy_s: float | None = None
+    """Seconds that serving's steps took on the shared GPU since the pool began; None without a pool."""
+    serving_kv_usage: float | None = None
+    """Serving's part of the pool's slabs, 0 to 1."""
     is_active: bool
     """Whether the weights are on the device; an inactive engine refuses turns with 503."""
     activated_at_s: float

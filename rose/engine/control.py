@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
-from rose.admission.board import announce_arrival
+from rose.admission.board import announce_arrival, snapshot
 from rose.admission.profile import load_measured_profile
 from rose.config import Settings
 from rose.engine.activation import INACTIVE, Activation
@@ -43,13 +43,8 @@ class EngineControl:
         """Held while weights change, leave or return, and while the engine is profiled."""
         size = describe_pool(settings.pool) if settings.pool is not None else None
         self._slab_bytes = size.slab_bytes * size.num_shards if size is not None else 0
-        # Kept open: the board's page is mapped through it.
-        self._pool = (
-            PoolClient.observe(settings.pool)
-            if settings.pool is not None and settings.role is Role.SERVING
-            else None
-        )
-        self._board = self._pool.board_words if self._pool is not None else None
+        # Kept open: the board and the ledger are mapped through it.
+        self._pool = PoolClient.observe(settings.pool) if settings.pool is not None else None
         host = Settings.from_environment()
         self._profile_dir = host.profile_dir
         self._page = StatusPage(page_path(host.runtime_dir, settings.engine_id), create=False)
@@ -69,7 +64,7 @@ class EngineControl:
         return self._settings.role
 
     def status(self) -> WorkerStatus:
-        get = self._page.get
+        get, pool = self._page.get, self._pool
         return WorkerStatus(
             role=self._settings.role,
             model=self._model,
@@ -97,6 +92,8 @@ class EngineControl:
             cuts=get(Field.CUTS),
             generated_tokens=get(Field.GENERATED_TOKENS),
             busy_s=get(Field.BUSY_NS) / 1e9,
+            serving_busy_s=snapshot(pool.board_words).serving.busy_s if pool is not None else None,
+            serving_kv_usage=pool.ledger.serving_used_slabs / pool.num_slabs if pool is not None else None,
             is_active=self._activation.is_active,
             activated_at_s=self._activation.activated_at_s,
             device_weights_bytes=self._activation.weights_bytes,
@@ -187,5 +184,5 @@ class EngineControl:
 
     def announce_arrival(self) -> None:
         """Tell a waiting serving scheduler that a request is on its way through this front end."""
-        if self._board is not None:
-            announce_arrival(self._board)
+        if self._pool is not None and self._settings.role is Role.SERVING:
+            announce_arrival(self._pool.board_words)

@@ -1,4 +1,4 @@
-"""The operator's side: workers at run time, RL steps, status, metrics.
+"""The operator's side: workers and jobs at run time, weight versions, RL steps, status, metrics.
 
 Owns: /workers, /admin/*, /metrics.
 Promises: the admin key, where set, is asked on /workers and /admin.
@@ -6,73 +6,167 @@ Never does: hand a worker's own routes through; it calls them itself where neede
 """
 
 import asyncio
-import json
+import time
+from typing import TypeVar
 
 import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rose.scheduler.rollout.config import WorkerSpec
+from rose.messages import RlStep
+from rose.scheduler.rollout.bodies import BadRequest
+from rose.scheduler.rollout.config import JobSpec, WorkerSpec
 from rose.scheduler.rollout.counters import prometheus_text
 from rose.scheduler.rollout.dataplane import DataPlane
-from rose.scheduler.rollout.passthrough import error_body
-from rose.scheduler.rollout.registry import Worker, rose_headers
+from rose.scheduler.rollout.errors import Conflict, NotFound
+from rose.scheduler.rollout.guard import Guard
+from rose.scheduler.rollout.registry import rose_headers
+from rose.scheduler.rollout.versions import VersionMode, VersionRule
+from rose.scheduler.rollout.worker import Worker
 
 _RL_STEP_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
+Message = TypeVar("Message", bound=BaseModel)
 
-class RlStep(BaseModel):
+
+class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    step: int = Field(ge=0)
+
+
+class JobName(_Body):
+    """Body of pause, resume and abort; without a job it means all."""
+
+    job: str | None = None
+
+
+class VersionChange(_Body):
+    mode: VersionMode
+    max_lag: int = Field(default=1, ge=0)
 
 
 class Admin:
-    def __init__(self, plane: DataPlane) -> None:
+    def __init__(self, plane: DataPlane, guard: Guard) -> None:
         self._plane = plane
+        self._guard = guard
 
     def add_routes(self, app: web.Application) -> None:
-        app.router.add_get("/workers", self.list_workers)
-        app.router.add_post("/workers", self.add_worker)
-        app.router.add_delete("/workers/{worker_id}", self.remove_worker)
-        app.router.add_get("/admin/status", self.status)
-        app.router.add_post("/admin/rl_step", self.rl_step)
-        app.router.add_get("/metrics", self.metrics)
+        router = app.router
+        router.add_get("/workers", self.list_workers)
+        router.add_post("/workers", self.add_worker)
+        router.add_delete("/workers/{worker_id}", self.remove_worker)
+        router.add_post("/workers/{worker_id}/drain", self.drain_worker)
+        router.add_get("/admin/status", self.status)
+        router.add_post("/admin/rl_step", self.rl_step)
+        router.add_get("/admin/jobs", self.list_jobs)
+        router.add_put("/admin/jobs/{job}", self.change_job)
+        router.add_delete("/admin/jobs/{job}", self.forget_job)
+        router.add_post("/admin/pause", self.pause)
+        router.add_post("/admin/resume", self.resume)
+        router.add_post("/admin/abort", self.abort)
+        router.add_get("/admin/version", self.show_version)
+        router.add_put("/admin/version", self.change_version)
+        router.add_post("/admin/drain", self.drain)
+        router.add_get("/metrics", self.metrics)
+
+    # Workers ----------------------------------------------------------------------------------------------
 
     async def list_workers(self, _request: web.Request) -> web.Response:
         return web.json_response({"workers": self._plane.status()["workers"]})
 
     async def add_worker(self, request: web.Request) -> web.Response:
+        spec = await _read(request, WorkerSpec)
+        registry, run_id = self._plane.registry, self._plane.config.run_id
         try:
-            spec = WorkerSpec.model_validate(await request.json())
-            worker = self._plane.registry.add(spec)
-        except (ValidationError, json.JSONDecodeError) as error:
-            return web.json_response(error_body(400, f"want {{url, kind, gpus}}: {error}"), status=400)
+            worker = registry.add(spec)
         except ValueError as error:
-            return web.json_response(error_body(409, str(error)), status=409)
-        return web.json_response({"id": worker.id}, status=201)
+            raise Conflict(str(error)) from error
+        await registry.beat(worker)
+        version = worker.weight_version
+        if run_id is not None and version is not None and version.run_id != run_id:
+            registry.remove(worker.id)
+            raise Conflict(f"worker {worker.id} has weights {version}; this router's run is {run_id}")
+        return web.json_response({"id": worker.id, "alive": worker.is_alive}, status=201)
 
     async def remove_worker(self, request: web.Request) -> web.Response:
+        worker = self._worker(request)
+        self._plane.registry.remove(worker.id)
+        return web.json_response({"removed": worker.id})
+
+    async def drain_worker(self, request: web.Request) -> web.Response:
+        """No new turns for it; what runs there ends in its own time."""
+        worker = self._worker(request)
+        worker.is_draining = True
+        return web.json_response({"draining": worker.id, "in_flight": worker.in_flight})
+
+    def _worker(self, request: web.Request) -> Worker:
         worker_id = request.match_info["worker_id"]
+        worker = self._plane.registry.get(worker_id)
+        if worker is None:
+            raise NotFound(f"no worker {worker_id}")
+        return worker
+
+    # Jobs ---------------------------------------------------------------------------------------------------
+
+    async def list_jobs(self, _request: web.Request) -> web.Response:
+        return web.json_response({"jobs": self._plane.job_status()})
+
+    async def change_job(self, request: web.Request) -> web.Response:
+        """Give a job other limits."""
+        name = request.match_info["job"]
+        job = self._plane.jobs.change(name, await _read(request, JobSpec), time.monotonic())
+        self._plane.dispatcher.pump()
+        return web.json_response({name: job.as_json(0)})
+
+    async def forget_job(self, request: web.Request) -> web.Response:
+        """A job has ended: its serving GPUs are free at once."""
+        name = request.match_info["job"]
         try:
-            self._plane.registry.remove(worker_id)
-        except KeyError:
-            return web.json_response(error_body(404, f"no worker {worker_id}"), status=404)
-        return web.json_response({"removed": worker_id})
+            self._plane.jobs.forget(name)
+        except KeyError as error:
+            raise NotFound(f"no job {name}") from error
+        except ValueError as error:
+            raise Conflict(str(error)) from error
+        self._plane.dispatcher.pump()
+        return web.json_response({"forgotten": name})
 
-    async def status(self, _request: web.Request) -> web.Response:
-        return web.json_response(self._plane.status())
+    async def pause(self, request: web.Request) -> web.Response:
+        """Place no new turns; those that run go on."""
+        return await self._set_paused(request, is_paused=True)
 
-    async def metrics(self, _request: web.Request) -> web.Response:
-        plane = self._plane
-        text = prometheus_text(plane.counters, plane.registry, plane.dispatcher)
-        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    async def resume(self, request: web.Request) -> web.Response:
+        return await self._set_paused(request, is_paused=False)
+
+    async def _set_paused(self, request: web.Request, *, is_paused: bool) -> web.Response:
+        name = (await _read(request, JobName)).job
+        if name is None:
+            self._plane.dispatcher.pause(is_paused)
+        else:
+            self._plane.jobs.get(name, time.monotonic()).is_paused = is_paused
+            self._plane.dispatcher.pump()
+        return web.json_response({"job": name, "paused": is_paused})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """End all requests of a job, or of all jobs; their clients get 409."""
+        name = (await _read(request, JobName)).job
+        return web.json_response({"job": name, "aborted": self._plane.abort(name)})
+
+    # Weights ----------------------------------------------------------------------------------------
+
+    async def show_version(self, _request: web.Request) -> web.Response:
+        rule, workers = self._plane.versions, self._plane.registry.workers()
+        held = {w.id: str(w.weight_version) if w.weight_version is not None else None for w in workers}
+        return web.json_response({"mode": rule.mode.value, "max_lag": rule.max_lag, "workers": held})
+
+    async def change_version(self, request: web.Request) -> web.Response:
+        """Which weights turns may run on from now on."""
+        change = await _read(request, VersionChange)
+        self._plane.set_versions(VersionRule(mode=change.mode, max_lag=change.max_lag))
+        return await self.show_version(request)
 
     async def rl_step(self, request: web.Request) -> web.Response:
         """Tell all live workers that a new RL step begins: they recompute their budgets (ROSE §4.1)."""
-        try:
-            step = RlStep.model_validate(await request.json())
-        except (ValidationError, json.JSONDecodeError) as error:
-            return web.json_response(error_body(400, f'want {{"step": n}}: {error}'), status=400)
+        step = await _read(request, RlStep)
+        self._plane.dispatcher.lend_anew()
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
         results = await asyncio.gather(*(self._send_step(worker, step) for worker in workers))
         answers = {worker.id: result for worker, result in zip(workers, results, strict=True)}
@@ -90,3 +184,30 @@ class Admin:
                 return "ok" if response.status == 200 else f"answered {response.status}"
         except (aiohttp.ClientError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
+
+    # The router itself ------------------------------------------------------------------------------
+
+    async def drain(self, _request: web.Request) -> web.Response:
+        """Refuse new requests from now on; the process goes on until it is stopped."""
+        self._guard.is_draining = True
+        return web.json_response({"draining": True, "queued": self._plane.dispatcher.num_queued})
+
+    async def status(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._plane.status())
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        plane = self._plane
+        text = prometheus_text(plane.counters, plane.registry, plane.dispatcher, plane.jobs)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def _read(request: web.Request, kind: type[Message]) -> Message:
+    """The request's body as a message; an empty body is an empty object. Raises: BadRequest."""
+    data = await request.read()
+    try:
+        return kind.model_validate_json(data or b"{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        fields = ", ".join(kind.model_fields)
+        raise BadRequest(f"{key or 'body'}: {first['msg']}; want {{{fields}}}") from error

@@ -1,58 +1,50 @@
 """HTTP in front of the data plane.
 
-Owns: the client's routes, keys, error answers, drain.
+Owns: the clients' routes.
 Promises: only the routes listed here and in admin.py exist, so a worker's /rose/v1 and RL routes can't be
 reached through the router.
-Never does: routing decisions.
+Never does: routing decisions, keys and error answers (guard.py).
 """
 
 import asyncio
-import hmac
-import json
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable
 
 import aiohttp
 from aiohttp import web
 
-from rose.errors import NoWorkerError, RoseError, WorkerError
+from rose.errors import NoWorkerError, RoseError
 from rose.scheduler.rollout import completions
 from rose.scheduler.rollout.admin import Admin
-from rose.scheduler.rollout.completions import BadRequest, Call, Single
+from rose.scheduler.rollout.bodies import BadRequest, Json, encode, parse
+from rose.scheduler.rollout.checks import Checks
+from rose.scheduler.rollout.completions import Call, Completions, Single
 from rose.scheduler.rollout.config import RouterConfig
-from rose.scheduler.rollout.dataplane import DataPlane, Refused, Route
-from rose.scheduler.rollout.dispatch import DeadlineExceeded, QueueFull
-from rose.scheduler.rollout.passthrough import Passthrough, error_body, error_event
-from rose.scheduler.rollout.policy import VersionGone
+from rose.scheduler.rollout.dataplane import DataPlane
+from rose.scheduler.rollout.errors import BodyTooSlow, Conflict, error_event, http_status
+from rose.scheduler.rollout.formats import Format, SglangGenerate, TokenGenerate
+from rose.scheduler.rollout.guard import Guard, Handler
+from rose.scheduler.rollout.inflight import IDEMPOTENCY_HEADER, InFlight, Reply
+from rose.scheduler.rollout.journey import Route
+from rose.scheduler.rollout.passthrough import Passthrough
 from rose.scheduler.rollout.registry import openai_headers
-from rose.scheduler.rollout.resume import Chunk, Json
+from rose.scheduler.rollout.resume import Chunk
 from rose.scheduler.rollout.sessions import explicit_key
+from rose.scheduler.rollout.views import DEFAULT_JOB
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-_MAX_BODY_BYTES = 256 * 2**20
-_RETRY_AFTER_S = 1
-_WHOLE_PATHS = ("/v1/chat/completions", "/v1/chat/completions/render", "/inference/v1/generate")
+_FORMATS: dict[str, Format] = {
+    "/v1/completions": Completions(),
+    "/inference/v1/generate": TokenGenerate(),
+    "/generate": SglangGenerate(),
+}
+_WHOLE_PATHS = ("/v1/chat/completions", "/v1/chat/completions/render")
 _QUESTION_PATHS = ("/tokenize", "/detokenize")
 _JOB_HEADER = "X-Rose-Job"
 _RUN_HEADER = "X-Rose-Run"
 _TIMEOUT_HEADER = "X-Rose-Timeout-S"
-
-
-def http_status(error: RoseError | BadRequest) -> int:
-    """The status a client gets for an error of ours."""
-    statuses: tuple[tuple[type[Exception], int], ...] = (
-        (BadRequest, 400),
-        (VersionGone, 409),
-        (QueueFull, 429),
-        (WorkerError, 502),
-        (NoWorkerError, 503),
-        (DeadlineExceeded, 504),
-    )
-    return next((status for kind, status in statuses if isinstance(error, kind)), 500)
 
 
 class Service:
@@ -60,62 +52,44 @@ class Service:
         self._config = config
         self._plane = plane
         self._passthrough = Passthrough(plane)
-        self._is_draining = False
-        self._num_active = 0
+        self._checks = Checks(plane.registry)
+        self._guard = Guard(config)
+        self._in_flight = InFlight()
 
     def build_app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
+        app = web.Application(
+            client_max_size=self._config.max_body_bytes, middlewares=[self._guard.middleware]
+        )
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
-        app.router.add_post("/v1/completions", self.complete)
+        for path, shape in _FORMATS.items():
+            app.router.add_post(path, self._generating(shape))
         for path in _WHOLE_PATHS:
             app.router.add_post(path, self.forward)
         for path in _QUESTION_PATHS:
             app.router.add_post(path, self.ask)
-        Admin(self._plane).add_routes(app)
+        Admin(self._plane, self._guard).add_routes(app)
         return app
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keys, drain, and our errors as HTTP answers."""
-        if not self._is_allowed(request):
-            return web.json_response(error_body(401, "wrong or missing key in Authorization"), status=401)
-        if self._is_draining and request.method == "POST":
-            return _error_response(503, "the router is shutting down")
-        self._num_active += 1
-        try:
-            return await handler(request)
-        except Refused as refused:
-            return web.Response(text=refused.body, status=refused.status, content_type="application/json")
-        except (RoseError, BadRequest) as error:
-            return _error_response(http_status(error), str(error))
-        finally:
-            self._num_active -= 1
-
-    def _is_allowed(self, request: web.Request) -> bool:
-        if request.path in ("/health", "/metrics"):
-            return True
-        is_admin = request.path.startswith(("/admin", "/workers"))
-        key = self._config.admin_key if is_admin else self._config.api_key
-        if key is None:
-            return True
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), key.encode())
+    async def drain(self) -> None:
+        """Refuse new work and wait for what is in flight, at most `drain_s`."""
+        await self._guard.drain()
 
     async def health(self, _request: web.Request) -> web.Response:
         workers = self._plane.registry.workers()
         num_alive = sum(worker.is_alive for worker in workers)
-        is_up = num_alive > 0 and not self._is_draining
+        is_up = num_alive > 0 and not self._guard.is_draining
         return web.json_response({"workers": len(workers), "alive": num_alive}, status=200 if is_up else 503)
+
+    # Questions that any worker can answer without generating ---------------------------------------------
 
     async def models(self, request: web.Request) -> web.Response:
         return await self._ask_any(request, "GET", None)
 
     async def ask(self, request: web.Request) -> web.Response:
-        return await self._ask_any(request, "POST", await request.read())
+        return await self._ask_any(request, "POST", await self._read(request))
 
     async def _ask_any(self, request: web.Request, method: str, body: bytes | None) -> web.Response:
-        """A question that any worker can answer without generating."""
         alive = sorted((w for w in self._plane.registry.workers() if w.is_alive), key=lambda w: w.in_flight)
         for worker in alive:
             url = f"{worker.spec.url}{request.path}"
@@ -133,38 +107,62 @@ class Service:
                 )
         raise NoWorkerError(f"none of {len(self._plane.registry.workers())} workers answers")
 
+    # Turns --------------------------------------------------------------------------------------------------
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The whole body. Raises: BodyTooSlow."""
+        if request.content.is_eof():  # the common case: it came with its head, and needs no clock
+            return await request.read()
+        try:
+            async with asyncio.timeout(self._config.body_s):
+                return await request.read()
+        except TimeoutError as error:
+            raise BodyTooSlow(f"the body did not arrive within {self._config.body_s:g} s") from error
+
     def _route(self, request: web.Request, body: Json) -> Route:
         given = request.headers.get(_TIMEOUT_HEADER)
-        try:
-            seconds = (
-                min(float(given), self._config.deadline_s) if given is not None else self._config.deadline_s
-            )
-        except ValueError as error:
-            raise BadRequest(f"{_TIMEOUT_HEADER}: want seconds, got {given!r}") from error
         return Route(
-            job=request.headers.get(_JOB_HEADER, "default"),
+            job=request.headers.get(_JOB_HEADER, DEFAULT_JOB),
             explicit_session=explicit_key(request.headers, body),
             run_id=request.headers.get(_RUN_HEADER),
-            deadline=time.monotonic() + seconds,
+            deadline=time.monotonic() + min(_seconds(given), self._config.deadline_s),
         )
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
-        body = await _json_body(request)
+        body = parse(await self._read(request))
+        await self._checks.model(body.get("model"))
         return await self._passthrough.forward(request, body, self._route(request, body))
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        body = await _json_body(request)
-        route = self._route(request, body)
-        if not completions.can_stream(body):
-            return await self._passthrough.forward(request, body, route)
-        call = completions.fan_out(body)
-        if call.wants_stream:
-            return await self._complete_streaming(request, call, route)
-        model = await self._plane.complete(call, route, None)
-        return web.json_response(completions.answer(call, model))
+    def _generating(self, shape: Format) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            data = await self._read(request)
+            body = parse(data, shape.ids_key)
+            await self._checks.model(body.get("model"))
+            route = self._route(request, body)
+            if isinstance(shape, Completions) and not completions.can_stream(body):
+                return await self._passthrough.forward(request, body, route)
+            call = shape.call(body)
+            self._checks.lengths(call)
+            given = request.headers.get(IDEMPOTENCY_HEADER)
+            key = f"{request.path} {given}" if given is not None else None
+            if call.wants_stream:
+                if key is not None and key in self._in_flight:
+                    raise Conflict(f"{IDEMPOTENCY_HEADER} {given} is in flight; a stream can't be shared")
+                return await self._stream(request, shape, call, route)
 
-    async def _complete_streaming(self, request: web.Request, call: Call, route: Route) -> web.StreamResponse:
-        sink = _EventStream(request, call)
+            async def work() -> Reply:
+                model = await self._plane.complete(call, route, None)
+                return Reply(encode(shape.answer(call, model)))
+
+            reply = await self._in_flight.run(key, data, work)
+            return reply.response()
+
+        return handle
+
+    async def _stream(
+        self, request: web.Request, shape: Format, call: Call, route: Route
+    ) -> web.StreamResponse:
+        sink = _EventStream(request, shape, call)
         try:
             model = await self._plane.complete(call, route, sink)
         except RoseError as error:
@@ -172,25 +170,18 @@ class Service:
                 raise
             await sink.answer.write(error_event(http_status(error), str(error)))
             return sink.answer
-        if (usage := completions.stream_usage(call, model)) is not None:
+        if (usage := shape.stream_usage(call, model)) is not None:
             await sink.send(usage)
-        await sink.answer.write(b"data: [DONE]\n\n")
+        await sink.answer.write(shape.end)
         return sink.answer
-
-    async def drain(self) -> None:
-        """Refuse new work and wait for what is in flight, at most `drain_s`."""
-        self._is_draining = True
-        until = time.monotonic() + self._config.drain_s
-        while self._num_active and time.monotonic() < until:
-            await asyncio.sleep(0.05)
-        logger.info("drained left=%d", self._num_active)
 
 
 class _EventStream:
     """A client's event stream; begins with the first event, so that an error before it has its own status."""
 
-    def __init__(self, request: web.Request, call: Call) -> None:
+    def __init__(self, request: web.Request, shape: Format, call: Call) -> None:
         self._request = request
+        self._shape = shape
         self._call = call
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         self.answer = web.StreamResponse(headers=headers)
@@ -198,25 +189,21 @@ class _EventStream:
     async def send(self, event: Json) -> None:
         if not self.answer.prepared:
             await self.answer.prepare(self._request)
-        await self.answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await self.answer.write(b"data: %b\n\n" % encode(event))
 
     async def chunk(self, single: Single, chunk: Chunk, model: str | None) -> None:
-        await self.send(completions.stream_chunk(self._call, single, chunk, model))
+        await self.send(self._shape.stream_chunk(self._call, single, chunk, model))
 
     async def end(self, single: Single, model: str | None) -> None:
-        await self.send(completions.stream_end(self._call, single, model))
+        await self.send(self._shape.stream_end(self._call, single, model))
 
 
-async def _json_body(request: web.Request) -> Json:
+def _seconds(given: str | None) -> float:
+    """The client's timeout; infinity for none. Raises: BadRequest."""
     try:
-        body = await request.json()
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("the body is not a JSON object")
-    return body
-
-
-def _error_response(status: int, message: str) -> web.Response:
-    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status in (429, 503) else None
-    return web.json_response(error_body(status, message), status=status, headers=headers)
+        seconds = float(given) if given is not None else math.inf
+    except ValueError as error:
+        raise BadRequest(f"{_TIMEOUT_HEADER}: want seconds, got {given!r}") from error
+    if not seconds > 0:
+        raise BadRequest(f"{_TIMEOUT_HEADER}: want more than 0 seconds, got {given!r}")
+    return seconds

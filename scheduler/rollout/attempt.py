@@ -1,27 +1,31 @@
 """One attempt: a single request streamed from one worker, watched for progress.
 
-Owns: the connection to the worker, the stall clock, reading vLLM's event stream.
+Owns: the connection to the worker, the stall clock, what an attempt's end means.
 Promises: an attempt always ends with one Ending; a stream not read to its end is closed by then, so
 vLLM drops the request.
 Never does: choose workers, try again, merge.
 """
 
 import hashlib
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 import aiohttp
 
+from rose.scheduler.rollout.bodies import Json, TokenIds, encode
 from rose.scheduler.rollout.config import RouterConfig
-from rose.scheduler.rollout.registry import Watch, Worker, openai_headers
-from rose.scheduler.rollout.resume import Chunk, Json
+from rose.scheduler.rollout.dispatch import DeadlineExceeded
+from rose.scheduler.rollout.events import Event, read_events
+from rose.scheduler.rollout.placement import Place
+from rose.scheduler.rollout.resume import Chunk
+from rose.scheduler.rollout.watch import Watch
+from rose.scheduler.rollout.wire import Answer, Wire
 from rose.types import StopReason, WeightVersion
 
+JSON_HEADERS = {"Content-Type": "application/json"}
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-_DONE = b"[DONE]"
 _BUSY_STATUSES = (429, 503)
 _REQUEST_TIMEOUT = 408
 
@@ -65,39 +69,53 @@ class _Seen:
 
     model: str | None = None
     cached_tokens: int | None = None
+    prompt_tokens: int | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error: Json | None = None
+    error: object = None
     num_tokens: int = 0
 
 
 class Attempt:
     """Runs once. Lives on the router's event loop."""
 
-    def __init__(self, worker: Worker, http: aiohttp.ClientSession, config: RouterConfig) -> None:
-        self._worker = worker
-        self._http = http
+    def __init__(self, place: Place, wire: Wire, config: RouterConfig) -> None:
+        self._worker = place.worker
+        self._wire = wire
         self._config = config
         self._seen = _Seen()
+        self._place = place
 
     @property
     def cached_tokens(self) -> int | None:
         return self._seen.cached_tokens
 
-    async def run(self, body: Json, take: Take) -> Ending:
-        """Stream the request; `take(chunk, model)` is awaited for every chunk, outside of the stall clock."""
+    @property
+    def prompt_tokens(self) -> int | None:
+        """As the worker counted this attempt's prompt; None until it has ended well."""
+        return self._seen.prompt_tokens
+
+    async def run(self, body: Json, take: Take, deadline: float) -> Ending:
+        """Stream the request; `take(chunk, model)` is awaited for every chunk, outside of the stall clock.
+
+        Raises:
+            DeadlineExceeded: `deadline` (monotonic time) passed first.
+        """
         name = self._worker.id
-        with Watch(self._worker) as watch:
-            try:
+        watch = Watch(self._worker, deadline)
+        try:
+            async with watch:
                 return await self._run(watch, self._streaming(body), take)
-            except TimeoutError:
-                if watch.is_lost:
-                    return Ending(kind=EndKind.LOST, detail=f"{name} was lost")
-                return Ending(kind=EndKind.STALLED, detail=f"{name} made no token in time")
-            except (aiohttp.ClientError, ConnectionError) as error:
-                return Ending(kind=EndKind.LOST, detail=f"{name}: {type(error).__name__}: {error}")
-            except ValueError as error:
-                return Ending(kind=EndKind.FAILED, detail=f"{name} sent no completion stream: {error}")
+        except TimeoutError:
+            if watch.is_lost:
+                return Ending(kind=EndKind.LOST, detail=f"{name} was lost")
+            if watch.is_over:
+                raise DeadlineExceeded(f"the turn's time is over while {name} was generating") from None
+            return Ending(kind=EndKind.STALLED, detail=f"{name} made no token in time")
+        except OSError as error:
+            return Ending(kind=EndKind.LOST, detail=f"{name}: {type(error).__name__}: {error}")
+        except ValueError as error:
+            return Ending(kind=EndKind.FAILED, detail=f"{name} sent no completion stream: {error}")
 
     def _streaming(self, body: Json) -> Json:
         interval = self._worker.stream_interval(self._config)
@@ -112,60 +130,70 @@ class Attempt:
         }
 
     async def _run(self, watch: Watch, body: Json, take: Take) -> Ending:
-        url = f"{self._worker.spec.url}/v1/completions"
-        headers = openai_headers(self._config)
-        async with watch.allow(self._config.first_token_s):
-            response = await self._http.post(url, json=body, headers=headers, timeout=STREAM_TIMEOUT)
+        url = self._worker.completions_url
+        watch.allow(self._config.first_token_s)
+        answer = await self._wire.post(url, self._worker.openai_headers, encode(body))
         try:
-            if response.status != 200:
-                async with watch.allow(self._config.first_token_s):
-                    return error_ending(response.status, await response.text())
-            await self._read(watch, response, take)
+            if answer.status != 200:
+                return error_ending(answer.status, await answer.text())
+            await self._read(watch, answer, take)
         finally:
-            response.release()
+            self._wire.done(url, answer)
         return self._ending()
 
-    async def _read(self, watch: Watch, response: aiohttp.ClientResponse, take: Take) -> None:
-        events = read_events(response.content)
+    async def _read(self, watch: Watch, answer: Answer, take: Take) -> None:
         allowance_s = self._config.first_token_s
         before: float | None = None
-        while True:
-            async with watch.allow(allowance_s):
-                event = await anext(events, None)
-            if event is None:
-                return
-            chunk = self._note(event)
+        began = time.monotonic()
+        watch.allow(allowance_s)
+        async for event, prompt_token_ids in read_events(answer.pieces()):
+            chunk = self._note(event, prompt_token_ids)
             if chunk is None:
                 continue
             if chunk.token_ids:
                 now = time.monotonic()
                 took_s = now - before if before is not None else None
+                if before is None:
+                    self._place.first_token(now - began)
                 self._worker.made_tokens(len(chunk.token_ids), now, took_s)
                 allowance_s, before = self._worker.stall_allowance_s(self._config), now
                 self._seen.num_tokens += len(chunk.token_ids)
+            watch.pause()
             await take(chunk, self._seen.model)
+            watch.allow(allowance_s)
 
-    def _note(self, event: Json) -> Chunk | None:
+    def _note(self, event: Event, prompt_token_ids: TokenIds | None) -> Chunk | None:
         seen = self._seen
-        if "error" in event:
-            seen.error = event["error"]
+        if event.error is not None:
+            seen.error = event.error
             return None
-        seen.model = event.get("model", seen.model)
-        if (details := (event.get("usage") or {}).get("prompt_tokens_details")) is not None:
-            seen.cached_tokens = details.get("cached_tokens")
-        if not event.get("choices"):
+        if event.model is not None:
+            seen.model = event.model
+        if event.usage is not None:
+            seen.prompt_tokens = event.usage.prompt_tokens
+            if event.usage.prompt_tokens_details is not None:
+                seen.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+        if not event.choices:
             return None
-        chunk = Chunk.from_choice(event["choices"][0])
-        if chunk.finish_reason is not None:
-            seen.finish_reason, seen.stop_reason = chunk.finish_reason, chunk.stop_reason
-        return chunk
+        choice = event.choices[0]
+        if choice.finish_reason is not None:
+            seen.finish_reason, seen.stop_reason = choice.finish_reason, choice.stop_reason
+        return Chunk(
+            text=choice.text or "",
+            token_ids=choice.token_ids or (),
+            logprobs=choice.logprobs,
+            prompt_token_ids=prompt_token_ids,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
 
     def _ending(self) -> Ending:
         seen = self._seen
         if seen.error is not None:
             # After the first token it can't be the client's mistake, whatever the code says.
-            status = int(seen.error.get("code") or 500) if seen.num_tokens == 0 else 500
-            return error_ending(status, json.dumps({"error": seen.error}))
+            code = seen.error.get("code") if isinstance(seen.error, dict) else None
+            status = code if isinstance(code, int) and seen.num_tokens == 0 else 500
+            return error_ending(status, encode({"error": seen.error}).decode())
         if seen.finish_reason is None:
             # vLLM swallows the finish of a request that was aborted before its first token.
             return Ending(kind=EndKind.RECLAIMED, detail=f"{self._worker.id} gave no finish")
@@ -207,25 +235,3 @@ def error_ending(status: int, detail: str) -> Ending:
     else:
         kind = EndKind.FAILED
     return Ending(kind=kind, detail=detail, status=status)
-
-
-async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[Json]:
-    """The JSON events of a server-sent event stream, until [DONE].
-
-    Raises:
-        ConnectionError: the stream broke off before [DONE].
-        ValueError: an event is not JSON.
-    """
-    buffer = bytearray()
-    async for data in content.iter_any():
-        buffer += data
-        while (end := buffer.find(b"\n\n")) >= 0:
-            line = bytes(buffer[:end]).strip()
-            del buffer[: end + 2]
-            payload = line.removeprefix(b"data:").strip()
-            if not line.startswith(b"data:"):
-                continue
-            if payload == _DONE:
-                return
-            yield json.loads(payload)
-    raise ConnectionError("the stream broke off")

@@ -11,13 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rose.scheduler.rollout.resume import Accumulated, Chunk, Json, text_offsets
+from rose.scheduler.rollout.bodies import BadRequest, Json, TokenIds
+from rose.scheduler.rollout.resume import Accumulated, Chunk, text_offsets
 
 _WHOLE_ONLY = ("use_beam_search", "echo", "prompt_embeds", "kv_transfer_params", "ec_transfer_params")
-
-
-class BadRequest(ValueError):
-    """The client's body can't be understood; answered 400."""
 
 
 def can_stream(body: Mapping[str, Any]) -> bool:
@@ -25,7 +22,7 @@ def can_stream(body: Mapping[str, Any]) -> bool:
     return not any(body.get(name) for name in _WHOLE_ONLY) and body.get("prompt_logprobs") is None
 
 
-def split_prompts(prompt: object) -> list[str | list[int]]:
+def split_prompts(prompt: object) -> list[str | TokenIds]:
     """A string, token ids, or a list of either -> a list of single prompts.
 
     Raises:
@@ -33,11 +30,13 @@ def split_prompts(prompt: object) -> list[str | list[int]]:
     """
     if isinstance(prompt, str) and prompt:
         return [prompt]
+    if isinstance(prompt, TokenIds) and not prompt.is_empty:
+        return [prompt]
     if isinstance(prompt, list) and prompt:
         if _are_ids(prompt):
-            return [prompt]
+            return [TokenIds.of(prompt)]
         if all((isinstance(p, str) and p) or (_are_ids(p) and p) for p in prompt):
-            return prompt
+            return [p if isinstance(p, str) else TokenIds.of(p) for p in prompt]
     raise BadRequest("prompt: want a string, a list of token ids, or a list of either; none of them empty")
 
 
@@ -50,7 +49,7 @@ class Single:
     """One prompt, n = 1: the unit that is routed."""
 
     index: int
-    prompt: str | list[int]
+    prompt: str | TokenIds
     generation: Accumulated
 
 
@@ -61,6 +60,8 @@ class Call:
     body: Mapping[str, Any]
     n: int
     singles: Sequence[Single]
+    is_batch: bool = False
+    """Asked for as a list of prompts, or n above 1."""
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -68,13 +69,19 @@ class Call:
     def wants_stream(self) -> bool:
         return bool(self.body.get("stream"))
 
+    @property
+    def wants_usage(self) -> bool:
+        return bool((self.body.get("stream_options") or {}).get("include_usage"))
 
-def fan_out(body: Mapping[str, Any]) -> Call:
+
+def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
     """Split a call into single requests, choices in vLLM's order (prompt-major).
 
     Seeds: child i of a seeded call gets seed + i, as in vLLM. An unseeded child stays unseeded: a generator
     per request slows vLLM's sampler. So engines behind one router need seeds of their own (rose serve gives
     each one), or siblings spread over them could be equal.
+
+    `shown_id`: what the answer is named; workers get a name of ours, as two clients' could be equal.
 
     Raises:
         BadRequest: prompt, n, max_tokens or seed is malformed.
@@ -93,23 +100,35 @@ def fan_out(body: Mapping[str, Any]) -> Call:
         seed = {"seed": body["seed"] + child} if body.get("seed") is not None else {}
         request = {**base, **seed, "prompt": prompt, "request_id": f"{call_id}-{index}"}
         singles.append(Single(index=index, prompt=prompt, generation=Accumulated(request=request)))
-    return Call(body=body, n=n, singles=singles, id=f"cmpl-{call_id}")
+    name = shown_id if isinstance(shown_id, str) and shown_id else f"cmpl-{call_id}"
+    is_batch = n > 1 or isinstance(body.get("prompt"), list)
+    return Call(body=body, n=n, singles=singles, is_batch=is_batch, id=name)
 
 
 def _envelope(call: Call, model: str | None) -> Json:
     return {"id": call.id, "object": "text_completion", "created": call.created, "model": model}
 
 
-def _usage(call: Call) -> Json:
-    prompt_tokens = sum(len(s.generation.prompt_token_ids or ()) for s in call.singles[:: call.n])
-    completion_tokens = sum(s.generation.num_tokens for s in call.singles)
-    cached = [s.generation.cached_tokens for s in call.singles if s.generation.cached_tokens is not None]
+def usage_of(call: Call, singles: Sequence[Single] | None = None) -> Json:
+    """OpenAI's usage of a call, or of some of its single requests. A prompt counts once, whatever n."""
+    of = call.singles if singles is None else singles
+    prompts = of[:: call.n] if singles is None else of
+    prompt_tokens = sum(_prompt_tokens(s.generation) for s in prompts)
+    completion_tokens = sum(s.generation.num_tokens for s in of)
+    cached = [s.generation.cached_tokens for s in of if s.generation.cached_tokens is not None]
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
     }
+
+
+def _prompt_tokens(generation: Accumulated) -> int:
+    if generation.num_prompt_tokens is not None:
+        return generation.num_prompt_tokens
+    ids = generation.prompt_token_ids  # its worker's count was lost with the finish
+    return ids.count() if ids is not None else 0
 
 
 def _choice(single: Single, returns_ids: bool) -> Json:
@@ -128,42 +147,47 @@ def _choice(single: Single, returns_ids: bool) -> Json:
     }
 
 
-def answer(call: Call, model: str | None) -> Json:
-    """The plain JSON answer of a finished call."""
-    returns_ids = bool(call.body.get("return_token_ids"))
-    choices = [_choice(single, returns_ids) for single in call.singles]
-    return {**_envelope(call, model), "choices": choices, "usage": _usage(call)}
+class Completions:
+    """OpenAI's /v1/completions as vLLM has it. See formats.Format."""
 
+    ids_key = "prompt"
+    end = b"data: [DONE]\n\n"
 
-def stream_chunk(call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
-    """The streamed event for a chunk that was just added to the single's generation."""
-    generation = single.generation
-    choice: Json = {"index": single.index, "text": chunk.text, "logprobs": None, "finish_reason": None}
-    choice["stop_reason"] = None
-    if chunk.logprobs is not None:
-        tokens = chunk.logprobs["tokens"]
-        start = generation.num_printed - sum(len(token) for token in tokens)
-        choice["logprobs"] = {**chunk.logprobs, "text_offset": text_offsets(tokens, start)}
-    if call.body.get("return_token_ids"):
-        choice["token_ids"] = list(chunk.token_ids)
-        if generation.num_tokens == len(chunk.token_ids):
-            choice["prompt_token_ids"] = generation.prompt_token_ids
-    return {**_envelope(call, model), "choices": [choice]}
+    def call(self, body: Json) -> Call:
+        return fan_out(body)
 
+    def answer(self, call: Call, model: str | None) -> Json:
+        returns_ids = bool(call.body.get("return_token_ids"))
+        choices = [_choice(single, returns_ids) for single in call.singles]
+        return {**_envelope(call, model), "choices": choices, "usage": usage_of(call)}
 
-def stream_end(call: Call, single: Single, model: str | None) -> Json:
-    """The event that finishes one choice."""
-    generation = single.generation
-    choice: Json = {"index": single.index, "text": "", "logprobs": None}
-    choice |= {"finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
-    choice["rose"] = generation.provenance()
-    if call.body.get("return_token_ids"):
-        choice["token_ids"] = []
-    return {**_envelope(call, model), "choices": [choice]}
+    def stream_chunk(self, call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
+        """The event for a chunk that was just added to the single's generation."""
+        generation = single.generation
+        choice: Json = {"index": single.index, "text": chunk.text, "logprobs": None, "finish_reason": None}
+        choice["stop_reason"] = None
+        if chunk.logprobs is not None:
+            tokens = chunk.logprobs["tokens"]
+            start = generation.num_printed - sum(len(token) for token in tokens)
+            choice["logprobs"] = {**chunk.logprobs, "text_offset": text_offsets(tokens, start)}
+        if call.body.get("return_token_ids"):
+            choice["token_ids"] = list(chunk.token_ids)
+            if generation.num_tokens == len(chunk.token_ids):
+                choice["prompt_token_ids"] = generation.prompt_token_ids
+        return {**_envelope(call, model), "choices": [choice]}
 
+    def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
+        """The event that finishes one choice."""
+        generation = single.generation
+        choice: Json = {"index": single.index, "text": "", "logprobs": None}
+        choice |= {"finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
+        choice["rose"] = generation.provenance()
+        if call.body.get("return_token_ids"):
+            choice["token_ids"] = []
+        return {**_envelope(call, model), "choices": [choice]}
 
-def stream_usage(call: Call, model: str | None) -> Json | None:
-    """The usage event, if the client asked for one."""
-    if not (call.body.get("stream_options") or {}).get("include_usage"):
-        return None
-    return {**_envelope(call, model), "choices": [], "usage": _usage(call)}
+    def stream_usage(self, call: Call, model: str | None) -> Json | None:
+        """The usage event, if the client asked for one."""
+        if not call.wants_usage:
+            return None
+        return {**_envelope(call, model), "choices": [], "usage": usage_of(call)}

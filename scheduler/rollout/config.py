@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rose.config import Settings
 from rose.errors import ConfigError
-from rose.scheduler.rollout.policy import VersionMode, WorkerKind
+from rose.scheduler.rollout.versions import VersionMode
+from rose.scheduler.rollout.views import WorkerKind
 
 
 class _Settings(BaseModel):
@@ -41,6 +42,15 @@ class WorkerSpec(_Settings):
         return urlsplit(self.url).netloc
 
 
+class JobSpec(_Settings):
+    """What one RL job may have."""
+
+    weight: float = Field(default=1.0, gt=0, description="its part of the generated tokens under contention")
+    max_in_flight: int | None = Field(default=None, ge=1, description="concurrent turns")
+    max_serving_gpus: int | None = Field(default=None, ge=0, description="N_serving (ROSE §4)")
+    max_queued: int | None = Field(default=None, ge=1, description="instead of max_queued_per_job")
+
+
 class RouterConfig(_Settings):
     """Everything a user can set. Times are in seconds."""
 
@@ -48,13 +58,18 @@ class RouterConfig(_Settings):
     port: int = Field(default=8100, ge=0, le=65535, description="0: any free port")
     workers: tuple[WorkerSpec, ...] = ()
 
-    policy: str = Field(default="paper", pattern="^(paper|pinned)$")
+    policy: str = Field(default="paper", pattern="^(paper|cost|turnwise|pinned)$")
+    run_id: str | None = Field(default=None, description="only workers with weights of this training run")
     version_mode: VersionMode = VersionMode.LATEST
     max_lag: int = Field(default=1, ge=0, description="for version_mode max-lag")
     turns_per_gpu: int = Field(default=16, ge=1, description="concurrent turns on one GPU (ROSE §4.3)")
     max_sessions: int = Field(default=65536, ge=1)
     max_fingerprints: int = Field(default=8192, ge=1)
 
+    jobs: dict[str, JobSpec] = Field(default_factory=dict, description="limits by X-Rose-Job")
+    job_idle_s: float = Field(default=60.0, gt=0, description="a job without work gives its GPUs back then")
+    max_body_bytes: int = Field(default=256 * 2**20, ge=1024, description="larger bodies are answered 413")
+    body_s: float = Field(default=60.0, gt=0, description="time for a client's body to arrive; then 408")
     max_queued_per_job: int = Field(default=4096, ge=1, description="more are answered 429")
     deadline_s: float = Field(default=3600.0, gt=0, description="a turn's time, queueing included; then 504")
     stall_s: float = Field(default=2.0, gt=0, description="no token for so long: reroute (ROSE §4.3)")
@@ -65,6 +80,9 @@ class RouterConfig(_Settings):
 
     heartbeat_s: float = Field(default=0.5, gt=0)
     lost_after_s: float = Field(default=3.0, gt=0, description="no sign of life for so long: dead")
+    telemetry_max_age_s: float = Field(default=2.0, gt=0, description="older shares: paper instead of cost")
+    kv_window_s: float = Field(default=3600.0, gt=0, description="window of serving's KV usage (ROSE §4)")
+    lease_s: float = Field(default=10.0, ge=0, description="serving GPUs keep prefix KV so long (ROSE §4.1)")
     drain_s: float = Field(default=30.0, ge=0, description="time for turns in flight on SIGTERM")
 
     api_key: str | None = Field(default=None, description="asked of clients on /v1")
@@ -117,7 +135,8 @@ def _first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        is_worker = error.title == WorkerSpec.__name__ or len(first["loc"]) > 1
-        known = WorkerSpec.model_fields if is_worker else RouterConfig.model_fields
+        is_worker = error.title == WorkerSpec.__name__ or first["loc"][0] == "workers"
+        kind = WorkerSpec if is_worker else JobSpec if first["loc"][0] == "jobs" else RouterConfig
+        known = RouterConfig.model_fields if len(first["loc"]) == 1 and not is_worker else kind.model_fields
         return f"{key}: unknown key; known: {', '.join(known)}"
     return f"{key}: {first['msg']} (got {first['input']!r})"

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from rose.scheduler.rollout.dispatch import Dispatcher
+from rose.scheduler.rollout.jobs import JobTable
 from rose.scheduler.rollout.registry import Registry
 
 
@@ -47,8 +48,11 @@ class Counters:
 
 
 class _RouterCollector(Collector):
-    def __init__(self, counters: Counters, registry: Registry, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, counters: Counters, registry: Registry, dispatcher: Dispatcher, jobs: JobTable
+    ) -> None:
         self._counters = counters
+        self._jobs = jobs
         self._registry = registry
         self._dispatcher = dispatcher
 
@@ -65,7 +69,16 @@ class _RouterCollector(Collector):
         for job, length in self._dispatcher.queued_by_job().items():
             queued.add_metric([job], length)
         yield queued
+        yield from self._by_job()
         yield from self._workers()
+
+    def _by_job(self) -> Iterable[Metric]:
+        tokens = CounterMetricFamily("rose_router_job_tokens", "Tokens generated.", labels=["job"])
+        in_flight = GaugeMetricFamily("rose_router_job_in_flight", "Turns on workers.", labels=["job"])
+        for job in self._jobs:
+            tokens.add_metric([job.name], job.num_tokens)
+            in_flight.add_metric([job.name], job.in_flight)
+        yield from (tokens, in_flight)
 
     def _workers(self) -> Iterable[Metric]:
         workers = self._registry.workers()
@@ -73,12 +86,15 @@ class _RouterCollector(Collector):
         tokens = CounterMetricFamily("rose_router_worker_tokens", "Tokens generated.", labels=names)
         alive = GaugeMetricFamily("rose_router_worker_alive", "1 if alive.", labels=names)
         in_flight = GaugeMetricFamily("rose_router_worker_in_flight", "Turns on it.", labels=names)
+        share = GaugeMetricFamily("rose_router_worker_share", "GPU time left to rollouts.", labels=names)
         for worker in workers:
             labels = [worker.id, worker.spec.kind.value]
             tokens.add_metric(labels, worker.num_tokens)
             alive.add_metric(labels, float(worker.is_alive))
             in_flight.add_metric(labels, worker.in_flight)
-        yield from (tokens, alive, in_flight)
+            if (known := worker.view().share) is not None:
+                share.add_metric(labels, known)
+        yield from (tokens, alive, in_flight, share)
 
 
 def _by(name: str, text: str, label: str, counts: Counter[str]) -> Metric:
@@ -88,7 +104,7 @@ def _by(name: str, text: str, label: str, counts: Counter[str]) -> Metric:
     return family
 
 
-def prometheus_text(counters: Counters, registry: Registry, dispatcher: Dispatcher) -> bytes:
+def prometheus_text(counters: Counters, registry: Registry, dispatcher: Dispatcher, jobs: JobTable) -> bytes:
     collectors = CollectorRegistry(auto_describe=False)
-    collectors.register(_RouterCollector(counters, registry, dispatcher))
+    collectors.register(_RouterCollector(counters, registry, dispatcher, jobs))
     return generate_latest(collectors)

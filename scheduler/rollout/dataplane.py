@@ -9,23 +9,31 @@ Never does: parse HTTP of clients (service.py), decide placement (policy.py).
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import aiohttp
 
 from rose.errors import RoseError, WorkerError
+from rose.scheduler.rollout.aborts import abortable
 from rose.scheduler.rollout.attempt import Attempt, Ending, EndKind
+from rose.scheduler.rollout.bodies import TokenIds
 from rose.scheduler.rollout.completions import Call, Single
 from rose.scheduler.rollout.config import RouterConfig
+from rose.scheduler.rollout.cost import CostPolicy
 from rose.scheduler.rollout.counters import Counters
-from rose.scheduler.rollout.dispatch import DeadlineExceeded, Dispatcher
-from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, Policy, Turn, VersionRule
-from rose.scheduler.rollout.registry import Registry, Worker
+from rose.scheduler.rollout.dispatch import Dispatcher
+from rose.scheduler.rollout.jobs import JobTable
+from rose.scheduler.rollout.journey import Journey, Refused, Route
+from rose.scheduler.rollout.placement import Place, probably_cached
+from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
+from rose.scheduler.rollout.registry import Registry
 from rose.scheduler.rollout.resume import Chunk, must_restart
-from rose.scheduler.rollout.sessions import Fingerprints, SessionKeys, SessionTable
+from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
+from rose.scheduler.rollout.versions import VersionRule
+from rose.scheduler.rollout.views import Policy, Turn, WorkerKind
+from rose.scheduler.rollout.wire import Wire
+from rose.scheduler.rollout.worker import Worker
 from rose.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -45,39 +53,12 @@ _YIELDS = (EndKind.RECLAIMED, EndKind.ENGINE_STALL)
 _COUNTED_FAILURES = (EndKind.LOST, EndKind.FAILED)
 
 
-class Refused(RoseError):
-    """A worker found fault with the request; its answer goes to the client as it is."""
-
-    def __init__(self, status: int, body: str) -> None:
-        super().__init__(f"worker answered {status}: {body[:200]}")
-        self.status = status
-        self.body = body
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """What the client's headers say about how to route a call."""
-
-    job: str
-    explicit_session: str | None
-    run_id: str | None
-    deadline: float
-
-
-@dataclass(slots=True, kw_only=True)
-class Journey:
-    """One request's tries so far: what to keep away from, how often workers failed it."""
-
-    session: str
-    route: Route
-    avoid_until: dict[str, float] = field(default_factory=dict)
-    num_failures: int = 0
-    num_attempts: int = 0
-
-
-def build_policy(config: RouterConfig) -> Policy:
-    rule = VersionRule(mode=config.version_mode, max_lag=config.max_lag)
-    return PaperPolicy(versions=rule) if config.policy == "paper" else PinnedPolicy(versions=rule)
+POLICIES: Mapping[str, Callable[..., Policy]] = {
+    "paper": PaperPolicy,
+    "cost": CostPolicy,
+    "turnwise": TurnwisePolicy,
+    "pinned": PinnedPolicy,
+}
 
 
 class DataPlane:
@@ -86,14 +67,30 @@ class DataPlane:
     def __init__(self, config: RouterConfig, http: aiohttp.ClientSession) -> None:
         self.config = config
         self.http = http
+        self.wire = Wire()
         self.counters = Counters()
         self.registry = Registry(config, http, self._workers_changed)
-        self.dispatcher = Dispatcher(self.registry, build_policy(config), config.max_queued_per_job)
+        self.jobs = JobTable(config)
+        self.versions = VersionRule(mode=config.version_mode, max_lag=config.max_lag)
+        policy = POLICIES[config.policy](versions=self.versions)
+        self.dispatcher = Dispatcher(self.registry, policy, self.jobs, config.max_queued_per_job)
         self.sessions = SessionTable(config.max_sessions)
         self._keys = SessionKeys(Fingerprints(config.max_fingerprints))
 
     def _workers_changed(self) -> None:
         self.dispatcher.pump()
+
+    def abort(self, job_name: str | None) -> int:
+        """End all requests of a job, or of all jobs; how many there were."""
+        aborts = [abort for job in self.jobs if job_name in (None, job.name) for abort in job.aborts]
+        for abort in aborts:
+            abort()
+        return len(aborts)
+
+    def set_versions(self, rule: VersionRule) -> None:
+        """Place turns by another rule of versions from now on."""
+        self.versions = rule
+        self.dispatcher.set_policy(POLICIES[self.config.policy](versions=rule))
 
     async def complete(self, call: Call, route: Route, sink: Sink | None) -> str | None:
         """Run all single requests of a call; the answers are in their generations. Returns the model's name.
@@ -101,21 +98,24 @@ class DataPlane:
         Raises:
             the first single's error; the others are cancelled.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._run_single(single, len(call.singles), route, sink))
-                    for single in call.singles
-                ]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return tasks[0].result()
+        async with abortable(self.jobs.get(route.job, time.monotonic())):
+            if len(call.singles) == 1:  # the common case: no task of its own
+                return await self._run_single(call.singles[0], 1, route, sink)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(self._run_single(single, len(call.singles), route, sink))
+                        for single in call.singles
+                    ]
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            return tasks[0].result()
 
     async def _run_single(
         self, single: Single, num_singles: int, route: Route, sink: Sink | None
     ) -> str | None:
         key = self._keys.key(route.explicit_session, single.prompt, single.index, num_singles)
-        journey = Journey(session=key, route=route)
+        journey = Journey(session=key, route=route, max_tokens=single.generation.max_tokens)
         result = "cancelled"
         try:
             model = await self._attempt_until_done(single, journey, sink)
@@ -135,11 +135,13 @@ class DataPlane:
         while not generation.is_exhausted:
             self._begin(single, is_streamed=sink is not None)
             first = generation.spans[0].weight_version if generation.spans else None
-            worker = await self.acquire(journey, first)
+            journey.prompt_tokens = _about_tokens(single.prompt) + generation.num_tokens
+            place = await self.acquire(journey, first)
+            worker, before = place.worker, generation.num_tokens
             try:
-                ending, model = await self._attempt(single, worker, journey, sink)
+                ending, model = await self._attempt(single, place, journey, sink)
             finally:
-                self.dispatcher.release(worker)
+                self.dispatcher.release(place, generation.num_tokens - before)
             if ending.kind is EndKind.FINISHED:
                 generation.finish(ending.finish_reason, ending.stop_reason)
                 self._remember(single, journey, worker)
@@ -166,31 +168,37 @@ class DataPlane:
             self.counters.resumed += 1
             self.counters.tokens_kept += num_tokens
 
-    async def acquire(self, journey: Journey, first_version: WeightVersion | None = None) -> Worker:
+    async def acquire(self, journey: Journey, first_version: WeightVersion | None = None) -> Place:
         """A place on a worker for the journey's next attempt; release it after."""
-        session = self.sessions.get(journey.session)
+        turn = self._turn(journey, first_version)
+        is_continuation = journey.num_attempts > 0
+        place = await self.dispatcher.acquire(turn, journey.route.deadline, is_continuation=is_continuation)
+        journey.num_attempts += 1
+        place.worker.num_turns += 1
+        return place
+
+    def _turn(self, journey: Journey, first_version: WeightVersion | None) -> Turn:
+        route, session, now = journey.route, self.sessions.get(journey.session), time.monotonic()
         if first_version is None and session is not None:
             first_version = session.first_version
-        turn = Turn(
+        job = self.jobs.get(route.job, now)
+        return Turn(
             session=journey.session,
+            job=route.job,
             affine=session.worker if session is not None else None,
-            run_id=journey.route.run_id,
+            run_id=route.run_id if route.run_id is not None else self.config.run_id,
             pinned_version=first_version,
             avoid_until=journey.avoid_until,
+            prompt_tokens=journey.prompt_tokens,
+            expected_tokens=job.expected_tokens(journey.max_tokens),
+            cached_tokens=probably_cached(session, self.registry.members(), now),
         )
-        route = journey.route
-        is_continuation = journey.num_attempts > 0
-        worker = await self.dispatcher.acquire(
-            turn, route.job, route.deadline, is_continuation=is_continuation
-        )
-        journey.num_attempts += 1
-        worker.num_turns += 1
-        return worker
 
     async def _attempt(
-        self, single: Single, worker: Worker, journey: Journey, sink: Sink | None
+        self, single: Single, place: Place, journey: Journey, sink: Sink | None
     ) -> tuple[Ending, str | None]:
         generation, epoch, model = single.generation, single.generation.epoch, None
+        worker = place.worker
 
         async def take(chunk: Chunk, chunk_model: str | None) -> None:
             nonlocal model
@@ -200,11 +208,13 @@ class DataPlane:
             elif sink is not None and (chunk.token_ids or chunk.text):
                 await sink.chunk(single, chunk, model)
 
-        attempt = Attempt(worker, self.http, self.config)
+        attempt, before = Attempt(place, self.wire, self.config), generation.num_tokens
         body = {**generation.next_body(), "request_id": f"{generation.request['request_id']}-{epoch}"}
-        async with until(journey.route.deadline):
-            ending = await attempt.run(body, take)
+        ending = await attempt.run(body, take, journey.route.deadline)
+        if ending.kind is EndKind.FINISHED and attempt.prompt_tokens is not None:
+            generation.num_prompt_tokens = attempt.prompt_tokens - before
         if attempt.cached_tokens is not None:
+            worker.found_cached(place.turn.cached_tokens.get(worker.id, 0.0), attempt.cached_tokens)
             generation.cached_tokens = (generation.cached_tokens or 0) + attempt.cached_tokens
         return ending, model
 
@@ -235,13 +245,19 @@ class DataPlane:
     def _remember(self, single: Single, journey: Journey, worker: Worker) -> None:
         generation = single.generation
         first = generation.spans[0].weight_version if generation.spans else worker.weight_version
-        self.sessions.record(journey.session, worker.id, first)
+        num_tokens = _about_tokens(single.prompt) + generation.num_tokens
+        is_leased = worker.spec.kind is WorkerKind.SERVING
+        until_s = time.monotonic() + self.config.lease_s if is_leased else float("inf")
+        held = Held(num_tokens=num_tokens, version=worker.weight_version, until=until_s)
+        self.sessions.record(journey.session, worker.id, first, held)
+        self.jobs.get(journey.route.job, time.monotonic()).turn_ended(generation.num_tokens)
         if journey.route.explicit_session is not None:
             return
         if isinstance(single.prompt, str):
-            self._keys.fingerprints.record(single.prompt + generation.text, journey.session)
+            whole = prefix_of(single.prompt + generation.text)
         else:
-            self._keys.fingerprints.record([*single.prompt, *generation.token_ids], journey.session)
+            whole = single.prompt.plus(generation.token_ids).prefix()
+        self._keys.fingerprints.record(whole, journey.session)
 
     def new_journey(self, route: Route) -> Journey:
         """For a request that goes to a worker whole: its session is the client's, or none."""
@@ -250,23 +266,28 @@ class DataPlane:
             session=session if session is not None else f"whole-{time.monotonic_ns()}", route=route
         )
 
+    def job_status(self) -> dict[str, object]:
+        queued = self.dispatcher.queued_by_job()
+        return {job.name: job.as_json(queued.get(job.name, 0)) for job in self.jobs}
+
     def status(self) -> Mapping[str, object]:
         now = time.monotonic()
         return {
             "policy": self.config.policy,
-            "version_mode": self.config.version_mode.value,
+            "version_mode": self.versions.mode.value,
+            "max_lag": self.versions.max_lag,
+            "paused": self.dispatcher.is_paused,
             "workers": [worker.as_json(now) for worker in self.registry.workers()],
             "queued": self.dispatcher.queued_by_job(),
+            "jobs": self.job_status(),
             "sessions": len(self.sessions),
             "counters": self.counters.as_json(),
         }
 
 
-@asynccontextmanager
-async def until(deadline: float) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded once `deadline` (monotonic time) is over."""
-    try:
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-            yield
-    except TimeoutError as error:
-        raise DeadlineExceeded("the turn's time is over while a worker was generating") from error
+_CHARACTERS_PER_TOKEN = 4
+
+
+def _about_tokens(prompt: str | TokenIds) -> int:
+    """A text's length in tokens is only known to the worker."""
+    return prompt.about() if isinstance(prompt, TokenIds) else max(1, len(prompt) // _CHARACTERS_PER_TOKEN)

@@ -1,20 +1,20 @@
-"""Matches turns with workers: picks at once where there is room, queues the rest.
+"""Placement on the event loop: turns wait for their place, for a bounded time in bounded queues.
 
-Owns: the queues (one per job, taken in turn), the workers' in-flight counts.
+Owns: waiting, deadlines, the queues' bounds.
 Promises: a turn holds exactly one place on one worker between acquire and release, cancelled or not; a job
 that floods its queue is refused, the others are not held up by it.
-Never does: network I/O, placement rules (policy.py).
+Never does: network I/O, decide (placement.py, policy.py).
 """
 
 import asyncio
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from rose.errors import NoWorkerError, RoseError
-from rose.scheduler.rollout.policy import Policy, Turn
-from rose.scheduler.rollout.registry import Registry, Worker
+from rose.scheduler.rollout.jobs import Job, JobTable
+from rose.scheduler.rollout.placement import Place, Placement, Waiter
+from rose.scheduler.rollout.registry import Registry
+from rose.scheduler.rollout.views import Policy, Turn
 
 
 class QueueFull(RoseError):
@@ -25,39 +25,30 @@ class DeadlineExceeded(RoseError):
     """The turn's time is over."""
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    turn: Turn
-    granted: asyncio.Future[Worker] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-
-
 class Dispatcher:
     def __init__(
         self,
         registry: Registry,
         policy: Policy,
+        jobs: JobTable,
         max_queued_per_job: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
-        self._policy = policy
+        self._jobs = jobs
         self._max_queued_per_job = max_queued_per_job
         self._clock = clock
-        self._queues: OrderedDict[str, deque[_Waiter]] = OrderedDict()
+        self._placement = Placement(registry.members, policy, jobs)
 
     @property
     def num_queued(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        return self._placement.num_queued
 
     def queued_by_job(self) -> dict[str, int]:
-        return {job: len(queue) for job, queue in self._queues.items()}
+        return self._placement.queued_by_job()
 
-    async def acquire(
-        self, turn: Turn, job: str, deadline: float, *, is_continuation: bool = False
-    ) -> Worker:
-        """A worker with a place taken on it; waits in the job's queue until there is one.
+    async def acquire(self, turn: Turn, deadline: float, *, is_continuation: bool = False) -> Place:
+        """A place on a worker; waits in the job's queue until there is one.
 
         A continuation (its first part is generated already) goes to the front and is never refused.
 
@@ -66,75 +57,77 @@ class Dispatcher:
             DeadlineExceeded: `deadline` (clock time) passed first.
             NoWorkerError: none is registered, or none can ever take it.
         """
-        if not self._registry.workers():
+        if not self._registry.members():
             raise NoWorkerError("no worker is registered")
-        queue = self._queues.setdefault(job, deque())
-        if len(queue) >= self._max_queued_per_job and not is_continuation:
-            raise QueueFull(f"job {job} has {len(queue)} turns waiting, at most {self._max_queued_per_job}")
-        waiter = _Waiter(turn)
-        if is_continuation:
-            queue.appendleft(waiter)
-        else:
-            queue.append(waiter)
-        self.pump()
+        job = self._jobs.get(turn.job, self._clock())
+        self._check_bound(job, is_continuation)
+        granted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        cost = 0.0 if is_continuation else turn.expected_tokens
+        waiter = Waiter(turn, job, cost, lambda outcome: _resolve(granted, outcome))
+        self._placement.enqueue(waiter, is_first=is_continuation)
         try:
+            self.pump()
+            if granted.done():  # the common case: no clock, no wait
+                return granted.result()
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
-                return await waiter.granted
+                # Shielded: a place granted in the moment of a cancellation must be found and given back.
+                return await asyncio.shield(granted)
         except TimeoutError as error:
-            self._give_back(waiter)
+            self._give_back(granted)
             raise DeadlineExceeded(f"no worker had room in time, {self.num_queued} turns waiting") from error
         except asyncio.CancelledError:
-            self._give_back(waiter)
+            self._give_back(granted)
             raise
         finally:
-            self._drop(job, waiter)
+            if not _has_place(granted):  # who has one has left the queue, which may be long
+                self._placement.withdraw(waiter)
 
-    def _give_back(self, waiter: _Waiter) -> None:
+    def _check_bound(self, job: Job, is_continuation: bool) -> None:
+        limit = job.spec.max_queued if job.spec.max_queued is not None else self._max_queued_per_job
+        waiting = self._placement.num_waiting(job.name)
+        if waiting >= limit and not is_continuation:
+            raise QueueFull(f"job {job.name} has {waiting} turns waiting, at most {limit}")
+
+    def _give_back(self, granted: asyncio.Future[Place]) -> None:
         """The waiter left; if it had been granted a place in the same moment, free it."""
-        if waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
-            self.release(waiter.granted.result())
+        if _has_place(granted):
+            self.release(granted.result())
 
-    def _drop(self, job: str, waiter: _Waiter) -> None:
-        queue = self._queues.get(job)
-        if queue is None:
-            return
-        if waiter in queue:
-            queue.remove(waiter)
-        if not queue:
-            del self._queues[job]
-
-    def release(self, worker: Worker) -> None:
-        assert worker.in_flight > 0, f"worker {worker.id} released more often than acquired"
-        worker.in_flight -= 1
+    def release(self, place: Place, num_tokens: int = 0) -> None:
+        """The turn left its worker, having generated so many tokens there."""
+        self._placement.release(place, num_tokens)
         self.pump()
 
     def pump(self) -> None:
-        """Place what can be placed, one turn per job in each round. Call when a worker changed."""
-        is_placed = True
-        while is_placed:
-            is_placed = False
-            for job in list(self._queues):
-                is_placed |= self._place_one(job)
+        """Place what can be placed. Call when a worker or a job changed."""
+        self._placement.pump(self._clock())
 
-    def _place_one(self, job: str) -> bool:
-        views = [worker.view() for worker in self._registry.workers()]
-        if not any(view.has_room for view in views):
-            return False
-        queue = self._queues[job]
-        for waiter in queue:
-            if waiter.granted.done():
-                continue
-            try:
-                picked = self._policy.pick(waiter.turn, views, self._clock())
-            except NoWorkerError as error:
-                waiter.granted.set_exception(error)
-                continue
-            if picked is not None:
-                queue.remove(waiter)
-                self._queues.move_to_end(job)  # even if only one place came free, the next is another job's
-                worker = self._registry.get(picked)
-                assert worker is not None
-                worker.in_flight += 1
-                waiter.granted.set_result(worker)
-                return True
-        return False
+    def set_policy(self, policy: Policy) -> None:
+        """Place by another policy from now on."""
+        self._placement.set_policy(policy)
+        self.pump()
+
+    def pause(self, is_paused: bool) -> None:
+        """Place nothing, or go on."""
+        self._placement.is_paused = is_paused
+        self.pump()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._placement.is_paused
+
+    def lend_anew(self) -> None:
+        """Select each job's serving GPUs by their usage of late."""
+        self._placement.lend_anew(self._clock())
+        self.pump()
+
+
+def _has_place(granted: asyncio.Future[Place]) -> bool:
+    return granted.done() and not granted.cancelled() and granted.exception() is None
+
+
+def _resolve(granted: asyncio.Future[Place], outcome: Place | NoWorkerError) -> None:
+    if isinstance(outcome, NoWorkerError):
+        granted.set_exception(outcome)
+    else:
+        granted.set_result(outcome)

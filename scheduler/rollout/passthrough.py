@@ -11,11 +11,23 @@ import time
 import aiohttp
 from aiohttp import web
 
-from rose.scheduler.rollout.attempt import STREAM_TIMEOUT, Ending, EndKind, error_ending, salted
-from rose.scheduler.rollout.dataplane import DataPlane, Journey, Route
+from rose.scheduler.rollout.aborts import abortable
+from rose.scheduler.rollout.attempt import (
+    JSON_HEADERS,
+    STREAM_TIMEOUT,
+    Ending,
+    EndKind,
+    error_ending,
+    salted,
+)
+from rose.scheduler.rollout.bodies import Json, encode
+from rose.scheduler.rollout.dataplane import DataPlane
 from rose.scheduler.rollout.dispatch import DeadlineExceeded
-from rose.scheduler.rollout.registry import Watch, Worker, openai_headers
-from rose.scheduler.rollout.resume import Json
+from rose.scheduler.rollout.errors import error_event
+from rose.scheduler.rollout.journey import Journey, Route
+from rose.scheduler.rollout.registry import openai_headers
+from rose.scheduler.rollout.watch import Watch
+from rose.scheduler.rollout.worker import Worker
 from rose.types import StopReason
 
 _ROSE_STOPS = tuple(reason.value for reason in StopReason)
@@ -32,13 +44,18 @@ class Passthrough:
         Raises:
             what Dispatcher.acquire and DataPlane.rerouted raise.
         """
+        async with abortable(self._plane.jobs.get(route.job, time.monotonic())):
+            return await self._forward(request, body, route)
+
+    async def _forward(self, request: web.Request, body: Json, route: Route) -> web.StreamResponse:
         journey = self._plane.new_journey(route)
         while True:
-            worker = await self._plane.acquire(journey)
+            place = await self._plane.acquire(journey)
+            worker = place.worker
             try:
                 outcome = await self._try(request, body, worker, journey)
             finally:
-                self._plane.dispatcher.release(worker)
+                self._plane.dispatcher.release(place)
             if isinstance(outcome, web.StreamResponse):
                 if route.explicit_session is not None:
                     self._plane.sessions.record(route.explicit_session, worker.id, worker.weight_version)
@@ -52,26 +69,24 @@ class Passthrough:
         if request.path not in _UNSALTED:
             body = salted(body, worker.weight_version)
         url = f"{worker.spec.url}{request.path}"
-        headers = openai_headers(self._plane.config)
-        with Watch(worker) as watch:
-            try:
-                async with (
-                    watch.allow(max(0.0, journey.route.deadline - time.monotonic())),
-                    self._plane.http.post(
-                        url, json=body, headers=headers, timeout=STREAM_TIMEOUT
-                    ) as response,
-                ):
+        headers = {**openai_headers(self._plane.config), **JSON_HEADERS}
+        watch = Watch(worker)
+        try:
+            async with watch:
+                watch.allow(max(0.0, journey.route.deadline - time.monotonic()))
+                post = self._plane.http.post
+                async with post(url, data=encode(body), headers=headers, timeout=STREAM_TIMEOUT) as response:
                     if response.content_type != "text/event-stream":
                         return _plain(response, await response.read(), worker)
                     if first := await response.content.readany():
-                        return await _relay(request, response, first)
+                        return await _relay(request, response, first, worker)
                     return Ending(kind=EndKind.LOST, detail=f"{worker.id} sent an empty stream")
-            except TimeoutError as error:
-                if watch.is_lost:
-                    return Ending(kind=EndKind.LOST, detail=f"{worker.id} was lost")
-                raise DeadlineExceeded(f"{worker.id} did not answer in time") from error
-            except (aiohttp.ClientError, ConnectionError) as error:
-                return Ending(kind=EndKind.LOST, detail=f"{worker.id}: {type(error).__name__}: {error}")
+        except TimeoutError as error:
+            if watch.is_lost:
+                return Ending(kind=EndKind.LOST, detail=f"{worker.id} was lost")
+            raise DeadlineExceeded(f"{worker.id} did not answer in time") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            return Ending(kind=EndKind.LOST, detail=f"{worker.id}: {type(error).__name__}: {error}")
 
 
 def _plain(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -> web.Response | Ending:
@@ -81,12 +96,23 @@ def _plain(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -> web
             return ending
     elif any(choice.get("stop_reason") in _ROSE_STOPS for choice in json.loads(body).get("choices", ())):
         return Ending(kind=EndKind.RECLAIMED, detail=f"{worker.id} aborted the request")
-    return web.Response(body=body, status=response.status, content_type=response.content_type)
+    return web.Response(
+        body=body, status=response.status, content_type=response.content_type, headers=_origin(worker)
+    )
 
 
-async def _relay(request: web.Request, upstream: aiohttp.ClientResponse, first: bytes) -> web.StreamResponse:
+def _origin(worker: Worker) -> dict[str, str]:
+    """Where an answer comes from, for answers whose inside isn't ours."""
+    version = {"X-Rose-Weight-Version": str(worker.weight_version)} if worker.weight_version else {}
+    return {"X-Rose-Worker": worker.id, **version}
+
+
+async def _relay(
+    request: web.Request, upstream: aiohttp.ClientResponse, first: bytes, worker: Worker
+) -> web.StreamResponse:
     """Hand the stream on as it comes. From here on the client has received something: no second try."""
-    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_origin(worker)}
+    answer = web.StreamResponse(headers=headers)
     await answer.prepare(request)
     await answer.write(first)
     try:
@@ -96,12 +122,3 @@ async def _relay(request: web.Request, upstream: aiohttp.ClientResponse, first: 
         await answer.write(error_event(502, f"the worker's stream broke off: {type(error).__name__}"))
     await answer.write_eof()
     return answer
-
-
-def error_event(status: int, message: str) -> bytes:
-    """An error in an event stream that has already begun, in vLLM's shape, and the stream's end."""
-    return b"data: " + json.dumps(error_body(status, message)).encode() + b"\n\ndata: [DONE]\n\n"
-
-
-def error_body(status: int, message: str) -> Json:
-    return {"error": {"message": message, "type": "RoseRouterError", "param": None, "code": status}}

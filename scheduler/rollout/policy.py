@@ -1,136 +1,52 @@
-"""Where a rollout turn runs.
+"""Where a rollout turn runs: the paper's rule and its two baselines (ROSE §4.3, §6.4).
 
-Owns: the rules of placement (ROSE §4.3) and of weight versions, as pure functions of views.
+Owns: the rules of placement, as pure functions of views. The rule with a cost model is in cost.py.
 Promises: the same inputs give the same answer; time is an argument; nothing is changed.
 Never does: I/O, counting, queueing (dispatch.py holds the turns for which no worker was picked).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Protocol
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from rose.errors import NoWorkerError
-from rose.types import WeightVersion
+from rose.scheduler.rollout.versions import VersionRule
+from rose.scheduler.rollout.views import Turn, WorkerKind, WorkerView
 
 
-class WorkerKind(StrEnum):
-    DEDICATED = "dedicated"
-    """A GPU that only runs rollouts."""
-    SERVING = "serving"
-    """The rollout engine on a GPU that serves traffic first."""
-
-
-class VersionGone(NoWorkerError):
-    """The version that a session is pinned to is on no registered worker, and versions only grow."""
-
-
-class VersionMode(StrEnum):
-    LATEST = "latest"
-    PINNED = "pinned"
-    """Every turn of a session on the weights of its first turn."""
-    MAX_LAG = "max-lag"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One request for generation within a trajectory."""
-
-    session: str
-    affine: str | None = None
-    """The worker that ran the session's previous turn and most likely still holds its prefix KV."""
-    run_id: str | None = None
-    """Only weights of this training run; None: of any."""
-    pinned_version: WeightVersion | None = None
-    avoid_until: Mapping[str, float] = field(default_factory=dict)
-    """Workers that just failed, stalled or aborted this very turn: none of them before the given time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerView:
-    """What the policy may know about a worker."""
-
-    id: str
-    kind: WorkerKind
-    alive: bool
-    in_flight: int
-    cap: int
-    eligible: bool = True
-    """Serving GPUs: the SLO gate admits rollout work and no memory pressure is on."""
-    weight_version: WeightVersion | None = None
-    load: float = 0.0
-    not_before: float = 0.0
-    """It failed or stalled a turn: none for it before this time."""
-
-    @property
-    def has_room(self) -> bool:
-        return self.alive and self.in_flight < self.cap
-
-
-class Policy(Protocol):
-    def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
-        """The worker for this turn; None: queue it.
-
-        Raises:
-            VersionGone: no registered worker can ever take it.
-        """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionRule:
-    """Which weights a turn may run on. A worker that reports no version has base weights: older than any."""
-
-    mode: VersionMode = VersionMode.LATEST
-    max_lag: int = 0
-
-    def admits(self, turn: Turn, workers: Sequence[WorkerView]) -> list[WorkerView]:
-        """The live workers whose weights this turn may use.
-
-        "Newest" is per training run, among live workers: numbers of different runs don't compare.
-
-        Raises:
-            VersionGone: the pinned version is on no registered worker.
-        """
-        if self.mode is VersionMode.PINNED and turn.pinned_version is not None:
-            holders = [w for w in workers if w.weight_version == turn.pinned_version]
-            if not holders:
-                held = sorted({str(w.weight_version) for w in workers})
-                needs = f"session {turn.session} needs weights {turn.pinned_version}"
-                raise VersionGone(f"{needs}, workers hold {held}")
-            return [w for w in holders if w.alive]
-        alive = [w for w in workers if w.alive]
-        if turn.run_id is not None:
-            alive = [w for w in alive if w.weight_version is None or w.weight_version.run_id == turn.run_id]
-        newest = _newest_numbers(alive)
-        if not newest:
-            return alive
-        lag = self.max_lag if self.mode is VersionMode.MAX_LAG else 0
-        return [w for w in alive if w.weight_version is not None and _lag(w.weight_version, newest) <= lag]
-
-
-def _newest_numbers(workers: Iterable[WorkerView]) -> dict[str, int]:
-    newest: dict[str, int] = {}
-    for worker in workers:
-        if (version := worker.weight_version) is not None:
-            newest[version.run_id] = max(version.number, newest.get(version.run_id, version.number))
-    return newest
-
-
-def _lag(version: WeightVersion, newest: Mapping[str, int]) -> int:
-    return newest[version.run_id] - version.number
-
-
-def _usable(turn: Turn, workers: Iterable[WorkerView], now: float) -> list[WorkerView]:
-    """Workers with room that may take rollout work now, least loaded first, ties by name."""
-    usable = [
+def usable(turn: Turn, workers: Iterable[WorkerView], now: float) -> list[WorkerView]:
+    """Workers with room that may take this job's work now, least loaded first, ties by name."""
+    found = [
         w
         for w in workers
         if w.has_room
         and w.not_before <= now
         and turn.avoid_until.get(w.id, now) <= now
-        and (w.kind is WorkerKind.DEDICATED or w.eligible)
+        and (w.kind is WorkerKind.DEDICATED or (w.eligible and w.owner in (None, turn.job)))
     ]
-    return sorted(usable, key=lambda w: (w.load, w.id))
+    found.sort(key=lambda w: (w.load, w.id))
+    return found
+
+
+def constraints(turn: Turn, now: float) -> Hashable:
+    """What decides whether a turn that may go anywhere can be placed at all."""
+    avoided = tuple(sorted(worker for worker, until in turn.avoid_until.items() if until > now))
+    return (turn.job, turn.run_id, turn.pinned_version, avoided)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnwisePolicy:
+    """Least-loaded dedicated, else least-loaded eligible serving, else queue; blind to where KV lies.
+
+    Source: ROSE §6.4, "turn-wise routing" without affinity.
+    """
+
+    versions: VersionRule = field(default_factory=VersionRule)
+
+    def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
+        found = usable(turn, self.versions.admits(turn, workers), now)
+        return prefer_affine(replace(turn, affine=None), found)
+
+    def likeness(self, turn: Turn, now: float) -> Hashable:
+        return constraints(turn, now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,23 +60,36 @@ class PaperPolicy:
     versions: VersionRule = field(default_factory=VersionRule)
 
     def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
-        usable = _usable(turn, self.versions.admits(turn, workers), now)
-        by_preference = (
-            [w for w in usable if w.id == turn.affine],
-            [w for w in usable if w.kind is WorkerKind.DEDICATED],
-            usable,
-        )
-        return next((group[0].id for group in by_preference if group), None)
+        return prefer_affine(turn, usable(turn, self.versions.admits(turn, workers), now))
+
+    def likeness(self, turn: Turn, now: float) -> Hashable:
+        return constraints(turn, now)
+
+
+def prefer_affine(turn: Turn, found: Sequence[WorkerView]) -> str | None:
+    """The paper's order among usable workers."""
+    by_preference = (
+        [w for w in found if w.id == turn.affine],
+        [w for w in found if w.kind is WorkerKind.DEDICATED],
+        found,
+    )
+    return next((group[0].id for group in by_preference if group), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedPolicy:
-    """The baseline: a trajectory stays on the worker of its first turn, and waits for it when it is full."""
+    """The baseline: a trajectory stays on the worker of its first turn, and waits for it when it is full.
+
+    Source: ROSE §6.4. The first turns are spread evenly over all workers, whatever their kind.
+    """
 
     versions: VersionRule = field(default_factory=VersionRule)
 
     def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
-        usable = _usable(turn, self.versions.admits(turn, workers), now)
+        found = usable(turn, self.versions.admits(turn, workers), now)
         if turn.affine is not None and any(w.id == turn.affine and w.alive for w in workers):
-            usable = [w for w in usable if w.id == turn.affine]
-        return usable[0].id if usable else None
+            found = [w for w in found if w.id == turn.affine]
+        return found[0].id if found else None
+
+    def likeness(self, turn: Turn, now: float) -> Hashable:
+        return (constraints(turn, now), turn.affine)

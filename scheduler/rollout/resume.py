@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rose.scheduler.rollout.bodies import Json, TokenIds
 from rose.types import WeightVersion
-
-Json = dict[str, Any]
 
 _DEFAULT_MAX_TOKENS = 16
 """What vLLM's /v1/completions takes when max_tokens is absent or null."""
@@ -69,20 +68,9 @@ class Chunk:
     text: str
     token_ids: Sequence[int]
     logprobs: Mapping[str, Any] | None = None
-    prompt_token_ids: Sequence[int] | None = None
+    prompt_token_ids: TokenIds | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-
-    @classmethod
-    def from_choice(cls, choice: Mapping[str, Any]) -> "Chunk":
-        return cls(
-            text=choice.get("text") or "",
-            token_ids=choice.get("token_ids") or [],
-            logprobs=choice.get("logprobs"),
-            prompt_token_ids=choice.get("prompt_token_ids"),
-            finish_reason=choice.get("finish_reason"),
-            stop_reason=choice.get("stop_reason"),
-        )
 
 
 @dataclass(slots=True)
@@ -91,7 +79,9 @@ class Accumulated:
 
     request: Mapping[str, Any]
     epoch: int = 0
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: TokenIds | None = None
+    num_prompt_tokens: int | None = None
+    """As a worker counted them."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[str, list[Any]] | None = None
@@ -138,7 +128,7 @@ class Accumulated:
         if epoch != self.epoch or self.finish_reason is not None:
             return False
         if self.prompt_token_ids is None and chunk.prompt_token_ids is not None:
-            self.prompt_token_ids = list(chunk.prompt_token_ids)
+            self.prompt_token_ids = chunk.prompt_token_ids
         self.text += chunk.text
         self.token_ids.extend(chunk.token_ids)
         if chunk.logprobs is not None:
@@ -168,7 +158,7 @@ class Accumulated:
         if not self.token_ids:
             return body
         assert self.prompt_token_ids is not None
-        body["prompt"] = [*self.prompt_token_ids, *self.token_ids]
+        body["prompt"] = self.prompt_token_ids.plus(self.token_ids)
         body["max_tokens"] = self.max_tokens - self.num_tokens
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - self.num_tokens)

@@ -6,6 +6,7 @@ Never does: handle requests (api.py).
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aiohttp
+import uvloop
 from aiohttp import web
 
 from rose.arguments import CommandParser, run_command
@@ -22,9 +24,11 @@ from rose.errors import ConfigError
 from rose.http import KEEPALIVE_S
 from rose.scheduler.rollout.api import Service
 from rose.scheduler.rollout.config import RouterConfig, build_config, parse_worker
-from rose.scheduler.rollout.dataplane import DataPlane
+from rose.scheduler.rollout.dataplane import POLICIES, DataPlane
 
 logger = logging.getLogger(__name__)
+
+_READ_BYTES = 2**20
 
 
 class RunningRouter:
@@ -36,7 +40,10 @@ class RunningRouter:
 
     async def __aenter__(self) -> "RunningRouter":
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._http = aiohttp.ClientSession(connector=connector)
+        # No cookies, and room for the echo of a long prompt: both cost CPU per request otherwise.
+        self._http = aiohttp.ClientSession(
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=_READ_BYTES
+        )
         self.plane = DataPlane(self._config, self._http)
         self._service = Service(self._config, self.plane)
         self._runner = web.AppRunner(
@@ -67,6 +74,7 @@ class RunningRouter:
     async def _close(self) -> None:
         await self._runner.cleanup()
         await self.plane.registry.close()
+        self.plane.wire.close()
         await self._http.close()
 
 
@@ -94,7 +102,10 @@ def main(argv: Sequence[str]) -> int:
     """Serves until a stop signal. Raises: ConfigError for bad input."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config = _parse_arguments(argv)
-    asyncio.run(run_router(config, ready=lambda url: print(f"rose router ready {url}", flush=True)))
+    gc.collect()
+    gc.freeze()  # what is there now stays: looking through it again and again shows in the slowest turns
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run_router(config, ready=lambda url: print(f"rose router ready {url}", flush=True)))
     return 0
 
 
@@ -125,7 +136,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="settings, see RouterConfig")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8100)")
-    parser.add_argument("--policy", choices=("paper", "pinned"), help="placement of turns (default paper)")
+    parser.add_argument("--policy", choices=tuple(POLICIES), help="placement of turns (default paper)")
     return parser
 
 

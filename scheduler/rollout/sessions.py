@@ -6,25 +6,48 @@ Never does: I/O. Losing an entry costs a prefix-cache hit, never a wrong answer.
 """
 
 import itertools
-from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
+from rose.scheduler.rollout.bodies import TokenIds
 from rose.types import WeightVersion
 
 SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 
 
+_MAX_HOLDERS = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The KV that a turn left on a worker."""
+
+    num_tokens: int
+    version: WeightVersion | None
+    until: float
+    """When its lease ends."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Session:
-    """Where a trajectory's last turn ran, and the weights of its first."""
+    """Where a trajectory's turns ran, and the weights of its first."""
 
     worker: str
+    """Of its last turn."""
     first_version: WeightVersion | None
+    holders: OrderedDict[str, Held] = field(default_factory=OrderedDict)
+    """Worker -> what it holds, the last few."""
+
+    def cached_tokens(self, worker: str, version: WeightVersion | None, now: float) -> int:
+        """Prompt tokens whose KV the worker should still hold, made by weights of `version`."""
+        held = self.holders.get(worker)
+        if held is None or held.version != version or held.until <= now:
+            return 0
+        return held.num_tokens
 
 
 class SessionTable:
@@ -40,14 +63,23 @@ class SessionTable:
     def get(self, key: str) -> Session | None:
         return self._sessions.get(key)
 
-    def record(self, key: str, worker: str, version: WeightVersion | None) -> None:
-        """Remember that this session's turn ran on `worker`; its first version is kept."""
-        known = self._sessions.get(key)
-        first = known.first_version if known is not None else version
-        self._sessions[key] = Session(worker=worker, first_version=first)
+    def record(self, key: str, worker: str, version: WeightVersion | None, held: Held | None = None) -> None:
+        """Remember that this session's turn ran on `worker`; the version of its first turn is kept."""
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(worker=worker, first_version=version)
+        session.worker = worker
+        if held is not None:
+            session.holders[worker] = held
+            session.holders.move_to_end(worker)
+            if len(session.holders) > _MAX_HOLDERS:
+                session.holders.popitem(last=False)
         self._sessions.move_to_end(key)
         while len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
+
+
+_STRIDE_BYTES = 1024
 
 
 class Fingerprints:
@@ -57,45 +89,80 @@ class Fingerprints:
     begins with exactly that, so the longest filed prefix names its trajectory. Siblings of a GRPO
     group share the first prompt but not what was generated: they are told apart, and a first turn
     matches nothing, so it goes where the load is least.
+
+    Filed by stride: an entry lies under the digest of its whole strides, so a look-up takes one digest per
+    stride of the prompt and compares with the few entries that share it, not with every filed length.
     """
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        self._entries: OrderedDict[tuple[int, int], str] = OrderedDict()
-        self._lengths: Counter[int] = Counter()
+        self._entries: OrderedDict[tuple[int, int], tuple[str, tuple[int, int]]] = OrderedDict()
+        """(length, digest) -> its session and its stride."""
+        self._by_stride: dict[tuple[int, int], dict[int, set[int]]] = {}
+        """(whole strides, their digest) -> length -> digests."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def record(self, tokens: str | Sequence[int], key: str) -> None:
-        data = _as_bytes(tokens)
-        entry = (len(data), xxhash.xxh3_64_intdigest(data))
+    def record(self, prefix: bytes, key: str) -> None:
+        """File a finished turn, as `prefix_of` gives it."""
+        entry, stride = _digests(prefix)
         if entry not in self._entries:
-            self._lengths[len(data)] += 1
-        self._entries[entry] = key
+            lengths = self._by_stride.setdefault(stride, {})
+            lengths.setdefault(entry[0], set()).add(entry[1])
+        self._entries[entry] = (key, stride)
         self._entries.move_to_end(entry)
         while len(self._entries) > self._max_entries:
-            (length, _), _key = self._entries.popitem(last=False)
-            self._lengths[length] -= 1
-            if self._lengths[length] == 0:
-                del self._lengths[length]
+            self._drop_oldest()
 
-    def find(self, prompt: str | Sequence[int]) -> str | None:
-        """The session whose filed prefix is the longest that `prompt` begins with."""
-        data = memoryview(_as_bytes(prompt))
-        digest, done, found = xxhash.xxh3_64(), 0, None
-        for length in sorted(n for n in self._lengths if n <= len(data)):
-            digest.update(data[done:length])
-            done = length
-            found = self._entries.get((length, digest.intdigest()), found)
+    def _drop_oldest(self) -> None:
+        (length, digest), (_, stride) = self._entries.popitem(last=False)
+        lengths = self._by_stride[stride]
+        lengths[length].remove(digest)
+        if not lengths[length]:
+            del lengths[length]
+        if not lengths:
+            del self._by_stride[stride]
+
+    def find(self, prefix: bytes) -> str | None:
+        """The session whose filed prefix is the longest that this one begins with."""
+        found = None
+        digest = xxhash.xxh3_64()
+        for strides in range(len(prefix) // _STRIDE_BYTES + 1):
+            start = strides * _STRIDE_BYTES
+            if lengths := self._by_stride.get((strides, digest.intdigest())):
+                found = self._longest(prefix, start, digest, lengths) or found
+            digest.update(prefix[start : start + _STRIDE_BYTES])
         return found
 
+    def _longest(
+        self, prefix: bytes, start: int, until_start: xxhash.xxh3_64, lengths: Mapping[int, set[int]]
+    ) -> str | None:
+        for length in sorted((n for n in lengths if n <= len(prefix)), reverse=True):
+            digest = until_start.copy()
+            digest.update(prefix[start:length])
+            if digest.intdigest() in lengths[length]:
+                return self._entries[(length, digest.intdigest())][0]
+        return None
+
     def check_integrity(self) -> None:
-        assert self._lengths == Counter(length for length, _ in self._entries)
+        by_length = [each for lengths in self._by_stride.values() for each in lengths.items()]
+        filed = {(length, digest) for length, digests in by_length for digest in digests}
+        assert filed == set(self._entries)
 
 
-def _as_bytes(prompt: str | Sequence[int]) -> bytes:
-    return prompt.encode() if isinstance(prompt, str) else array("q", prompt).tobytes()
+def _digests(prefix: bytes) -> tuple[tuple[int, int], tuple[int, int]]:
+    """((length, digest) of the whole, (count, digest) of its whole strides)."""
+    strides = len(prefix) // _STRIDE_BYTES
+    digest = xxhash.xxh3_64(prefix[: strides * _STRIDE_BYTES])
+    stride = (strides, digest.intdigest())
+    digest.update(prefix[strides * _STRIDE_BYTES :])
+    return (len(prefix), digest.intdigest()), stride
+
+
+def prefix_of(prompt: str | TokenIds) -> bytes:
+    """The bytes by which prompts are compared; a prompt that continues another begins with the other's."""
+    return prompt.encode() if isinstance(prompt, str) else prompt.prefix()
 
 
 def explicit_key(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
@@ -114,9 +181,9 @@ class SessionKeys:
         self.fingerprints = fingerprints
         self._serial = itertools.count()
 
-    def key(self, explicit: str | None, prompt: str | Sequence[int], index: int, count: int) -> str:
+    def key(self, explicit: str | None, prompt: str | TokenIds, index: int, count: int) -> str:
         """Request `index` of the `count` that one call was fanned out to."""
         if explicit is not None:
             return explicit if count == 1 else f"{explicit}#{index}"
-        found = self.fingerprints.find(prompt)
+        found = self.fingerprints.find(prefix_of(prompt))
         return found if found is not None else f"anonymous-{next(self._serial)}"

@@ -6,12 +6,16 @@ from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import settings as hypothesis_settings
 
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.policy import WorkerKind
 from rose.scheduler.rollout.service import RunningRouter
+from rose.scheduler.rollout.views import WorkerKind
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.waiting import until
+
+hypothesis_settings.register_profile("any-machine", deadline=None)  # tests judge no speed
+hypothesis_settings.load_profile("any-machine")
 
 
 class Client:
@@ -56,7 +60,9 @@ def start_router() -> StartRouter:
         patient = {"stall_s": 60, "first_token_s": 60, "lost_after_s": 60}
         short = {"port": 0, "heartbeat_s": 0.05, "avoid_s": 0.05}
         config = RouterConfig(workers=specs, **{**patient, **short, **settings})
-        async with RunningRouter(config) as router, aiohttp.ClientSession() as http:
+        # Without the limit of 100 connections, which would queue requests here instead of in the router.
+        connector = aiohttp.TCPConnector(limit=0)
+        async with RunningRouter(config) as router, aiohttp.ClientSession(connector=connector) as http:
             await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
             yield Client(router, http)
 

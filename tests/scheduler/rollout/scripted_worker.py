@@ -46,6 +46,10 @@ class ScriptedWorker:
     is_active: bool = True
     has_rose_routes: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
+    models: list[str] = field(default_factory=lambda: ["scripted"])
+    max_model_len: int | None = None
+    serving_busy_s: float | None = None
+    serving_kv_usage: float | None = None
     steps: list[int] = field(default_factory=list)
     num_cancelled: int = 0
     url: str = ""
@@ -91,12 +95,14 @@ class ScriptedWorker:
         return web.Response()
 
     async def _models(self, _request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "scripted"}]})
+        cards = [{"id": name, "max_model_len": self.max_model_len} for name in self.models]
+        return web.json_response({"object": "list", "data": cards})
 
     async def _status(self, _request: web.Request) -> web.Response:
         gate = {"mode": "slack", "admitted_steps": 1, "declined_steps": 0, "share": 1.0}
         status = {"weight_version": self.version, "pressure": self.pressure, "gate": gate}
-        return web.json_response({**status, "is_active": self.is_active})
+        serving = {"serving_busy_s": self.serving_busy_s, "serving_kv_usage": self.serving_kv_usage}
+        return web.json_response({**status, **serving, "is_active": self.is_active})
 
     async def _rl_step(self, request: web.Request) -> web.Response:
         self.steps.append((await request.json())["step"])
@@ -108,6 +114,11 @@ class ScriptedWorker:
         fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.kind == "status":
             return web.json_response({"error": {"message": "scripted"}}, status=fault.status)
+        if fault is not None and fault.kind == "hang":
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                self.num_cancelled += 1
         stop_reason = "rose_reclaimed" if fault is not None else None
         message = {"role": "assistant", "content": "hello"}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "stop_reason": stop_reason}
@@ -147,10 +158,8 @@ class ScriptedWorker:
             tokens.append(next_token(tokens))
             finish = "length" if position == total - 1 else None
             await _send(response, self._chunk(body, prompt, tokens[-1], position, finish))
-        details = {"cached_tokens": 1}
-        await _send(
-            response, {"choices": [], "usage": {"prompt_tokens_details": details}, "model": "scripted"}
-        )
+        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 1}}
+        await _send(response, {"choices": [], "usage": usage, "model": "scripted"})
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -11,27 +11,32 @@ import pytest_asyncio
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.dispatch import DeadlineExceeded, Dispatcher, QueueFull
-from rose.scheduler.rollout.policy import PaperPolicy, Turn
-from rose.scheduler.rollout.registry import Registry, Worker
+from rose.scheduler.rollout.jobs import JobTable
+from rose.scheduler.rollout.placement import Place
+from rose.scheduler.rollout.policy import PaperPolicy
+from rose.scheduler.rollout.registry import Registry
+from rose.scheduler.rollout.views import Turn
+from rose.scheduler.rollout.worker import Worker
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
-TURN = Turn(session="t")
 LATER = time.monotonic() + 3600
 
 
 class Rig:
     """A dispatcher over one worker with room for one turn."""
 
-    def __init__(self, registry: Registry, worker: Worker) -> None:
+    def __init__(self, registry: Registry, worker: Worker, config: RouterConfig) -> None:
         self.registry = registry
         self.worker = worker
-        self.dispatcher = Dispatcher(registry, PaperPolicy(), max_queued_per_job=3)
+        jobs = JobTable(config)
+        self.dispatcher = Dispatcher(registry, PaperPolicy(), jobs, max_queued_per_job=3)
 
-    def acquire(self, job: str = "a", *, is_continuation: bool = False) -> "asyncio.Task[Worker]":
-        return asyncio.create_task(self.dispatcher.acquire(TURN, job, LATER, is_continuation=is_continuation))
+    def acquire(self, job: str = "a", *, is_continuation: bool = False) -> "asyncio.Task[Place]":
+        turn = Turn(session="t", job=job, expected_tokens=10)
+        return asyncio.create_task(self.dispatcher.acquire(turn, LATER, is_continuation=is_continuation))
 
 
 @pytest_asyncio.fixture
@@ -41,7 +46,7 @@ async def rig() -> AsyncIterator[Rig]:
         registry = Registry(config, http, lambda: None)
         worker = registry.add(WorkerSpec(url=scripted.url))
         await until(lambda: worker.is_alive)
-        yield Rig(registry, worker)
+        yield Rig(registry, worker, config)
         await registry.close()
 
 
@@ -54,10 +59,10 @@ async def test_jobs_take_turns_whatever_the_length_of_their_queues(rig: Rig) -> 
     order: list[str] = []
 
     async def run(job: str) -> None:
-        worker = await rig.acquire(job)
+        place = await rig.acquire(job)
         order.append(job)
         await asyncio.sleep(0)
-        rig.dispatcher.release(worker)
+        rig.dispatcher.release(place, 10)
 
     running = await rig.acquire()
     tasks = [asyncio.create_task(run(job)) for job in ("a", "a", "a", "b")]
@@ -77,7 +82,7 @@ async def test_a_continuation_goes_first_and_is_never_refused(rig: Rig) -> None:
     continuation = rig.acquire(is_continuation=True)
     await settle()
     rig.dispatcher.release(running)
-    assert await continuation is rig.worker
+    assert (await continuation).worker is rig.worker
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -98,7 +103,7 @@ async def test_a_waiter_cancelled_in_the_moment_of_its_grant_gives_the_place_bac
 async def test_a_passed_deadline_leaves_nothing_behind(rig: Rig) -> None:
     running = await rig.acquire()
     with pytest.raises(DeadlineExceeded):
-        await rig.dispatcher.acquire(TURN, "a", time.monotonic() - 1)
+        await rig.dispatcher.acquire(Turn(session="t"), time.monotonic() - 1)
     assert (rig.worker.in_flight, rig.dispatcher.num_queued) == (1, 0)
     rig.dispatcher.release(running)
 

@@ -1,17 +1,12 @@
-"""PaperPolicy, PinnedPolicy and VersionRule as tables."""
+"""The four policies and VersionRule as tables."""
 
 import pytest
 
 from rose.errors import NoWorkerError
-from rose.scheduler.rollout.policy import (
-    PaperPolicy,
-    PinnedPolicy,
-    Turn,
-    VersionMode,
-    VersionRule,
-    WorkerKind,
-    WorkerView,
-)
+from rose.scheduler.rollout.cost import CostPolicy
+from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
+from rose.scheduler.rollout.versions import VersionMode, VersionRule
+from rose.scheduler.rollout.views import NOBODY, Policy, Speed, Turn, WorkerKind, WorkerView
 from rose.types import WeightVersion
 
 NOW = 100.0
@@ -120,3 +115,91 @@ def test_a_worker_on_cooldown_still_counts_as_the_newest() -> None:
     new = dedicated("new", weight_version=version(2), not_before=NOW + 1)
     old = dedicated("old", weight_version=version(1))
     assert PaperPolicy().pick(Turn(session="t"), [new, old], NOW) is None
+
+
+@pytest.mark.parametrize(
+    ("workers", "picked"),
+    [
+        ([dedicated("a", 5), dedicated("b", 4)], "b"),
+        ([dedicated("a", 16), serving("s", 2), serving("t", 1)], "t"),
+        ([dedicated("a", 16), serving("s", 2, eligible=False)], None),
+    ],
+)
+def test_turnwise_policy_goes_by_load_alone(workers: list[WorkerView], picked: str | None) -> None:
+    assert TurnwisePolicy().pick(Turn(session="t", affine="a"), workers, NOW) == picked
+
+
+POLICIES: list[Policy] = [PaperPolicy(), PinnedPolicy(), TurnwisePolicy(), CostPolicy()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("owner", "picked"), [(None, "s"), ("job", "s"), ("other", None), (NOBODY, None)])
+def test_a_serving_gpu_takes_turns_of_the_job_that_borrowed_it_alone(
+    policy: Policy, owner: str | None, picked: str | None
+) -> None:
+    assert policy.pick(Turn(session="t", job="job"), [serving("s", owner=owner)], NOW) == picked
+
+
+FAST = Speed(prefill_s_per_token=1e-4, step_s=0.01, step_s_per_turn=0.001)
+
+
+def known(name: str, in_flight: int = 0, **fields: object) -> WorkerView:
+    return serving(name, in_flight, **{"share": 1.0, "speed": FAST, "share_until": NOW + 1, **fields})
+
+
+@pytest.mark.parametrize(
+    ("workers", "cached", "picked"),
+    [
+        ([known("a", 3), known("b", 1)], {}, "b"),
+        ([known("a", share=0.3), known("b", 3)], {}, "b"),
+        ([known("a", share=0.3), known("b", 3)], {"a": 20_000}, "a"),
+        ([known("a", 2), known("b")], {"a": 19_000}, "a"),
+        ([known("a", 2), known("b")], {"a": 100}, "b"),
+        ([known("a", pending_prefill_tokens=30_000), known("b", 1)], {}, "b"),
+        ([known("a", share=0.0), known("b", 8)], {}, "b"),
+        ([known("a", 16), known("b", 16)], {}, None),
+    ],
+)
+def test_cost_policy_weighs_prefix_backlog_batch_and_share(
+    workers: list[WorkerView], cached: dict[str, float], picked: str | None
+) -> None:
+    turn = Turn(session="t", prompt_tokens=20_000, expected_tokens=200, cached_tokens=cached)
+    assert CostPolicy().pick(turn, workers, NOW) == picked
+
+
+@pytest.mark.parametrize("unknown", [{"share": None}, {"share_until": NOW}])
+def test_cost_policy_is_the_papers_while_telemetry_is_missing_or_stale(unknown: dict[str, object]) -> None:
+    turn = Turn(session="t", affine="a", prompt_tokens=100, expected_tokens=100)
+    workers = [known("a", 9), known("b"), known("c", **unknown)]
+    assert CostPolicy().pick(turn, workers, NOW) == PaperPolicy().pick(turn, workers, NOW) == "a"
+    assert CostPolicy().pick(turn, workers[:2], NOW) == "b"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_turns_that_are_alike_find_a_place_together_or_not_at_all(policy: Policy) -> None:
+    workers = [dedicated("a", 16), dedicated("b", 3), serving("s", owner="x")]
+    turns = [
+        Turn(session=str(i), job=job, affine=affine, avoid_until=avoid)
+        for i, (job, affine, avoid) in enumerate(
+            (job, affine, avoid)
+            for job in ("x", "y")
+            for affine in ("a", "b", None)
+            for avoid in ({}, {"b": NOW + 1}, {"b": NOW - 1})
+        )
+    ]
+    found: dict[object, set[bool]] = {}
+    for turn in turns:
+        is_placed = policy.pick(turn, workers, NOW) is not None
+        found.setdefault(policy.likeness(turn, NOW), set()).add(is_placed)
+    assert all(len(outcomes) == 1 for outcomes in found.values())
+
+
+def test_a_worker_of_unknown_speed_counts_as_the_slowest_and_none_known_means_paper() -> None:
+    slow = Speed(prefill_s_per_token=2e-4, step_s=0.02, step_s_per_turn=0.001)
+    turn = Turn(session="t", affine="a", prompt_tokens=100, expected_tokens=100)
+    assert CostPolicy().pick(turn, [known("a", 9), known("b", speed=None)], NOW) == "b"
+    assert (
+        CostPolicy().pick(turn, [known("a", 2), known("b", speed=None), known("c", 15, speed=slow)], NOW)
+        == "a"
+    )
+    assert CostPolicy().pick(turn, [known("a", 9, speed=None), known("b", speed=None)], NOW) == "a"

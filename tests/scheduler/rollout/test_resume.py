@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.scheduler.rollout.bodies import TokenIds
 from rose.scheduler.rollout.resume import Accumulated, Chunk, must_restart
 from rose.types import WeightVersion
 from tests.scheduler.rollout.scripted_worker import expected_tokens
 
-PROMPT = [5, 6, 7]
+PROMPT = TokenIds.of([5, 6, 7])
 
 
-def chunk(tokens: list[int], prompt: list[int] | None = None) -> Chunk:
+def chunk(tokens: list[int], prompt: TokenIds | None = None) -> Chunk:
     names = [f"token_id:{t}" for t in tokens]
     logprobs = {
         "tokens": names,
@@ -28,7 +29,7 @@ def chunk(tokens: list[int], prompt: list[int] | None = None) -> Chunk:
 def generate(body: dict[str, Any], max_new: int | None = None) -> list[int]:
     """What a greedy engine would give for a body, cut off after `max_new` tokens."""
     total = body["max_tokens"]
-    return expected_tokens(body["prompt"], total if max_new is None else min(total, max_new))
+    return expected_tokens(body["prompt"].listed(), total if max_new is None else min(total, max_new))
 
 
 def merged(generation: Accumulated) -> tuple[Any, ...]:
@@ -89,7 +90,7 @@ def test_a_continuation_asks_for_the_rest_only() -> None:
     generation.add(generation.begin(), chunk([1, 2, 3], PROMPT), "a", None)
     generation.begin()
     body = generation.next_body()
-    assert body["prompt"] == [*PROMPT, 1, 2, 3]
+    assert body["prompt"] == TokenIds.of([5, 6, 7, 1, 2, 3])
     assert (body["max_tokens"], body["min_tokens"]) == (7, 1)
     assert body["seed"] != 3
     assert "truncate_prompt_tokens" not in body

@@ -12,8 +12,8 @@ import pytest
 from rose.config import Settings
 from rose.errors import ConfigError
 from rose.scheduler.rollout.config import build_config, parse_worker
-from rose.scheduler.rollout.policy import WorkerKind
 from rose.scheduler.rollout.service import main
+from rose.scheduler.rollout.views import WorkerKind
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
@@ -188,7 +188,7 @@ async def test_workers_come_and_go_at_run_time(start_router: StartRouter) -> Non
         assert (await client.post("/v1/completions", BODY))[0] == 503
         assert await client.post("/workers", {"url": worker.url, "kind": "serving"}) == (
             201,
-            {"id": worker.id},
+            {"id": worker.id, "alive": True},
         )
         assert (await client.post("/workers", {"url": worker.url}))[0] == 409
         assert (await client.post("/workers", {"url": "nonsense"}))[0] == 400
@@ -238,6 +238,7 @@ async def test_rl_step_reaches_every_worker_and_the_counts_are_shown(start_route
         async with client.http.get(f"{client.router.url}/metrics") as response:
             text = await response.text()
         assert 'rose_router_turns_total{result="finished"} 1.0' in text
+        assert 'rose_router_job_tokens_total{job="default"} 5.0' in text
         assert f'rose_router_worker_tokens_total{{kind="dedicated",worker="{a.id}"}} 5.0' in text
 
 
@@ -344,7 +345,13 @@ def test_worker_flags_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "problem"),
-    [({"prot": 1}, "prot: unknown key"), ({"port": 99999}, "port"), ({"policy": "cost"}, "policy")],
+    [
+        ({"jobs": {"a": {"wait": 1}}}, "jobs.a.wait: unknown key; known: weight"),
+        ({"jobs": {"a": {"weight": 0}}}, "jobs.a.weight"),
+        ({"prot": 1}, "prot: unknown key"),
+        ({"port": 99999}, "port"),
+        ({"policy": "random"}, "policy"),
+    ],
 )
 def test_a_bad_setting_is_named(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"f.yaml: {problem}"):

@@ -1,0 +1,106 @@
+"""Loads an HTTP server with completions and says how long each took.
+
+Owns: requests written by hand over kept-alive connections, so that the client hardly shows.
+Promises: a latency is from the first byte sent to the last byte received; open loops keep to their schedule.
+Never: measures CPU.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from rose.errors import WorkerError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where requests go."""
+
+    url: str
+    path: str = "/v1/completions"
+
+    def request(self, body: bytes, headers: str = "") -> bytes:
+        host = urlsplit(self.url).netloc
+        lines = f"POST {self.path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        return f"{lines}{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+class Connection:
+    """One kept-alive connection."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def send(self, request: bytes) -> float:
+        """Send a request, read the whole answer; the seconds it took. Raises: WorkerError if it failed."""
+        if self._streams is None:
+            parts = urlsplit(self._target.url)
+            self._streams = await asyncio.open_connection(parts.hostname, parts.port, limit=2**22)
+        reader, writer = self._streams
+        began = time.perf_counter()
+        writer.write(request)
+        await _read_answer(reader)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> None:
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    if b" 200 " not in head[:20]:
+        raise WorkerError(f"answered {head[:200].decode(errors='replace')!r}")
+    if b"transfer-encoding: chunked" not in head:
+        length = int(head.split(b"content-length:")[1].split(b"\r\n")[0])
+        await reader.readexactly(length)
+        return
+    while (size := int(await reader.readuntil(b"\r\n"), 16)) > 0:
+        await reader.readexactly(size + 2)
+    await reader.readexactly(2)
+
+
+async def closed_loop(target: Target, requests: Sequence[bytes], concurrency: int) -> list[float]:
+    """All requests, so many at a time."""
+    left = iter(requests)
+    latencies: list[float] = []
+
+    async def work() -> None:
+        connection = Connection(target)
+        try:
+            for request in left:
+                latencies.append(await connection.send(request))
+        finally:
+            connection.close()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(work())
+    return latencies
+
+
+async def open_loop(targets: Sequence[tuple[Target, Sequence[bytes]]], per_s: float) -> list[list[float]]:
+    """Requests at a fixed rate, to the targets in turn (their drift is shared); latencies per target."""
+    idle: list[list[Connection]] = [[] for _ in targets]
+    latencies: list[list[float]] = [[] for _ in targets]
+    began = time.perf_counter()
+
+    async def send(index: int, request: bytes) -> None:
+        connection = idle[index].pop() if idle[index] else Connection(targets[index][0])
+        latencies[index].append(await connection.send(request))
+        idle[index].append(connection)
+
+    rounds = zip(*(requests for _, requests in targets), strict=True)
+    async with asyncio.TaskGroup() as group:
+        for number, requests in enumerate(rounds):
+            for index, request in enumerate(requests):
+                due = began + (number + index / len(targets)) / per_s
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                group.create_task(send(index, request))
+    for connections in idle:
+        for connection in connections:
+            connection.close()
+    return latencies

@@ -1,0 +1,99 @@
+"""Which job may use which serving GPU.
+
+Owns: the assignment of serving GPUs to jobs and the window over their KV usage.
+Promises: at most one job per serving GPU; no job above its N_serving; the GPUs with the lowest recent KV
+usage go first; what a job has, it keeps, until another is entitled to it.
+Never does: I/O, read a clock.
+
+Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the
+lowest recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Ours: jobs
+whose bounds exceed what is there share it by weight.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rose.scheduler.rollout.views import NOBODY
+
+_NUM_BUCKETS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borrower:
+    """A job that has work."""
+
+    job: str
+    weight: float = 1.0
+    max_serving_gpus: int | None = None
+    """N_serving; None: as many as there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lendable:
+    """A serving GPU (or several that run one engine)."""
+
+    worker: str
+    gpus: int = 1
+    kv_usage: float = 0.0
+    """Serving's mean use of its KV memory over the window, 0 to 1."""
+
+
+class UsageWindow:
+    """The mean of a value over a sliding window, in buckets: memory is bounded."""
+
+    def __init__(self, window_s: float) -> None:
+        self._bucket_s = window_s / _NUM_BUCKETS
+        self._buckets: deque[tuple[int, float, int]] = deque()
+
+    def add(self, value: float, now: float) -> None:
+        number = int(now / self._bucket_s)
+        if self._buckets and self._buckets[-1][0] == number:
+            _, total, count = self._buckets.pop()
+            self._buckets.append((number, total + value, count + 1))
+        else:
+            self._buckets.append((number, value, 1))
+        while self._buckets[0][0] <= number - _NUM_BUCKETS:
+            self._buckets.popleft()
+
+    def mean(self) -> float:
+        """0 while nothing is known."""
+        means = [total / count for _, total, count in self._buckets]
+        return sum(means) / len(means) if means else 0.0
+
+
+def assign(
+    borrowers: Sequence[Borrower], lendables: Sequence[Lendable], held: Mapping[str, str]
+) -> dict[str, str]:
+    """Worker -> job, NOBODY where none may have it. `held`: the assignment so far."""
+    by_usage = sorted(lendables, key=lambda each: (each.kv_usage, each.worker))
+    left = _entitlements(borrowers, by_usage)
+    owners: dict[str, str] = {}
+    for each in by_usage:  # a job that must give some back keeps the idlest
+        job = held.get(each.worker, NOBODY)
+        if left.get(job, 0) >= each.gpus:
+            owners[each.worker] = job
+            left[job] -= each.gpus
+    for each in by_usage:
+        if each.worker in owners:
+            continue
+        wanting = [job for job, gpus in left.items() if gpus >= each.gpus]
+        owners[each.worker] = min(wanting, key=lambda name: (-left[name], name), default=NOBODY)
+        if wanting:
+            left[owners[each.worker]] -= each.gpus
+    return owners
+
+
+def _entitlements(borrowers: Sequence[Borrower], lendables: Sequence[Lendable]) -> dict[str, int]:
+    """GPUs per job: shared by weight, none above its bound, what one can't use goes to the others."""
+    given = {each.job: 0 for each in borrowers}
+    for each in lendables:
+        open_ = [
+            b
+            for b in borrowers
+            if b.max_serving_gpus is None or given[b.job] + each.gpus <= b.max_serving_gpus
+        ]
+        if open_:
+            poorest = min(open_, key=lambda b: ((given[b.job] + each.gpus) / b.weight, b.job))
+            given[poorest.job] += each.gpus
+    return given

@@ -1,0 +1,128 @@
+"""Fairness among jobs: deficit round-robin over their queues.
+
+Owns: the queues, the deficits, Jain's index.
+Promises: while several jobs wait, each gets service in proportion to its weight, whatever its queue's length
+and its turns' sizes; a job that can't be placed now holds up nobody; order within a job is kept.
+Never does: know what an item is, or place it: the caller says what can be placed.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Place = TypeVar("Place")
+
+_QUANTUM = 256.0
+"""Tokens a job of weight 1 may get ahead per round: small against a turn, so that jobs alternate."""
+
+
+def jain(values: Iterable[float]) -> float:
+    """Jain's fairness index of service per entitlement: 1 if all are equal, 1/n if one gets everything."""
+    given = list(values)
+    squares = sum(value * value for value in given)
+    return sum(given) ** 2 / (len(given) * squares) if squares else 1.0
+
+
+@dataclass(slots=True)
+class _Queue(Generic[Item]):
+    weight: float
+    deficit: float = 0.0
+    entries: deque[tuple[Item, float]] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate(Generic[Item, Place]):
+    job: str
+    index: int
+    item: Item
+    cost: float
+    place: Place
+    rounds: int
+    position: int
+
+
+class FairQueue(Generic[Item]):
+    """Items of several jobs. The first job in `_queues` is the one whose visit lasts."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, _Queue[Item]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(queue.entries) for queue in self._queues.values())
+
+    def lengths(self) -> dict[str, int]:
+        return {job: len(queue.entries) for job, queue in self._queues.items()}
+
+    def length(self, job: str) -> int:
+        queue = self._queues.get(job)
+        return len(queue.entries) if queue is not None else 0
+
+    def push(self, job: str, item: Item, *, cost: float, weight: float = 1.0, is_first: bool = False) -> None:
+        """Queue an item; `cost` in tokens. `is_first`: ahead of the job's others."""
+        if weight <= 0:
+            raise ValueError(f"weight of job {job}: want more than 0, got {weight}")
+        queue = self._queues.setdefault(job, _Queue(weight))
+        queue.weight = weight
+        if is_first:
+            queue.entries.appendleft((item, cost))
+        else:
+            queue.entries.append((item, cost))
+
+    def remove(self, job: str, item: Item) -> None:
+        """Take an item out, if it is still there."""
+        queue = self._queues.get(job)
+        if queue is None:
+            return
+        queue.entries = deque(entry for entry in queue.entries if entry[0] is not item)
+        self._drop_if_empty(job)
+
+    def settle(self, job: str, difference: float) -> None:
+        """A served item cost so many tokens more than was said; a job that waits still pays for it."""
+        if (queue := self._queues.get(job)) is not None:
+            queue.deficit -= difference
+
+    def take(self, place: Callable[[Item], Place | None]) -> tuple[Item, Place] | None:
+        """The next item in turn that can be placed, taken out; None if there is none.
+
+        `place` says where an item would go, None for nowhere now.
+        """
+        candidates = list(self._candidates(place))
+        if not candidates:
+            return None
+        won = min(candidates, key=lambda c: (c.rounds, c.position))
+        for other in candidates:
+            # Visits go round: who comes after the winner has had one visit less.
+            visits = won.rounds if other.position <= won.position else won.rounds - 1
+            queue = self._queues[other.job]
+            queue.deficit += max(0, visits) * _QUANTUM * queue.weight
+        queue = self._queues[won.job]
+        queue.deficit -= won.cost
+        del queue.entries[won.index]
+        self._visit(won.job)
+        self._drop_if_empty(won.job)
+        return won.item, won.place
+
+    def _candidates(self, place: Callable[[Item], Place | None]) -> Iterator[_Candidate[Item, Place]]:
+        """Each job's first placeable item and how many more visits the job needs to afford it."""
+        for position, (job, queue) in enumerate(self._queues.items()):
+            for index, (item, cost) in enumerate(queue.entries):
+                if (found := place(item)) is None:
+                    continue
+                rounds = max(0, math.ceil((cost - queue.deficit) / (_QUANTUM * queue.weight)))
+                # The first job is being visited already: its next visit comes after all others'.
+                behind = len(self._queues) if position == 0 and rounds > 0 else position
+                yield _Candidate(job, index, item, cost, found, rounds, behind)
+                break
+
+    def _visit(self, job: str) -> None:
+        """Turn the circle until this job is first."""
+        while next(iter(self._queues)) != job:
+            self._queues.move_to_end(next(iter(self._queues)))
+
+    def _drop_if_empty(self, job: str) -> None:
+        # A job that doesn't wait saves nothing up.
+        if not self._queues[job].entries:
+            del self._queues[job]

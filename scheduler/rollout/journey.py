@@ -1,0 +1,43 @@
+"""One request on its way: what its client asked of the routing, and what became of it so far.
+
+Owns: Route, Journey, and the worker's own refusal.
+Promises: plain values.
+Never does: decide where it goes next (dataplane.py).
+"""
+
+from dataclasses import dataclass, field
+
+from rose.errors import RoseError
+
+
+class Refused(RoseError):
+    """A worker found fault with the request; its answer goes to the client as it is."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"worker answered {status}: {body[:200]}")
+        self.status = status
+        self.body = body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What the client's headers say about how to route a call."""
+
+    job: str
+    explicit_session: str | None
+    run_id: str | None
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Journey:
+    """One request's tries so far: what to keep away from, how often workers failed it."""
+
+    session: str
+    route: Route
+    prompt_tokens: int = 0
+    """Of its next attempt, about."""
+    max_tokens: int | None = None
+    avoid_until: dict[str, float] = field(default_factory=dict)
+    num_failures: int = 0
+    num_attempts: int = 0

@@ -1,0 +1,195 @@
+"""Turns that wait and the places they get: the router's bookkeeping without its event loop.
+
+Owns: the jobs' queues in fair order, the places taken on workers, who has borrowed which serving GPU.
+Promises: each turn gets one place or one error; while several jobs wait, each gets generated tokens in
+proportion to its weight; a job that can't be placed holds up nobody. Time is an argument: the service and the
+simulator drive the same object.
+Never does: I/O, wait, choose a worker (policy.py, cost.py).
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rose.errors import NoWorkerError
+from rose.scheduler.rollout.borrowing import Lendable, assign
+from rose.scheduler.rollout.fairness import FairQueue
+from rose.scheduler.rollout.jobs import Job, JobTable
+from rose.scheduler.rollout.sessions import Session
+from rose.scheduler.rollout.views import Policy, Turn, WorkerKind, WorkerView
+from rose.scheduler.rollout.worker import Worker
+
+_EXPIRE_EVERY_S = 1.0
+
+Members = Callable[[], Mapping[str, Worker]]
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A turn's place on a worker, to be released."""
+
+    worker: Worker
+    turn: Turn
+    job: Job
+    cost: float
+    """Tokens charged for it in the fair order."""
+    missing_tokens: float
+    """Prompt tokens that the worker has to prefill for it."""
+    ahead_tokens: float
+    """Those of other turns that it prefills first."""
+    is_prefilled: bool = False
+
+    def first_token(self, took_s: float) -> None:
+        """The prefill is over, so long after the place was taken."""
+        if not self.is_prefilled:
+            self.worker.prefilled(took_s, self.missing_tokens + self.ahead_tokens)
+            self.end_prefill()
+
+    def end_prefill(self) -> None:
+        """Its prefill no longer keeps others waiting."""
+        if not self.is_prefilled:
+            self.is_prefilled = True
+            self.worker.pending_prefill_tokens -= self.missing_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A turn in a queue. `done` is called once, with its place or with why it gets none."""
+
+    turn: Turn
+    job: Job
+    cost: float
+    done: Callable[[Place | NoWorkerError], None]
+    is_settled: bool = False
+
+    def settle(self, outcome: Place | NoWorkerError) -> None:
+        self.is_settled = True
+        self.done(outcome)
+
+
+def probably_cached(session: Session | None, members: Mapping[str, Worker], now: float) -> dict[str, float]:
+    """Prompt tokens of a session's next turn that each worker should find in its prefix cache."""
+    if session is None:
+        return {}
+    known = [members[worker] for worker in session.holders if worker in members]
+    return {w.id: session.cached_tokens(w.id, w.weight_version, now) * w.cache_trust for w in known}
+
+
+class Placement:
+    """Changed by one thread only."""
+
+    def __init__(self, members: Members, policy: Policy, jobs: JobTable) -> None:
+        self._members = members
+        self._policy = policy
+        self._jobs = jobs
+        self._queue: FairQueue[Waiter] = FairQueue()
+        self._lent_to: tuple[object, ...] = ()
+        self._expire_at = 0.0
+        self.is_paused = False
+        """Nothing is placed; what runs, runs on."""
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def num_waiting(self, job: str) -> int:
+        """Turns in one job's queue."""
+        return self._queue.length(job)
+
+    def queued_by_job(self) -> dict[str, int]:
+        return self._queue.lengths()
+
+    def enqueue(self, waiter: Waiter, *, is_first: bool = False) -> None:
+        """Let a turn wait; `is_first`: ahead of its job's others. Call pump() after it."""
+        weight = waiter.job.spec.weight
+        self._queue.push(waiter.job.name, waiter, cost=waiter.cost, weight=weight, is_first=is_first)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Place by another policy from now on."""
+        self._policy = policy
+
+    def withdraw(self, waiter: Waiter) -> None:
+        """Take a turn out of its queue, if it is still there."""
+        self._queue.remove(waiter.job.name, waiter)
+
+    def release(self, place: Place, num_tokens: int) -> None:
+        """A turn left its worker, having generated so many tokens there. Call pump() after it."""
+        worker, job = place.worker, place.job
+        assert worker.in_flight > 0, f"worker {worker.id} released more often than acquired"
+        worker.tenants[job.name] -= 1
+        worker.in_flight -= 1
+        job.in_flight -= 1
+        place.end_prefill()
+        self._queue.settle(job.name, num_tokens - place.cost)
+
+    def pump(self, now: float) -> None:
+        """Place what can be placed, in fair order."""
+        if self.is_paused or not len(self._queue):
+            return
+        members = self._members()
+        self._lend(members, now)
+        views = {worker_id: worker.view() for worker_id, worker in members.items()}
+        while any(view.has_room for view in views.values()):
+            taken = self._queue.take(_Asking(self._policy, list(views.values()), now))
+            if taken is None:
+                return
+            waiter, picked = taken
+            self._grant(waiter, members[picked])
+            views[picked] = members[picked].view()
+
+    def _grant(self, waiter: Waiter, worker: Worker) -> None:
+        missing_tokens = waiter.turn.missing_tokens(worker.id)
+        ahead_tokens = worker.pending_prefill_tokens
+        worker.tenants[waiter.job.name] += 1
+        worker.in_flight += 1
+        worker.pending_prefill_tokens += missing_tokens
+        waiter.job.in_flight += 1
+        waiter.settle(Place(worker, waiter.turn, waiter.job, waiter.cost, missing_tokens, ahead_tokens))
+
+    def _lend(self, members: Mapping[str, Worker], now: float) -> None:
+        """Assign the serving GPUs anew when a job or a worker came or went."""
+        if now >= self._expire_at:
+            self._jobs.expire(self._queue.lengths(), now)
+            self._expire_at = now + _EXPIRE_EVERY_S
+        key = (self._jobs.revision, *members)
+        if key == self._lent_to:
+            return
+        self._lent_to = key
+        serving = [worker for worker in members.values() if worker.spec.kind is WorkerKind.SERVING]
+        lendables = [Lendable(worker=w.id, gpus=w.spec.gpus, kv_usage=w.kv_usage.mean()) for w in serving]
+        held = {worker.id: worker.owner for worker in serving if worker.owner is not None}
+        owners = assign([job.borrower() for job in self._jobs], lendables, held)
+        for worker in serving:
+            worker.owner = owners[worker.id]
+
+    def lend_anew(self, now: float) -> None:
+        """Select the serving GPUs by their usage of late; for the begin of an RL step."""
+        members = self._members()
+        self._lent_to = ()
+        for worker in members.values():
+            worker.owner = None
+        self._lend(members, now)
+
+
+class _Asking:
+    """Asks the policy for each waiter in turn, and for none that is like one it found no place for."""
+
+    def __init__(self, policy: Policy, views: Sequence[WorkerView], now: float) -> None:
+        self._policy = policy
+        self._views = views
+        self._now = now
+        self._hopeless: set[Hashable] = set()
+
+    def __call__(self, waiter: Waiter) -> str | None:
+        if waiter.is_settled or not waiter.job.may_start:
+            return None
+        likeness = self._policy.likeness(waiter.turn, self._now)
+        if likeness in self._hopeless:
+            return None
+        try:
+            picked = self._policy.pick(waiter.turn, self._views, self._now)
+        except NoWorkerError as error:
+            waiter.settle(error)
+            return None
+        if picked is None:
+            self._hopeless.add(likeness)
+        return picked

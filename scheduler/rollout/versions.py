@@ -1,0 +1,69 @@
+"""Which weights a turn may run on.
+
+Owns: the three modes of versions, as a pure filter of workers.
+Promises: a version that is gone is an error, never an endless wait.
+Never does: choose among the workers it admits (policy.py).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rose.errors import NoWorkerError
+from rose.scheduler.rollout.views import Turn, WorkerView
+from rose.types import WeightVersion
+
+
+class VersionGone(NoWorkerError):
+    """The version that a session is pinned to is on no registered worker, and versions only grow."""
+
+
+class VersionMode(StrEnum):
+    LATEST = "latest"
+    PINNED = "pinned"
+    """Every turn of a session on the weights of its first turn."""
+    MAX_LAG = "max-lag"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRule:
+    """Which weights a turn may run on. A worker that reports no version has base weights: older than any."""
+
+    mode: VersionMode = VersionMode.LATEST
+    max_lag: int = 0
+
+    def admits(self, turn: Turn, workers: Sequence[WorkerView]) -> list[WorkerView]:
+        """The live workers whose weights this turn may use.
+
+        "Newest" is per training run, among live workers: numbers of different runs don't compare.
+
+        Raises:
+            VersionGone: the pinned version is on no registered worker.
+        """
+        if self.mode is VersionMode.PINNED and turn.pinned_version is not None:
+            holders = [w for w in workers if w.weight_version == turn.pinned_version]
+            if not holders:
+                held = sorted({str(w.weight_version) for w in workers})
+                needs = f"session {turn.session} needs weights {turn.pinned_version}"
+                raise VersionGone(f"{needs}, workers hold {held}")
+            return [w for w in holders if w.alive]
+        alive = [w for w in workers if w.alive]
+        if turn.run_id is not None:
+            alive = [w for w in alive if w.weight_version is None or w.weight_version.run_id == turn.run_id]
+        newest = _newest_numbers(alive)
+        if not newest:
+            return alive
+        lag = self.max_lag if self.mode is VersionMode.MAX_LAG else 0
+        return [w for w in alive if w.weight_version is not None and _lag(w.weight_version, newest) <= lag]
+
+
+def _newest_numbers(workers: Iterable[WorkerView]) -> dict[str, int]:
+    newest: dict[str, int] = {}
+    for worker in workers:
+        if (version := worker.weight_version) is not None:
+            newest[version.run_id] = max(version.number, newest.get(version.run_id, version.number))
+    return newest
+
+
+def _lag(version: WeightVersion, newest: Mapping[str, int]) -> int:
+    return newest[version.run_id] - version.number

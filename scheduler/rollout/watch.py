@@ -1,0 +1,74 @@
+"""The stall clock of what runs on a worker.
+
+Owns: Watch.
+Promises: running out is a TimeoutError, at once when the worker is lost.
+Never does: know what a stall means for the worker (attempt.py, dataplane.py).
+"""
+
+import asyncio
+import math
+from typing import Any, Protocol, Self
+
+
+class Watched(Protocol):
+    """Has the clocks that are to be told when it is lost."""
+
+    watches: "set[Watch]"
+
+
+class Watch:
+    """The stall clock of something that runs on a worker; runs out at once when the worker is lost.
+
+    Use: `async with watch:` around it all, which raises TimeoutError, and `watch.allow(seconds)` whenever
+    there was progress: cheap, as the timer is not set anew each time.
+    """
+
+    def __init__(self, worker: Watched, deadline: float = math.inf) -> None:
+        """`deadline`: monotonic time at which it runs out whatever is allowed."""
+        self.worker = worker
+        self.deadline = deadline
+        self.is_lost = False
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
+        self._until = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self.worker.watches.add(self)
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        self.worker.watches.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._timeout.__aexit__(*exc_info)
+
+    def allow(self, seconds: float) -> None:
+        """So long from now until the time is out, whatever was allowed before."""
+        self._until = min(self._loop.time() + seconds, self.deadline)
+        if self._timer is not None and self._timer.when() > self._until:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._until, self._look)
+
+    def pause(self) -> None:
+        """No clock but the deadline until the next allow()."""
+        self._until = self.deadline
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._loop.time() >= self.deadline
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._loop.time() >= self._until:
+            self._timeout.reschedule(self._loop.time())
+        elif self._until < math.inf:
+            self._timer = self._loop.call_at(self._until, self._look)
+
+    def worker_lost(self) -> None:
+        self.is_lost = True
+        self._timeout.reschedule(self._loop.time())

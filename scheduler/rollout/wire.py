@@ -1,0 +1,200 @@
+"""HTTP/1.1 to the workers, for turns alone: one request, one streamed answer.
+
+Owns: kept-alive connections to each worker.
+Promises: pieces of an answer come as they arrive; a connection that was not read to its end is closed, so
+that vLLM drops the request; one that idled too long is not used again.
+Never does: retry, redirect, cookies, compression. aiohttp's client does all that and takes more CPU per
+request and per chunk; everything but turns goes through it.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httptools
+from yarl import URL
+
+from rose.http import KEEPALIVE_S
+
+_HEAD = b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n"
+_CONNECT_S = 5.0
+_MAX_BUFFERED_BYTES = 2**20
+"""More than this unread, and the worker is made to wait."""
+_JOIN_BYTES = 2**14
+"""A body up to this goes out with its head in one write."""
+
+
+class Answer(asyncio.Protocol):
+    """A connection and the answer that is on it."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.is_complete = False
+        self.idle_since = 0.0
+        self._transport: Any = None
+        self._parser: Any = None
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        self._is_held_back = False
+        self._has_head = False
+        self._keeps_alive = False
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # What a request does with it ------------------------------------------------------------------------
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether another request may go over it."""
+        is_open = self._failure is None and not self._transport.is_closing()
+        return is_open and time.monotonic() - self.idle_since < KEEPALIVE_S
+
+    async def begin(self, head: bytes, body: bytes) -> None:
+        """Send a request and wait for the answer's status. Raises: ConnectionError."""
+        self._parser = httptools.HttpResponseParser(self)
+        self.is_complete = self._has_head = False
+        self._pieces, self._num_bytes = [], 0
+        if len(body) <= _JOIN_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+        while not self._has_head:
+            await self._wait()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises: ConnectionError if it breaks off."""
+        while True:
+            if self._pieces:
+                pieces, self._pieces, self._num_bytes = self._pieces, [], 0
+                if self._is_held_back:
+                    self._is_held_back = False
+                    self._transport.resume_reading()
+                for piece in pieces:
+                    yield piece
+            elif self.is_complete:
+                return
+            else:
+                await self._wait()
+
+    async def text(self) -> str:
+        """The whole body. Raises: ConnectionError."""
+        return b"".join([piece async for piece in self.pieces()]).decode(errors="replace")
+
+    @property
+    def can_be_kept(self) -> bool:
+        return self.is_complete and self._keeps_alive and self._failure is None
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # What the event loop tells -----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if self._parser is None or self.is_complete:
+                raise ConnectionError("data came that nobody asked for")
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, ConnectionError) as error:
+            self._fail(ConnectionError(f"not HTTP: {error}"))
+            self.close()
+        self._wake()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # Without a length or chunks, the end of the connection is the end of the answer: vLLM always has one.
+        self._fail(ConnectionError(f"connection lost: {exc}" if exc is not None else "connection closed"))
+        self._wake()
+
+    def _fail(self, failure: Exception) -> None:
+        if self._failure is None:
+            self._failure = failure
+
+    # What the parser tells ---------------------------------------------------------------------------------
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        self._has_head = self.status >= 200  # a 1xx is not the answer yet
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+        self._num_bytes += len(body)
+        if self._num_bytes > _MAX_BUFFERED_BYTES and not self._is_held_back:
+            self._is_held_back = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        self.is_complete = self.status >= 200
+        self._keeps_alive = bool(self._parser.should_keep_alive())  # afterwards the parser has forgotten it
+
+
+class Wire:
+    """The connections to all workers. Lives on the router's event loop."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str | None, int | None], list[Answer]] = {}
+
+    async def post(self, url: URL, headers: bytes, body: bytes) -> Answer:
+        """Send JSON; the answer has its status. `headers`: whole lines, each with its end.
+
+        Give it back with done(), also after a failure while reading it. Raises: OSError.
+        """
+        answer = await self._connection(url)
+        head = _HEAD % (url.raw_path.encode(), url.authority.encode(), headers, len(body))
+        try:
+            await answer.begin(head, body)
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    async def _connection(self, url: URL) -> Answer:
+        host, port = url.host, url.port
+        assert host is not None and port is not None, f"WorkerSpec lets no {url} pass"
+        idle = self._idle.get((host, port), [])
+        while idle:
+            if (answer := idle.pop()).is_usable:
+                return answer
+            answer.close()
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, made = await asyncio.get_running_loop().create_connection(
+                    Answer, host, port, ssl=True if url.scheme == "https" else None
+                )
+        except TimeoutError as error:
+            raise ConnectionError(f"no connection within {_CONNECT_S:g} s") from error
+        return made
+
+    def done(self, url: URL, answer: Answer) -> None:
+        """The request is over: keep the connection if the answer was read to its end."""
+        if answer.can_be_kept:
+            answer.idle_since = time.monotonic()
+            self._idle.setdefault((url.host, url.port), []).append(answer)
+        else:
+            answer.close()
+
+    def close(self) -> None:
+        for idle in self._idle.values():
+            for answer in idle:
+                answer.close()
+        self._idle.clear()

@@ -1,0 +1,136 @@
+"""Bad input: an OpenAI-shaped error with the right status, and no worker is disturbed."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.scheduler.rollout.conftest import Client, StartRouter
+from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
+
+pytestmark = pytest.mark.asyncio
+
+BODY = {"prompt": [1, 2, 3], "max_tokens": 4}
+
+
+def assert_error(status: int, answer: Any, code: int, *words: str) -> None:
+    assert (status, answer["error"]["code"]) == (code, code), answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    for word in words:
+        assert word in answer["error"]["message"]
+
+
+async def send_raw(client: Client, data: bytes, **headers: str) -> tuple[int, Any]:
+    url = f"{client.router.url}/v1/completions"
+    async with client.http.post(url, data=data, headers=headers) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"prompt": [1,2}', b"\xff\xfe", b"[]"])
+async def test_malformed_json_is_400(start_router: StartRouter, data: bytes) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        assert_error(*await send_raw(client, data), 400, "body")
+        assert not worker.requests
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/generate"]
+)
+async def test_an_unknown_model_is_404_and_names_the_known(start_router: StartRouter, path: str) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        body = {"model": "gpt-7", "prompt": [1], "token_ids": [1], "input_ids": [1], "messages": []}
+        assert_error(*await client.post(path, body), 404, "gpt-7", "scripted")
+        assert_error(*await client.post(path, {**body, "model": 7}), 400, "model")
+        assert not worker.requests
+
+
+async def test_a_model_that_was_loaded_meanwhile_is_found(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        worker.models.append("adapter")
+        await client.complete({**BODY, "model": "adapter"})
+
+
+async def test_a_prompt_over_the_context_is_400_with_both_numbers(start_router: StartRouter) -> None:
+    async with ScriptedWorker(max_model_len=100) as worker, start_router(worker) as client:
+        await client.complete({**BODY, "prompt": [7] * 99})
+        assert_error(*await client.post("/v1/completions", {**BODY, "prompt": [7] * 100}), 400, "100")
+        over = {**BODY, "prompt": [[1], list(range(1000, 2000))]}
+        assert_error(*await client.post("/v1/completions", over), 400, "1000 tokens", "100")
+        assert len(worker.requests) == 1
+
+
+@pytest.mark.parametrize("n", [-1, 0, 1.5, "2", True])
+async def test_n_that_is_no_positive_integer_is_400(start_router: StartRouter, n: object) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        assert_error(*await client.post("/v1/completions", {**BODY, "n": n}), 400, "n:")
+        assert not worker.requests
+
+
+async def test_a_duplicate_worker_and_one_of_another_lineage_are_409(start_router: StartRouter) -> None:
+    async with (
+        ScriptedWorker(version="mine/1") as a,
+        ScriptedWorker(version="other/9") as b,
+        start_router(a, run_id="mine") as client,
+    ):
+        assert_error(*await client.post("/workers", {"url": a.url}), 409, a.id)
+        assert_error(*await client.post("/workers", {"url": b.url}), 409, "other/9", "mine")
+        assert_error(*await client.post("/workers", {"url": b.url, "gpu": 1}), 400, "gpu")
+        await client.complete(BODY)
+        assert not b.requests
+
+
+async def test_a_wrong_key_is_401_everywhere_but_health(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, api_key="k", admin_key="a") as client:
+        assert_error(*await client.post("/v1/completions", BODY, Authorization="Bearer no"), 401, "key")
+        assert_error(*await client.post("/generate", {"input_ids": [1]}), 401, "key")
+        assert_error(*await client.get("/admin/status"), 401, "key")
+        assert_error(*await client.get("/workers"), 401, "key")
+        assert not worker.requests
+
+
+async def test_a_body_over_the_limit_is_413(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, max_body_bytes=2048) as client:
+        assert_error(*await client.post("/v1/completions", {**BODY, "prompt": [1] * 2000}), 413)
+        await client.complete(BODY)
+        assert len(worker.requests) == 1
+
+
+async def test_a_slow_loris_is_408_and_others_go_on(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, body_s=0.3) as client:
+        host, port = client.router.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        await writer.drain()
+        await client.complete(BODY)
+        assert b" 408 " in await reader.readline()
+        writer.close()
+        assert len(worker.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "code"), [("/v1/nothing", 404), ("/rose/v1/weights", 404), ("/health", 405)]
+)
+async def test_other_paths_and_methods_are_openai_shaped_too(
+    start_router: StartRouter, path: str, code: int
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        assert_error(*await client.post(path, {}), code, path)
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan"])
+async def test_a_timeout_that_is_no_time_is_400(start_router: StartRouter, given: str) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        assert_error(*await client.post("/v1/completions", BODY, X_Rose_Timeout_S=given), 400, given)
+        assert not worker.requests
+
+
+async def test_ids_come_back_whatever_the_client_writes_between_them(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        for text in (b"[1,2,3]", b"[1, 2, 3]", b"[ 1,\n2 ,3 ]"):
+            status, answer = await send_raw(
+                client, b'{"max_tokens": 4, "return_token_ids": true, "prompt": %b}' % text
+            )
+            assert status == 200
+            (choice,) = answer["choices"]
+            assert choice["prompt_token_ids"] == [1, 2, 3]
+            assert choice["token_ids"] == expected_tokens([1, 2, 3], 4)
