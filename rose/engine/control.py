@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
+from rose._shm import Words
 from rose.admission.board import announce_arrival, snapshot
 from rose.admission.profile import load_measured_profile
 from rose.config import Settings
@@ -57,11 +58,16 @@ class EngineControl:
     async def start(self) -> None:
         """Call once, when the engine is up."""
         await self._activation.measure()
-        REGISTRY.register(RoseCollector(self.status, self._board))
+        REGISTRY.register(RoseCollector(self.status, self._serving_board))
 
     @property
     def role(self) -> Role:
         return self._settings.role
+
+    @property
+    def _serving_board(self) -> Words | None:
+        """The board, where this engine is the serving side of it."""
+        return self._pool.board_words if self._pool is not None and self.role is Role.SERVING else None
 
     def status(self) -> WorkerStatus:
         get, pool = self._page.get, self._pool
@@ -184,5 +190,6 @@ class EngineControl:
 
     def announce_arrival(self) -> None:
         """Tell a waiting serving scheduler that a request is on its way through this front end."""
-        if self._pool is not None and self._settings.role is Role.SERVING:
-            announce_arrival(self._pool.board_words)
+        board = self._serving_board
+        if board is not None:
+            announce_arrival(board)

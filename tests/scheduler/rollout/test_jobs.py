@@ -156,7 +156,8 @@ async def test_a_draining_worker_gets_nothing_new(start_router: StartRouter) -> 
 async def test_a_retry_with_the_same_key_shares_the_answer_while_it_is_in_flight(
     start_router: StartRouter,
 ) -> None:
-    async with ScriptedWorker(token_delay_s=0.05) as worker, start_router(worker) as client:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        worker.hold()
         first = asyncio.create_task(client.post("/v1/completions", BODY, Idempotency_Key="k"))
         await until(lambda: len(worker.requests) == 1)
         second = asyncio.create_task(client.post("/v1/completions", BODY, Idempotency_Key="k"))
@@ -165,6 +166,7 @@ async def test_a_retry_with_the_same_key_shares_the_answer_while_it_is_in_flight
         streamed = {**BODY, "stream": True}
         assert (await client.post("/v1/completions", streamed, Idempotency_Key="k"))[0] == 409
         first.cancel()
+        worker.go_on()
         assert (await second)[0] == 200
         assert (len(worker.requests), worker.num_cancelled) == (1, 0)
         await client.post("/v1/completions", BODY, Idempotency_Key="k")
