@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from stock_engine import running_engine
 
 from rose.config import child_environment
 from rose.demo import models
@@ -265,11 +264,12 @@ def test_the_relay_ends_up_with_the_last_steps_weights(
     relay.close()
 
 
-@pytest.mark.vllm
-def test_two_steps_with_rollouts_from_a_real_engine(model_dir: Path, tmp_path: Path) -> None:
+def test_an_endpoint_that_is_no_router_is_told_of_no_steps(
+    server: ScriptedServer, model_dir: Path, tmp_path: Path
+) -> None:
+    """With real engines the trainer runs in test_run.py."""
     events = tmp_path / "events.jsonl"
-    with running_engine(model_dir, "tiny") as url:
-        assert main(trainer_command(url, model_dir, events, "--no-rl-step", "--steps", "2")) == 0
-    lines = [json.loads(line) for line in events.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
-    assert all(line["tokens"] >= line["turns"] > 0 for line in lines)
+    assert main(trainer_command(server.url, model_dir, events, "--no-rl-step", "--steps", "1")) == 0
+    (line,) = (json.loads(line) for line in events.read_text().splitlines())
+    assert line["tokens"] >= line["turns"] > 0
+    assert server.rl_steps == []
