@@ -19,7 +19,7 @@ from rose.admission.profile import load_measured_profile
 from rose.config import Settings
 from rose.engine.activation import INACTIVE, Activation
 from rose.engine.metrics import RoseCollector
-from rose.engine.profiling import run_shapes, shapes_for
+from rose.engine.profiling import run_shapes, shapes_for, warm_up
 from rose.engine.recorder import profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
@@ -177,8 +177,9 @@ class EngineControl:
     async def _run_profile(self) -> None:
         gate = self.status().gate
         self.set_gate(GateMode.OFF, gate.tpot_target_ms)
-        self._page.put(Field.PROFILE, ProfileCommand.RECORD)
         try:
+            await warm_up(self._client)
+            self._page.put(Field.PROFILE, ProfileCommand.RECORD)
             await run_shapes(self._client, shapes_for(self._client))
         finally:
             self._page.put(Field.PROFILE, ProfileCommand.FIT)

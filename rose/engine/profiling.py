@@ -43,6 +43,12 @@ def shapes_for(client: EngineClient) -> Shapes:
     )
 
 
+async def warm_up(client: EngineClient) -> None:
+    """Sample one token with its logprob: vLLM compiles for that at the first time, for seconds, in which a
+    rollout step would hold the GPU."""
+    await _generate(client, random.Random(0), 1, max_tokens=1, temperature=1.0, logprobs=1)
+
+
 async def run_shapes(client: EngineClient, shapes: Shapes, *, seed: int = 0) -> None:
     """Send the traffic, whole rounds at a time, so that a slow second touches every shape a little."""
     rng = random.Random(seed)
@@ -56,9 +62,23 @@ async def run_shapes(client: EngineClient, shapes: Shapes, *, seed: int = 0) -> 
                 )
 
 
-async def _generate(client: EngineClient, rng: random.Random, length: int, *, max_tokens: int) -> None:
+async def _generate(
+    client: EngineClient,
+    rng: random.Random,
+    length: int,
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    logprobs: int | None = None,
+) -> None:
     vocab = client.vllm_config.model_config.get_vocab_size()
     prompt = TokensPrompt(prompt_token_ids=[rng.randrange(vocab) for _ in range(length)])
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=temperature,
+        logprobs=logprobs,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+    )
     async for _ in client.generate(prompt, params, request_id=f"rose-profile-{uuid.uuid4().hex}"):
         await asyncio.sleep(0)

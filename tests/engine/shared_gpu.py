@@ -8,9 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from probes import prompt
 from real_engine import RealEngine, runtime_dir, until
-from tiny_models import BLOCK_TOKENS, SLAB_BYTES
+from tiny_models import SLAB_BYTES
 
 from rose.memory.daemon import start_daemon
 from rose.memory.ledger import Ledger
@@ -95,8 +94,6 @@ class SharedGpu:
             engine = self._engines[role].wait_ready()
             if role not in self.profiles and self._gate is not GateMode.OFF:
                 self.profiles[role] = engine.profile()
-                # Logprobs compile at their first use, for longer than a request may stand still.
-                engine.complete(prompt("first", BLOCK_TOKENS), 2)
 
     def _start(self, role: Role) -> RealEngine:
         flags = ("--dtype", "float32", "--tensor-parallel-size", str(self._num_ranks))
