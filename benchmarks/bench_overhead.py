@@ -39,7 +39,7 @@ class _Round:
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    num_rounds, num_requests = (4, 32) if args.quick else (24, 64)
+    num_rounds, num_requests = (4, 32) if args.quick else (12, 64)
     with Rig() as rig:
         rig.pool("overhead", num_slabs=64, slab_bytes=1 << 20, headroom_slabs=6)
         engines = {

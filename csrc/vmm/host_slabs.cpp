@@ -19,6 +19,10 @@ namespace rose {
 namespace {
 
 constexpr int kEmptyFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+constexpr std::size_t kHugePageBytes = 2 << 20;
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25  // Linux 6.1
+#endif
 
 class File {
  public:
@@ -34,12 +38,48 @@ class File {
   int fd_;
 };
 
+// `num_bytes` of addresses that nothing is mapped at, aligned to `alignment`, a power of two. The caller owns
+// them. Reserves too much and gives the ends back:
+//   [ head | range .......................... | tail ]
+//          ^ multiple of the alignment
+char* reserve_addresses(std::size_t num_bytes, std::size_t alignment) {
+  std::size_t reserved = num_bytes + alignment;
+  void* start = mmap(nullptr, reserved, PROT_NONE, kEmptyFlags, -1, 0);
+  if (start == MAP_FAILED) {
+    throw_system_error("mmap: reserve " + text(reserved) + " bytes of address space", errno);
+  }
+  std::size_t misfit = reinterpret_cast<std::uintptr_t>(start) % alignment;
+  std::size_t head = misfit == 0 ? 0 : alignment - misfit;
+  char* base = static_cast<char*>(start) + head;
+  // Failing to trim costs address space only.
+  if (head > 0) munmap(start, head);
+  if (alignment > head) munmap(base + num_bytes, alignment - head);
+  return base;
+}
+
+// Gives a new file huge pages, as far as the kernel has them: a huge page is mapped with one entry instead of
+// 512, and a piece of one still in a single fault. Asked for by MADV_COLLAPSE, because a memfd's own setting
+// (shmem_enabled) is "never" on most systems. A refusal costs speed only, so it is not an error.
+void gather_huge_pages(const File& file, std::size_t num_bytes) {
+  std::size_t whole = num_bytes / kHugePageBytes * kHugePageBytes;
+  if (whole == 0) return;
+  char* base = reserve_addresses(whole, kHugePageBytes);
+  int flags = MAP_SHARED | MAP_FIXED;
+  if (mmap(base, whole, PROT_READ | PROT_WRITE, flags, file.fd(), 0) != MAP_FAILED) {
+    // A hole has nothing to collapse.
+    for (std::size_t at = 0; at < whole; at += kHugePageBytes) *static_cast<volatile char*>(base + at) = 0;
+    madvise(base, whole, MADV_COLLAPSE);
+  }
+  munmap(base, whole);
+}
+
 class HostSpace : public AddressSpace {
  public:
   HostSpace(std::shared_ptr<const File> file, std::size_t num_positions, std::size_t slab_bytes)
-      : file_(std::move(file)), num_bytes_(num_positions * slab_bytes), slab_bytes_(slab_bytes) {
-    reserve();
-  }
+      : file_(std::move(file)),
+        num_bytes_(num_positions * slab_bytes),
+        slab_bytes_(slab_bytes),
+        base_(reserve_addresses(num_bytes_, alignment_of(slab_bytes))) {}
   HostSpace(const HostSpace&) = delete;
   HostSpace& operator=(const HostSpace&) = delete;
   ~HostSpace() override {
@@ -79,24 +119,6 @@ class HostSpace : public AddressSpace {
   void fence() override {}
 
  private:
-  // Reserves too much and gives the ends back, so that the range starts aligned:
-  //   [ head | range .......................... | tail ]
-  //          ^ multiple of the alignment
-  void reserve() {
-    std::size_t alignment = alignment_of(slab_bytes_);
-    std::size_t reserved = num_bytes_ + alignment;
-    void* start = mmap(nullptr, reserved, PROT_NONE, kEmptyFlags, -1, 0);
-    if (start == MAP_FAILED) {
-      throw_system_error("mmap: reserve " + text(reserved) + " bytes of address space", errno);
-    }
-    std::size_t misfit = reinterpret_cast<std::uintptr_t>(start) % alignment;
-    std::size_t head = misfit == 0 ? 0 : alignment - misfit;
-    base_ = static_cast<char*>(start) + head;
-    // Failing to trim costs address space only.
-    if (head > 0) munmap(start, head);
-    if (alignment > head) munmap(base_ + num_bytes_, alignment - head);
-  }
-
   void empty(std::size_t first, std::size_t count, int protection) {
     void* got = mmap(at(first), count * slab_bytes_, protection, kEmptyFlags | MAP_FIXED, -1, 0);
     if (got != MAP_FAILED) return;
@@ -110,7 +132,7 @@ class HostSpace : public AddressSpace {
   std::shared_ptr<const File> file_;
   std::size_t num_bytes_;
   std::size_t slab_bytes_;
-  char* base_ = nullptr;
+  char* base_;
   OwnerProcess owner_;
 };
 
@@ -156,6 +178,7 @@ class HostBackend : public Backend {
     if (fcntl(file->fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
       throw_system_error("seal the file of " + what, errno);
     }
+    gather_huge_pages(*file, num_slabs * slab_bytes);
     return std::make_shared<HostSlabs>(std::move(file), num_slabs, slab_bytes);
   }
 
