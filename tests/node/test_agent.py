@@ -92,7 +92,8 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Home]]
         node = homes["node"]
         (node.folder / "NODE.yaml").write_text(
             "pool: {name: agent-test, num_slabs: 32, headroom_slabs: 4}\n"
-            f"engines: [{{model: {node.model}, role: serving, port: {node.port}, vllm_args: {VLLM_FLAGS!r}}}]\n"
+            f"engines: [{{model: {node.model}, role: serving, port: {node.port}, "
+            f"vllm_args: {VLLM_FLAGS!r}}}]\n"
         )
         node.start("node", str(node.folder / "NODE.yaml"))
         serve = homes["serve"]
