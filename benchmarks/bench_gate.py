@@ -119,7 +119,7 @@ def arrival_figure(num_arrivals: int, seed: int) -> Figure:
             time.sleep(rng.uniform(0.5, 2.5) * STEP_S)
             arrived_s = time.monotonic()
             announce_arrival(words)
-            side.absorb_arrival()
+            side.absorb_arrival(time.monotonic())
             side.begin_step()
             over_ms.append(1e3 * (time.monotonic() - arrived_s - STEP_S))
             side.end_step(NO_WORK)
