@@ -18,7 +18,7 @@ from rose.admission.slack import (
     token_due,
 )
 from rose.admission.step_time import StepTimeModel
-from rose.types import SLO, GateMode
+from rose.types import SLO, Deployment, GateMode
 
 # A request waits for its tokenizer and the queue between processes, not for a minute: a longer wait, like a
 # negative one, says that the wall clock was set meanwhile.
@@ -83,6 +83,9 @@ class ServingDeadlines:
 
     def arrived(self, request_id: str, now: float, prompt_tokens: int, own_slo: SLO | None = None) -> None:
         """A request entered the scheduler; call in queue order. `own_slo` overrides the deployment's."""
+        if self._settings.deployment is Deployment.DECODE:
+            self.arrived_prefilled(request_id, now, own_slo)
+            return
         self._pending[request_id] = PendingPrefill(
             arrival_s=now,
             remaining_tokens=prompt_tokens,
@@ -167,7 +170,8 @@ class ServingDeadlines:
         that rollouts used: not if a decode in that step would then break the ITL cap."""
         if not self._decodes:
             return True
-        step_s = model.predict_safe(self._chunk_tokens, len(self._decodes), context_tokens)
+        prefill = 1 if self._settings.deployment is Deployment.DECODE else self._chunk_tokens
+        step_s = model.predict_safe(prefill, len(self._decodes), context_tokens)
         oldest_s = min(times.last_token_s for times in self._decodes.values())
         return now + step_s <= oldest_s + self._itl_cap_s
 
@@ -186,18 +190,19 @@ class ServingDeadlines:
             return NEVER
         if mode is GateMode.DUAL and self._pending:
             return now  # prefill first: no slack is given away, so none is worked out
+        has_tpot = mode is not GateMode.TTFT_ONLY and self._settings.deployment is not Deployment.PREFILL
         if mode is GateMode.EQUATIONS:
             return literal_latest_start(
                 now,
                 self._pending.values(),
-                (times.as_decode() for times in self._decodes.values()),
+                (times.as_decode() for times in self._decodes.values() if has_tpot),
                 slo=self._settings.slo,
                 model=model,
                 chunk_tokens=self._chunk_tokens,
                 context_tokens=context_tokens,
             )
         ttft = NEVER if mode is GateMode.TPOT_ONLY else self._latest_ttft(model, context_tokens)
-        tpot = NEVER if mode is GateMode.TTFT_ONLY else self._latest_tpot(model, context_tokens)
+        tpot = self._latest_tpot(model, context_tokens) if has_tpot else NEVER
         return min(ttft, tpot)
 
     def _latest_ttft(self, model: StepTimeModel, context_tokens: float) -> float:

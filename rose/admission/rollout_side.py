@@ -11,6 +11,7 @@ import time
 from rose._shm import Words
 from rose.admission.board import (
     MAX_TURN_WAIT_S,
+    NEVER_NS,
     REASONS,
     Phase,
     Word,
@@ -71,6 +72,7 @@ class RolloutSide:
             has_work=phase in (Phase.OPEN, Phase.RUNNING),
             has_pending_prefill=is_announced or bool(words.load(Word.S_HAS_PENDING)),
             latest_start_s=to_s(words.load(Word.S_LATEST_START)),
+            max_step_s=to_s(words.load(Word.S_MAX_STEP) or NEVER_NS),
             alive=self._check_serving(now_ns),
             may_start=not is_announced and self._is_open(),
             seq=seq,

@@ -59,6 +59,11 @@ class ServingSide:
         words.store(Word.S_STARTED, 0)
         self.publish(NO_WORK)
 
+    def set_max_step(self, max_step_s: float) -> None:
+        """Says how long a rollout step may take while this engine has no work: a request that comes
+        meanwhile waits for its end."""
+        self._words.store(Word.S_MAX_STEP, to_ns(max_step_s))
+
     @property
     def is_stepping(self) -> bool:
         """Whether the GPU is claimed: between begin_step and end_step."""

@@ -46,11 +46,17 @@ class ServingScheduler(RoseScheduler):
                 self.rose.budget_policy(self.tenant.client),
                 window_s=self.rose.serving_window_s,
                 keep_s=self.rose.serving_keep_s,
+                lend_idle_s=self.rose.lend_idle_s,
+                now=time.monotonic(),
             )
+            self.wake_at(self._memory.lends_at_s)
             self._side = ServingSide(self.tenant.client.board_words)
+            self._side.set_max_step(self._gate.settings.effective_max_step_s)
 
     def _slo_problem(self) -> str | None:
-        return unreachable_slo(self.rose.slo(), self.recorder.model) if self.recorder.is_profiled else None
+        if not self.recorder.is_profiled:
+            return None
+        return unreachable_slo(self.rose.slo(), self.recorder.model, self._gate.settings.deployment)
 
     def after_profile(self) -> None:
         problem = self._slo_problem()
@@ -66,7 +72,10 @@ class ServingScheduler(RoseScheduler):
         self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
         for request in self.requests.values():
             self._track(request, time.monotonic())
-        if gate.mode is GateMode.OFF and self._side is not None:
+        if self._side is None:
+            return
+        self._side.set_max_step(gate.effective_max_step_s)
+        if gate.mode is GateMode.OFF:
             # Nothing is published from now on: rollout would wait for good for the turn that it needs.
             self._side.publish(NO_WORK)
 

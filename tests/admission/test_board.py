@@ -182,6 +182,13 @@ def test_view_carries_what_serving_published(words: Words) -> None:
     assert rollout.view().latest_start_s == NEVER
 
 
+def test_rollout_learns_how_long_a_step_serving_puts_up_with(words: Words) -> None:
+    rollout = RolloutSide(words)
+    assert rollout.view().max_step_s == NEVER
+    ServingSide(words).set_max_step(0.125)
+    assert rollout.view().max_step_s == 0.125
+
+
 def test_a_claim_stays_through_a_publication(words: Words) -> None:
     serving, rollout = ServingSide(words), RolloutSide(words)
     serving.begin_step()
