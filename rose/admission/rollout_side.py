@@ -69,7 +69,7 @@ class RolloutSide:
         phase = words.load(Word.S_PHASE)
         is_announced = is_arrival_pending(words, now_ns)
         return ServingView(
-            has_work=phase in (Phase.OPEN, Phase.RUNNING),
+            has_work=phase in (_OPEN, _RUNNING),
             has_pending_prefill=is_announced or bool(words.load(Word.S_HAS_PENDING)),
             latest_start_s=to_s(words.load(Word.S_LATEST_START)),
             max_step_s=to_s(words.load(Word.S_MAX_STEP) or NEVER_NS),

@@ -139,7 +139,7 @@ class ServingScheduler(RoseScheduler):
         produced = [one for many in outputs.values() for one in many.outputs]
         deadlines.produced((one.request_id for one in produced if one.new_token_ids), now)
         deadlines.finished(one.request_id for one in produced if one.finish_reason is not None)
-        for request_id in step.num_scheduled_tokens:
+        for request_id in step.num_scheduled_tokens if deadlines.has_pending_prefill else ():
             request = self.requests.get(request_id)
             if request is not None:
                 remaining = max(0, request.num_prompt_tokens - request.num_computed_tokens)

@@ -122,7 +122,7 @@ def test_an_idle_gpu_takes_no_step_longer_than_a_quarter_of_the_ttft_slo() -> No
 
 def test_a_step_on_an_idle_gpu_is_as_short_as_serving_asks() -> None:
     decisions = [
-        policy().decide(NOW, replace(IDLE, max_step_s=max_step_s), MIXED, MODEL)
+        policy().decide(NOW, IDLE._replace(max_step_s=max_step_s), MIXED, MODEL)
         for max_step_s in (NEVER, 0.0500001, 0.0400001)
     ]
     assert [decision.max_tokens for decision in decisions] == [512, 310, 210]

@@ -30,7 +30,7 @@ from rose.engine.serving_scheduler import ServingScheduler
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.errors import ConfigError, WorkerError
-from rose.types import GateMode, Role
+from rose.types import Deployment, GateMode, Role
 
 KEY = ProfileKey(model="m", hardware="h", vllm_version="0", parallelism="tp1pp1")
 NUM_STEPS = 200
@@ -111,6 +111,28 @@ def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_firs
     assert targets == [(0.04, 40_000), (None, 0)]
     with pytest.raises(ConfigError, match="tpot_target_ms is 200, above slo_tpot_ms of 150"):
         control.set_gate(GateMode.DUAL, 200.0)
+
+
+def test_a_gate_mode_without_its_objective_is_refused_while_the_engine_runs(page: StatusPage) -> None:
+    settings = EngineSettings(role=Role.SERVING, engine_id="e").deployed(Deployment.PREFILL)
+    control: Any = EngineControl(Client(), settings, "m")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a prefiller makes no tokens to wait for"):
+        control.set_gate(GateMode.TPOT_ONLY)
+    assert page.get(Field.WANTED_GATE_MODE) == -1
+    control.set_gate(GateMode.TTFT_ONLY)
+    assert page.get(Field.WANTED_GATE_MODE) == GATE_MODES.index(GateMode.TTFT_ONLY)
+
+
+def test_a_serving_engine_tells_rollouts_how_long_a_step_its_deployment_puts_up_with(
+    page: StatusPage, words: Words
+) -> None:
+    scheduler = bare(ServingScheduler, Role.SERVING, page)
+    scheduler._side, rollout = ServingSide(words), RolloutSide(words)
+    longest_s = []
+    for deployment in (Deployment.COLLOCATED, Deployment.DECODE):
+        scheduler.set_gate(scheduler.rose.deployed(deployment).gate_settings(GateMode.DUAL))
+        longest_s.append(rollout.view().max_step_s)
+    assert longest_s == [0.125, 0.075]
 
 
 @pytest.mark.parametrize("num_steps", [0, NUM_STEPS])
