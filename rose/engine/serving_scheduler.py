@@ -22,6 +22,7 @@ from rose.admission.reach import unreachable_slo
 from rose.admission.serving_side import NO_WORK, ServingSide
 from rose.engine.scheduler import RoseScheduler
 from rose.engine.serving_memory import ServingMemory
+from rose.engine.settings import CONFIG_KEY
 from rose.engine.slo_class import requested_slo
 from rose.errors import ConfigError
 from rose.types import SLO, GateMode
@@ -37,10 +38,8 @@ class ServingScheduler(RoseScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._memory: ServingMemory | None = None
-        problem = self._slo_problem() if self.tenant is not None else None
-        if problem is not None:
-            raise ConfigError(f"--additional-config: rose: {problem}")
         if self.tenant is not None:
+            self._check_slo()
             self._memory = ServingMemory(
                 self.tenant,
                 self.rose.budget_policy(self.tenant.client),
@@ -52,6 +51,10 @@ class ServingScheduler(RoseScheduler):
             self.wake_at(self._memory.lends_at_s)
             self._side = ServingSide(self.tenant.client.board_words)
             self._side.set_max_step(self._gate.settings.effective_max_step_s)
+
+    def _check_slo(self) -> None:
+        if problem := self._slo_problem():
+            raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
 
     def _slo_problem(self) -> str | None:
         if not self.recorder.is_profiled:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -333,10 +333,11 @@ def test_detached_serving_leaves_the_gpu_free(words: Words) -> None:
     assert begin(rollout)
 
 
-def test_a_page_of_another_layout_is_refused(words: Words) -> None:
+@pytest.mark.parametrize("look", [ServingSide, RolloutSide, board.snapshot])
+def test_a_page_of_another_layout_is_refused(words: Words, look: Callable[[Words], object]) -> None:
     words.store(Word.MAGIC, board.MAGIC + 1)
     with pytest.raises(BoardError, match="same ROSE version"):
-        ServingSide(words)
+        look(words)
 
 
 def test_a_short_page_is_refused() -> None:

@@ -1,6 +1,7 @@
 """What commands do between an engine's routes and its scheduler, without a model behind."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -57,6 +58,16 @@ def bare(scheduler_class: type[RoseScheduler], role: Role, page: StatusPage) -> 
     scheduler.page = page
     scheduler.requests, scheduler.max_num_scheduled_tokens = {}, 512
     return scheduler
+
+
+def run_steps(recorder: StepRecorder, num_steps: int, seconds_per_token: float) -> None:
+    """Prompts of 1 to 50 tokens, one per step."""
+    for step in range(num_steps):
+        num_tokens = 1 + step % 50
+        request = SimpleNamespace(num_computed_tokens=num_tokens, num_prompt_tokens=num_tokens)
+        output: Any = SimpleNamespace(num_scheduled_tokens={"r": num_tokens})
+        recorder.started(output, {"r": request})  # type: ignore[dict-item]
+        recorder.ended(recorder._started_s + seconds_per_token * num_tokens)
 
 
 @pytest.fixture
@@ -142,15 +153,32 @@ def test_a_profile_that_can_not_be_made_or_stored_leaves_the_model_as_it_was(
     (tmp_path / "file").touch()
     recorder = StepRecorder(KEY, tmp_path / "file" / "profiles")
     recorder.begin_profile()
-    for step in range(num_steps):
-        num_tokens = 1 + step % 50
-        request = SimpleNamespace(num_computed_tokens=num_tokens, num_prompt_tokens=num_tokens)
-        output: Any = SimpleNamespace(num_scheduled_tokens={"r": num_tokens})
-        recorder.started(output, {"r": request})  # type: ignore[dict-item]
-        recorder.ended(recorder._started_s + 0.01 * num_tokens)
+    run_steps(recorder, num_steps, seconds_per_token=0.01)
     model = recorder.model
     assert not recorder.finish_profile()
     assert recorder.model == model and (num_steps > 0 or model == UNPROFILED)
+
+
+def test_an_slo_below_the_profile_ends_the_start_and_is_logged_where_the_profile_is_new(
+    page: StatusPage, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("rose"), "propagate", True)  # not where the plugin was registered
+    scheduler = bare(ServingScheduler, Role.SERVING, page)
+    scheduler.rose = EngineSettings(role=Role.SERVING, slo_ttft_ms=50)
+    scheduler.recorder, scheduler._memory = StepRecorder(KEY, tmp_path), None
+    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.DUAL))
+    scheduler._check_slo()  # nothing is known yet
+    scheduler.recorder.begin_profile()
+    run_steps(scheduler.recorder, NUM_STEPS, seconds_per_token=0.1)
+    assert scheduler.recorder.finish_profile()
+    reachable = "slo_ttft_ms is 50, but the prefill of one token takes up to 1"
+    with pytest.raises(ConfigError, match=reachable):
+        scheduler._check_slo()
+    scheduler.after_profile()
+    assert reachable in caplog.text
+    # A decoder has no first token to be in time for.
+    scheduler.set_gate(scheduler.rose.deployed(Deployment.DECODE).gate_settings(GateMode.DUAL))
+    scheduler._check_slo()
 
 
 def test_a_paused_engine_stalls_nobody_and_asks_for_no_turn(page: StatusPage, words: Words) -> None:
