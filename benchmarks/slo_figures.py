@@ -133,7 +133,9 @@ def case_figures(case: str, runs: dict[str, Run], *, is_heavy: bool = False) -> 
 def deployment_figures(case: str, runs: dict[str, Run], ours: str, kind: str) -> list[Figure]:
     """An instance that has one objective, or is idle for most of the time. ``ours``: the policy for it."""
     run, alone = runs[ours], runs[ALONE]
-    peers: dict[str, float | None] = {name: mean(each.harvest) for name, each in runs.items() if name != ALONE}
+    peers: dict[str, float | None] = {
+        name: mean(each.harvest) for name, each in runs.items() if name != ALONE
+    }
     of_free = [h / f for h, f in zip(run.harvest, run.free, strict=True)]
     target = MAX_TTFT_P99_RATIO[run.is_simulated] if kind == "ttft" else None
     return [

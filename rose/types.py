@@ -40,7 +40,7 @@ class GateMode(StrEnum):
 
 
 class Deployment(StrEnum):
-    """Which phases of its requests a serving engine computes. Rollouts are PD-collocated wherever they are."""
+    """Which phases of its requests a serving engine computes; a rollout engine computes both."""
 
     COLLOCATED = "collocated"
     """Both: the smaller of TTFT and TPOT slack counts, each tick (ROSE §4.3)."""

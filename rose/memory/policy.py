@@ -94,11 +94,14 @@ class BudgetPolicy:
 
         A cut raises the threshold by what it took, so the next one needs serving to have eaten that as well.
         Where the paper cuts once per RL step, we then cut again, but only after the last cut has landed: with
-        serving first, a second burst in a step must not meet a frozen but too large budget. A budget that has the
-        headroom in it ends with serving's first slab, and needs no new RL step to be lent again.
+        serving first, a second burst in a step must not meet a frozen but too large budget.
+
+        A budget with the headroom in it ends with the first slab that serving uses. That is no cut: where
+        rollout need give nothing up, the headroom may be lent again within the RL step.
         """
-        has_headroom_lent = budget > self.begin_step(0)
-        if has_headroom_lent and serving_used > 0:
+        if budget > self.begin_step(0):
+            if serving_used == 0:
+                return BudgetDecision(budget=budget, state=state)
             own = self.begin_step(serving_used)
             next_state = Pressure.PRESSURE if rollout_owned > own else Pressure.NORMAL
             return BudgetDecision(budget=own, state=next_state, event=BudgetEvent.TAKEN_BACK)
@@ -115,8 +118,9 @@ class BudgetPolicy:
         """How many more slabs rollout may take now: within its budget and without touching the headroom.
 
         Serving can reach every slab that rollout doesn't hold; what it doesn't use of those stays at least
-        the headroom, or what of it isn't lent. Up to ``min_slabs`` rollout may always grow. Source: ROSE §4.1,
-        second condition of admission.
+        the headroom, or what of it isn't lent. Up to ``min_slabs`` rollout may always grow.
+
+        Source: ROSE §4.1, second condition of admission.
         """
         headroom = min(self.headroom_slabs, self.num_slabs - budget)
         spare = self.num_slabs - rollout_owned - serving_used - headroom

@@ -87,8 +87,8 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
     """One row per engine, one line per worker that didn't answer; rates are against ``before``.
 
     role: prefill or decode for a serving engine that computes one phase alone. queue: running and waiting
-    requests. slabs: owned of budget. gate: mode and the share of steps that it let through, or that the engine
-    is deactivated. lost: requests that ROSE reclaimed or reported as stalled.
+    requests. slabs: owned of budget. gate: mode and the share of steps that it let through, or that the
+    engine is deactivated. lost: requests that ROSE reclaimed or reported as stalled.
     Below: slabs of a dead engine that wait for the last of its processes to end.
     """
     table = Table(title="rose top", title_justify="left", box=None, padding=(0, 2, 0, 0))

@@ -244,8 +244,8 @@ def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path)
     """A prefiller whose connector reads the blocks only when the engine has long been idle.
 
     Returns slabs owned by the engine: after traffic, while blocks are unsent, after they were sent; and how
-    many of them hold blocks of finished requests. Then what rollouts may hold: once it has long been idle, and
-    when traffic is back.
+    many of them hold blocks of finished requests. Then what rollouts may hold: once it has long been idle,
+    and when traffic is back.
     """
     settings = {
         "role": "serving",

@@ -128,7 +128,7 @@ def test_the_deployment_follows_the_connector_unless_it_is_set(
         (
             {"role": "serving", "deployment": "prefill"},
             "kv_consumer",
-            "'rose.deployment' is prefill, but --kv-transfer-config has kv_role kv_consumer, which says decode",
+            "is prefill, but --kv-transfer-config has kv_role kv_consumer, which says decode: drop one",
         ),
         (
             {"role": "serving", "gate": "ttft-only"},
@@ -138,12 +138,12 @@ def test_the_deployment_follows_the_connector_unless_it_is_set(
         (
             {"role": "rollout"},
             "kv_producer",
-            "--kv-transfer-config kv_role kv_producer: a rollout engine computes both phases wherever it runs",
+            "--kv-transfer-config kv_role kv_producer: a rollout engine computes both phases",
         ),
         (
             {"role": "rollout", "pool": "gpu0"},
             "kv_consumer",
-            "--kv-transfer-config kv_role kv_consumer: a rollout engine computes both phases wherever it runs",
+            "--kv-transfer-config kv_role kv_consumer: a rollout engine computes both phases",
         ),
     ],
 )
