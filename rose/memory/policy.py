@@ -96,8 +96,8 @@ class BudgetPolicy:
         Where the paper cuts once per RL step, we then cut again, but only after the last cut has landed: with
         serving first, a second burst in a step must not meet a frozen but too large budget.
 
-        A budget with the headroom in it ends with the first slab that serving uses. That is no cut: where
-        rollout need give nothing up, the headroom may be lent again within the RL step.
+        A budget with the headroom in it ends with the first slab that serving uses. That is no cut: the
+        headroom may be lent again within the RL step.
         """
         if budget > self.begin_step(0):
             if serving_used == 0:
