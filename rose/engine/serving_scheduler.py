@@ -34,6 +34,8 @@ class ServingScheduler(RoseScheduler):
     """Set by ``role: serving``."""
 
     _side: ServingSide | None = None
+    _context_tokens = 0
+    """Of the running requests, once per step: a sum over hundreds of them costs more than a publication."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,7 +99,9 @@ class ServingScheduler(RoseScheduler):
     def _take_turn(self, now: float) -> None:
         side = self._side
         assert side is not None
-        view = self._deadlines.view(now, self.recorder.model, has_work=True, context_tokens=self._context())
+        view = self._deadlines.view(
+            now, self.recorder.model, has_work=True, context_tokens=self._context_tokens
+        )
         side.publish(view)
         if self._gate.may_yield(now, view):
             latest_s, handover_s = view.latest_start_s, self._gate.settings.handover_s
@@ -113,7 +117,7 @@ class ServingScheduler(RoseScheduler):
         side.begin_step()
 
     def _may_join(self) -> bool:
-        return self._deadlines.may_join(time.monotonic(), self.recorder.model, self._context())
+        return self._deadlines.may_join(time.monotonic(), self.recorder.model, self._context_tokens)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         most = self.max_num_scheduled_tokens
@@ -147,6 +151,7 @@ class ServingScheduler(RoseScheduler):
             if request is not None:
                 remaining = max(0, request.num_prompt_tokens - request.num_computed_tokens)
                 deadlines.prefilled(request_id, remaining)
+        self._context_tokens = sum(request.num_computed_tokens for request in self.running)
         deadlines.set_load(max(len(self.running) / self.max_num_running_reqs, self._kv_load()))
 
     def _kv_load(self) -> float:
@@ -161,15 +166,12 @@ class ServingScheduler(RoseScheduler):
         assert side is not None
         has_work = self.has_unfinished_requests()
         view = self._deadlines.view(
-            now, self.recorder.model, has_work=has_work, context_tokens=self._context()
+            now, self.recorder.model, has_work=has_work, context_tokens=self._context_tokens
         )
         if side.is_stepping:
             side.end_step(view)
         else:
             side.publish(view)
-
-    def _context(self) -> int:
-        return sum(request.num_computed_tokens for request in self.running)
 
     # Arrivals and departures ----------------------------------------------------------------------------
 
