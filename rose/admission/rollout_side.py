@@ -131,6 +131,8 @@ class RolloutSide:
             now_ns = time.monotonic_ns()
             if now_ns >= until_ns:
                 return False
+            # Here, where there is time: view() finds it done, between the turn and the step that uses it.
+            self._check_serving(now_ns)
             words.wait(Word.ROLLOUT_BELL, seen, (until_ns - now_ns) / 1e9)
 
     def may_try(self) -> bool:
