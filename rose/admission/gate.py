@@ -129,8 +129,8 @@ class GateSettings:
 
 
 class ServingView(NamedTuple):
-    """What the serving engine last published. A tuple: each side makes one per tick, and a frozen dataclass
-    takes three times as long to make."""
+    """What the serving engine last published. This and the decision are tuples: both sides make them while
+    the GPU stands still, and a frozen dataclass takes three times as long to make."""
 
     has_work: bool
     has_pending_prefill: bool
@@ -158,8 +158,7 @@ class RolloutCandidate:
     """Since its last step ended, having something to run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateDecision:
+class GateDecision(NamedTuple):
     """A step's limits, or the reason for waiting."""
 
     max_tokens: int
@@ -183,6 +182,13 @@ class GatePolicy:
 
     def __init__(self, settings: GateSettings) -> None:
         self.settings = settings
+        mode = settings.mode
+        # Worked out once: the GPU stands still between a turn and its decision.
+        self._is_prefill_first = mode is GateMode.DUAL
+        self._is_bounded = mode not in (GateMode.OFF, GateMode.ALTERNATE, GateMode.EQUATIONS)
+        self._max_step_s = settings.effective_max_step_s if self._is_bounded else NEVER
+        self._worth_saving_s = WORTH_SAVING_FOR * settings.longest_gap_s
+        self._patience_s = PATIENCE * settings.stall_timeout_s
 
     def may_yield(self, now: float, view: ServingView) -> bool:
         """Serving's half: whether to offer a turn before its next step, having work itself."""
@@ -229,51 +235,43 @@ class GatePolicy:
             return None
         if mode is GateMode.IDLE:
             return GateReason.SERVING_HAS_WORK
-        if mode is GateMode.DUAL and view.has_pending_prefill:
+        if self._is_prefill_first and view.has_pending_prefill:
             return GateReason.PREFILL_FIRST
         return GateReason.NO_SLACK if now >= view.latest_start_s else None
-
-    def _longest_step_s(self, view: ServingView) -> float:
-        if self.settings.mode in (GateMode.OFF, GateMode.ALTERNATE, GateMode.EQUATIONS):
-            return NEVER
-        return min(self.settings.effective_max_step_s, view.max_step_s)
 
     def _fit(
         self, now: float, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel
     ) -> GateDecision:
         """All decodes and as much prefill as fits; else as many decodes as fit."""
-        longest_s = budget_s = self._longest_step_s(view)
-        if view.has_work and longest_s < NEVER:
+        longest_s = min(self._max_step_s, view.max_step_s) if self._is_bounded else NEVER
+        budget_s = longest_s
+        if self._is_bounded and view.has_work:
             budget_s = min(longest_s, view.latest_start_s - now)
         num_decodes, context = candidate.num_decodes, float(candidate.context_tokens)
         most = min(candidate.prefill_tokens_waiting, max(0, self.settings.chunk_tokens - num_decodes))
         prefill = 0
         if model.predict_safe(0, num_decodes, context) <= budget_s:
-            prefill = model.tokens_within(budget_s, num_decodes, most, context)
+            prefill = model.tokens_within(budget_s, num_decodes, most, context) if most else 0
         else:
             per_decode = context / max(1, num_decodes)
             num_decodes = model.decodes_within(budget_s, num_decodes, per_decode)
             context = per_decode * num_decodes
-        will_grow = budget_s < longest_s
-        if will_grow and prefill + num_decodes > 0 and self._saves(budget_s, candidate, most, model):
-            return _wait(now, GateReason.SAVING)
         if prefill + num_decodes == 0:
             return _wait(now, GateReason.NO_SLACK)
+        piece = min(most, self.settings.chunk_tokens // PREFILL_PIECES)
+        is_whole = num_decodes == candidate.num_decodes and prefill >= piece
+        if not is_whole and budget_s < longest_s and self._saves(budget_s, candidate, piece, model):
+            return _wait(now, GateReason.SAVING)
         return _admit(now, model, prefill, num_decodes, context)
 
-    def _saves(
-        self, budget_s: float, candidate: RolloutCandidate, prefill_tokens: int, model: StepTimeModel
-    ) -> bool:
+    def _saves(self, budget_s: float, candidate: RolloutCandidate, piece: int, model: StepTimeModel) -> bool:
         """Whether slack this short is better kept for a whole step: all decodes and a piece of the prefill,
         or all decodes at least."""
-        settings = self.settings
-        if candidate.waited_s >= PATIENCE * settings.stall_timeout_s:
+        if candidate.waited_s >= self._patience_s:
             return False
-        longest_s = WORTH_SAVING_FOR * settings.longest_gap_s
-        piece = min(prefill_tokens, settings.chunk_tokens // PREFILL_PIECES)
         for prefill in (piece, 0):
             whole_s = model.predict_safe(prefill, candidate.num_decodes, candidate.context_tokens)
-            if whole_s <= longest_s:
+            if whole_s <= self._worth_saving_s:
                 return budget_s < whole_s
         return False
 

@@ -74,7 +74,7 @@ class RolloutSide:
             latest_start_s=to_s(words.load(Word.S_LATEST_START)),
             max_step_s=to_s(words.load(Word.S_MAX_STEP) or NEVER_NS),
             alive=self._check_serving(now_ns),
-            may_start=not is_announced and self._is_open(),
+            may_start=not is_announced and self._leaves_open(phase, turn),
             seq=seq,
             turn=turn,
         )
@@ -164,10 +164,11 @@ class RolloutSide:
 
     def _is_open(self) -> bool:
         words = self._words
-        phase = words.load(Word.S_PHASE)
-        if phase == _OPEN:
-            return words.load(Word.S_TURN) != self._turn_used
-        return phase != _RUNNING
+        return self._leaves_open(words.load(Word.S_PHASE), words.load(Word.S_TURN))
+
+    def _leaves_open(self, phase: int, turn: int) -> bool:
+        """Whether serving leaves the GPU to a step, in this phase and with this turn."""
+        return turn != self._turn_used if phase == _OPEN else phase != _RUNNING
 
     def _check_serving(self, now_ns: int) -> bool:
         if now_ns >= self._next_check_ns:
