@@ -68,13 +68,14 @@ class RolloutSide:
         turn = words.load(Word.S_TURN)
         phase = words.load(Word.S_PHASE)
         is_announced = is_arrival_pending(words, now_ns)
+        is_open = turn != self._turn_used if phase == _OPEN else phase != _RUNNING
         return ServingView(
             has_work=phase in (_OPEN, _RUNNING),
             has_pending_prefill=is_announced or bool(words.load(Word.S_HAS_PENDING)),
             latest_start_s=to_s(words.load(Word.S_LATEST_START)),
             max_step_s=to_s(words.load(Word.S_MAX_STEP) or NEVER_NS),
             alive=self._check_serving(now_ns),
-            may_start=not is_announced and self._leaves_open(phase, turn),
+            may_start=not is_announced and is_open,
             seq=seq,
             turn=turn,
         )
@@ -164,11 +165,10 @@ class RolloutSide:
 
     def _is_open(self) -> bool:
         words = self._words
-        return self._leaves_open(words.load(Word.S_PHASE), words.load(Word.S_TURN))
-
-    def _leaves_open(self, phase: int, turn: int) -> bool:
-        """Whether serving leaves the GPU to a step, in this phase and with this turn."""
-        return turn != self._turn_used if phase == _OPEN else phase != _RUNNING
+        phase = words.load(Word.S_PHASE)
+        if phase == _OPEN:
+            return words.load(Word.S_TURN) != self._turn_used
+        return phase != _RUNNING
 
     def _check_serving(self, now_ns: int) -> bool:
         if now_ns >= self._next_check_ns:
