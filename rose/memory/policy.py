@@ -76,6 +76,10 @@ class BudgetPolicy:
         """
         return max(self.num_slabs - self.headroom_slabs - serving_recent_peak_slabs, self.min_slabs)
 
+    def has_headroom_lent(self, budget: int) -> bool:
+        """Whether ``budget`` has slabs of the headroom in it."""
+        return budget > self.begin_step(0)
+
     @property
     def whole_budget(self) -> int:
         """The rollout budget beside a serving engine out of service: all but the slab of its padding block.
@@ -99,7 +103,7 @@ class BudgetPolicy:
         A budget with the headroom in it ends with the first slab that serving uses. That is no cut: the
         headroom may be lent again within the RL step.
         """
-        if budget > self.begin_step(0):
+        if self.has_headroom_lent(budget):
             if serving_used == 0:
                 return BudgetDecision(budget=budget, state=state)
             own = self.begin_step(serving_used)

@@ -68,6 +68,11 @@ def test_a_lent_headroom_ends_with_servings_first_slab(
 def test_an_instance_out_of_service_is_lent_whole() -> None:
     whole = POLICY.whole_budget
     assert whole == 99
+    assert [POLICY.has_headroom_lent(budget) for budget in (whole, 81, POLICY.begin_step(0))] == [
+        True,
+        True,
+        False,
+    ]
     assert POLICY.rollout_growth(free=99, serving_used=0, rollout_owned=0, budget=whole) == 99
     assert POLICY.rollout_growth(free=50, serving_used=0, rollout_owned=49, budget=whole) == 50
     # The slab of serving's padding block is never free.
