@@ -80,7 +80,7 @@ class ServingMemory:
         if lends_at_s is None or now < lends_at_s:
             return lends_at_s
         whole = self._policy.whole_budget
-        # A new RL step may begin in between; should it end the loan, the change of the ledger wakes us again.
+        # A new RL step may begin in between, with a budget of its own.
         while (seen := ledger.policy).rollout_budget_slabs < whole:
             lent = replace(seen, rollout_budget_slabs=whole, pressure=Pressure.NORMAL)
             if ledger.swap_policy(seen, lent):
