@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gate_player import CANDIDATE, GATE, MODEL, PATIENCE_S
+from gate_player import BARE_BELL, BARE_READY, CANDIDATE, GATE, MODEL, PATIENCE_S
 from harness import run_benchmark
 
 from rose._shm import Words
@@ -83,8 +83,10 @@ def _call_figure(name: str, call: Callable[[], object], target: str | None, num_
 
 
 def handover_figures(num_steps: int) -> list[Figure]:
-    """Two processes: from one side's release of the GPU to the other's start."""
+    """Two processes: from one side's release of the GPU to the other's start. Beside it what a bare futex
+    takes to wake a process: on this host, as busy as it is now, no hand-over can be faster."""
     to_rollout_us, to_serving_us = [], []
+    bare_us = _bare_futex_us(num_steps)
     with _board() as (words, side, path), _player(path, num_steps, STEP_S) as player:
         released = _offer(words, side, num_steps, player)
         side.end_step(NO_WORK)
@@ -104,22 +106,39 @@ def handover_figures(num_steps: int) -> list[Figure]:
             peers={
                 "serving to rollout": percentile(to_rollout_us, percent),
                 "rollout to serving": percentile(to_serving_us, percent),
+                "a bare futex": percentile(bare_us, percent),
             },
         )
         for name, percent, target in (("p50", 50, "<= 100"), ("p99", 99, "<= 300"))
     ]
 
 
+def _bare_futex_us(num_times: int) -> list[float]:
+    """From one process's ring to the other's being awake, which slept for as long as a serving step."""
+    rung_ns: list[int] = []
+    with _board() as (words, _, path), _player(path, num_times, 0.0) as player:
+        _wait_until(lambda: words.load(BARE_READY) == 1, "the player is up")
+        while len(rung_ns) < num_times and player.poll() is None:
+            time.sleep(SERVING_STEP_S)
+            rung_ns.append(time.monotonic_ns())
+            words.add(BARE_BELL, 1)
+            words.wake(BARE_BELL)
+        woken_ns = json.loads(player.communicate(timeout=PATIENCE_S)[0])
+    if len(woken_ns) != num_times:
+        raise WorkerError(f"{num_times} rings woke the player {len(woken_ns)} times")
+    return [(woken - rung) / 1e3 for rung, woken in zip(rung_ns, woken_ns, strict=True)]
+
+
 def arrival_figure(num_arrivals: int, seed: int) -> Figure:
     """Rollouts step at will on an idle GPU; a request comes at any moment and takes it."""
     rng, over_ms = random.Random(seed), []
     with _board() as (words, side, path), _player(path, 10**9, STEP_S):
-        _wait_for_steps(words, 10)
+        _wait_until(lambda: words.load(Word.R_STEPS) >= 10, "the player takes 10 steps")
         for _ in range(num_arrivals):
             time.sleep(rng.uniform(0.5, 2.5) * STEP_S)
             arrived_s = time.monotonic()
             announce_arrival(words)
-            side.absorb_arrival()
+            side.absorb_arrival(time.monotonic())
             side.begin_step()
             over_ms.append(1e3 * (time.monotonic() - arrived_s - STEP_S))
             side.end_step(NO_WORK)
@@ -153,11 +172,11 @@ def kill_figure(num_kills: int) -> Figure:
     )
 
 
-def _wait_for_steps(words: Words, count: int) -> None:
+def _wait_until(condition: Callable[[], bool], what: str) -> None:
     give_up_s = time.monotonic() + PATIENCE_S
-    while words.load(Word.R_STEPS) < count:
+    while not condition():
         if time.monotonic() > give_up_s:
-            raise WorkerError(f"the player took no {count} steps within {PATIENCE_S:.0f} s")
+            raise WorkerError(f"not within {PATIENCE_S:.0f} s: {what}")
         time.sleep(0.001)
 
 

@@ -1,8 +1,9 @@
-"""The rollout half of bench_gate's hand-over: a process that takes every turn it is given.
+"""The other half of bench_gate's hand-over: a process that takes every turn it is given.
 
     python benchmarks/gate_player.py PAGE STEPS STEP_MS
 
-Prints one line of JSON: for each step when it began and when it ended, CLOCK_MONOTONIC nanoseconds.
+Prints one line of JSON: for each step when it began and when it ended, CLOCK_MONOTONIC nanoseconds. With a
+STEP_MS of 0 it knows nothing of turns: woken STEPS times by a bare futex, it prints when each time.
 """
 
 import json
@@ -22,12 +23,28 @@ GATE = GateSettings(slo=SLO(ttft_s=0.5, tpot_s=0.15))
 MODEL = StepTimeModel(base_s=0.001, per_prefill_token_s=1e-5, per_decode_s=1e-5)
 CANDIDATE = RolloutCandidate(prefill_tokens_waiting=0, num_decodes=16, context_tokens=0)
 PATIENCE_S = 30.0
+BARE_BELL, BARE_READY = NUM_WORDS - 1, NUM_WORDS - 2
+"""Words that the board leaves unused."""
 
 
 def main() -> int:
     with Path(sys.argv[1]).open("r+b") as file:
         words = Words(mmap.mmap(file.fileno(), 8 * NUM_WORDS))
     num_steps, step_s = int(sys.argv[2]), float(sys.argv[3]) / 1000
+    times = _take_turns(words, num_steps, step_s) if step_s > 0 else _wake_up(words, num_steps)
+    print(json.dumps(times))
+    return 0
+
+
+def _wake_up(words: Words, num_times: int) -> list[int]:
+    times: list[int] = []
+    words.store(BARE_READY, 1)
+    while len(times) < num_times and words.wait(BARE_BELL, len(times), PATIENCE_S):
+        times.append(time.monotonic_ns())
+    return times
+
+
+def _take_turns(words: Words, num_steps: int, step_s: float) -> list[tuple[int, int]]:
     side, policy = RolloutSide(words), GatePolicy(GATE)
     side.set_want(True, step_s)
     times: list[tuple[int, int]] = []
@@ -43,8 +60,7 @@ def main() -> int:
             times.append((began_ns, time.monotonic_ns()))
             side.end_step(16)
     side.detach()
-    print(json.dumps(times))
-    return 0
+    return times
 
 
 if __name__ == "__main__":

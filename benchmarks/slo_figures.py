@@ -130,14 +130,36 @@ def case_figures(case: str, runs: dict[str, Run], *, is_heavy: bool = False) -> 
     return figures + (invisible_figures(case, runs["idle only"], alone) if "idle only" in runs else [])
 
 
-def attainment_figure(name: str, runs: dict[str, Run], kind: str, slo: SLO | None = None) -> Figure:
+def deployment_figures(case: str, runs: dict[str, Run], ours: str, kind: str) -> list[Figure]:
+    """An instance that has one objective, or is idle for most of the time. ``ours``: the policy for it."""
+    run, alone = runs[ours], runs[ALONE]
+    peers: dict[str, float | None] = {
+        name: mean(each.harvest) for name, each in runs.items() if name != ALONE
+    }
+    of_free = [h / f for h, f in zip(run.harvest, run.free, strict=True)]
+    target = MAX_TTFT_P99_RATIO[run.is_simulated] if kind == "ttft" else None
+    return [
+        attainment_figure(f"slo_attainment[{kind}, {case}]", runs, kind, ours=ours),
+        run.marked(
+            median_figure(f"harvested_fraction[{case}]", run.harvest, "of rollout alone", peers=peers)
+        ),
+        run.marked(
+            median_figure(f"harvested_free_fraction[{case}]", of_free, "of free time", target=">= 0.97")
+        ),
+        _ratio(f"{kind}_p99_ratio[{case}]", run, alone, kind, target, {}),
+    ]
+
+
+def attainment_figure(
+    name: str, runs: dict[str, Run], kind: str, slo: SLO | None = None, ours: str = DUAL
+) -> Figure:
     """The gate's, held against its target only where serving alone reaches it."""
     peers: dict[str, float | None] = {
-        each: run.attainment(kind, slo) for each, run in runs.items() if each != DUAL
+        each: run.attainment(kind, slo) for each, run in runs.items() if each != ours
     }
     is_reachable = runs[ALONE].attainment(kind, slo) >= 0.99
-    value = runs[DUAL].attainment(kind, slo)
-    return runs[DUAL].figure(name, value, "share", ">= 0.99" if is_reachable else None, peers)
+    value = runs[ours].attainment(kind, slo)
+    return runs[ours].figure(name, value, "share", ">= 0.99" if is_reachable else None, peers)
 
 
 def invisible_figures(case: str, idle: Run, alone: Run) -> list[Figure]:

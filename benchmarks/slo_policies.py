@@ -8,10 +8,11 @@ from slo_figures import Run, mean
 
 from rose.types import GateMode
 
+IDLE = "idle only"
 MODES = {
     "naive": GateMode.OFF,
     "alternate": GateMode.ALTERNATE,
-    "idle only": GateMode.IDLE,
+    IDLE: GateMode.IDLE,
     "ttft-only": GateMode.TTFT_ONLY,
     "tpot-only": GateMode.TPOT_ONLY,
     "equations": GateMode.EQUATIONS,

@@ -13,20 +13,21 @@ from slo_figures import (
     DUAL,
     Run,
     case_figures,
+    deployment_figures,
     dual_best_figures,
     frontier_figures,
     mean,
     tight_figures,
 )
-from slo_policies import FEW, MODES, policy_table
+from slo_policies import FEW, IDLE, MODES, policy_table
 
-from rose.admission.gate import GateSettings
+from rose.admission.gate import GateSettings, mode_problem
 from rose.admission.twin.gpu import TwinGpu
 from rose.admission.twin.pairs import PAIR_8B, PAIR_32B, Pair
-from rose.admission.twin.serving import Arrival
+from rose.admission.twin.serving import Arrival, for_decoder, for_prefiller
 from rose.demo.figures import Figure
 from rose.demo.trace import TraceRow
-from rose.types import SLO, GateMode
+from rose.types import SLO, Deployment, GateMode
 
 RATES_RPS = {"8B": 0.35, "32B": 0.25}
 """Of one GPU at density 1: serving alone then computes for about 30% of the time, as in the prototype's runs;
@@ -41,6 +42,10 @@ TIGHT_STEPS = 5.0
 FRONTIER_TARGETS = (1.8, 2.0, 2.2, 2.4, 2.6, 3.0, 4.0, 5.0, 5.7, 6.4)
 """TPOT targets of the frontier, in decode steps."""
 DENSITIES = (1.0, 1.5, 2.0)
+PREFILL_DENSITY = {"8B": 18.0, "32B": 14.0}
+"""One prefiller feeds many decoders: at these it computes for about 30% of the time."""
+OUT_OF_SERVICE = (0.25, 0.75)
+"""Of the horizon: when an autoscaler keeps traffic away."""
 # ROSE Table 5: average rollout time relative to density 1.
 PAPER_ROLLOUT_TIME = {
     "8B": {1.5: 511.7 / 496.3, 2.0: 569.9 / 496.3},
@@ -82,7 +87,37 @@ class TwinBench:
             figures += case_figures(f"{pair.name}, heavy", heavy, is_heavy=True)
             figures += trend_figures(pair.name, [cases[f"{pair.name}, density {d:g}"] for d in DENSITIES])
             figures += self._tight(pair) + self._frontier(pair, cases[f"{pair.name}, density 1"])
+            figures += self.deployments(pair)
         return figures
+
+    def deployments(self, pair: Pair) -> list[Figure]:
+        """A prefiller, the decoder of a disaggregated deployment, and an instance that autoscaling leaves
+        idle for half of the time."""
+        prefill = [for_prefiller(each) for each in self._traffic(pair, PREFILL_DENSITY[pair.name])]
+        whole = self._traffic(pair, 1.0)
+        gate = GateSettings(slo=pair.slo, deployment=Deployment.PREFILL)
+        prefilled = self.run(pair, gate, [for_prefiller(each) for each in whole], rollouts=False)
+        decode = [for_decoder(*each) for each in zip(whole, prefilled.requests, strict=True)]
+        figures = []
+        for deployment, kind, samples in (
+            (Deployment.PREFILL, "ttft", prefill),
+            (Deployment.DECODE, "tpot", decode),
+        ):
+            names = [name for name, mode in MODES.items() if mode_problem(mode, deployment) is None]
+            runs = self._policies(pair, samples, policies=names, deployment=deployment)
+            self._print(f"{pair.name}, {deployment}", runs)
+            figures += deployment_figures(f"{pair.name}, {deployment}", runs, DUAL, kind)
+        runs = self._policies(pair, self._with_a_pause(pair), policies=("naive", IDLE, DUAL))
+        self._print(f"{pair.name}, autoscaled", runs)
+        return figures + deployment_figures(f"{pair.name}, autoscaled", runs, IDLE, "ttft")
+
+    def _with_a_pause(self, pair: Pair) -> list[list[Arrival]]:
+        """Density 1, and none of it while the instance is out of service."""
+        start_s, end_s = (share * self._sampling.horizon_s for share in OUT_OF_SERVICE)
+        return [
+            [arrival for arrival in arrivals if not start_s <= arrival.at_s < end_s]
+            for arrivals in self._traffic(pair, 1.0)
+        ]
 
     def run(
         self, pair: Pair, gate: GateSettings, samples: Sequence[list[Arrival]], *, rollouts: bool = True
@@ -114,8 +149,9 @@ class TwinBench:
         samples: Sequence[list[Arrival]],
         slo: SLO | None = None,
         policies: Sequence[str] = tuple(MODES),
+        deployment: Deployment = Deployment.COLLOCATED,
     ) -> dict[str, Run]:
-        gate = GateSettings(slo=slo if slo is not None else pair.slo)
+        gate = GateSettings(slo=slo if slo is not None else pair.slo, deployment=deployment)
         runs = {ALONE: self.run(pair, gate, samples, rollouts=False)}
         return runs | {name: self.run(pair, replace(gate, mode=MODES[name]), samples) for name in policies}
 

@@ -5,7 +5,7 @@ Never used per token or per step.
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rose.types import GateMode, Role
+from rose.types import Deployment, GateMode, Role
 
 
 class GateStatus(BaseModel):
@@ -22,6 +22,8 @@ class WorkerStatus(BaseModel):
     """Answer of ``GET /rose/v1/status``; counters since the engine started."""
 
     role: Role
+    deployment: Deployment | None = None
+    """Of a serving engine: which phases of its requests it computes."""
     model: str
     engine_id: str
     weight_version: str | None

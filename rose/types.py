@@ -39,6 +39,17 @@ class GateMode(StrEnum):
     """Naive co-location: no gate, no turns."""
 
 
+class Deployment(StrEnum):
+    """Which phases of its requests a serving engine computes; a rollout engine computes both."""
+
+    COLLOCATED = "collocated"
+    """Both: the smaller of TTFT and TPOT slack counts, each tick (ROSE §4.3)."""
+    PREFILL = "prefill"
+    """Prompts, whose KV a decoder takes over: TTFT slack alone (ROSE §4.1 eq. 1)."""
+    DECODE = "decode"
+    """Tokens, from a prefiller's KV: TPOT slack alone (ROSE §4.1 eq. 2)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SLO:
     """Latency objectives of a serving deployment, in seconds."""

@@ -52,7 +52,7 @@ from rose.admission.liveness import NOBODY, is_alive, own_identity, pid_of
 from rose.admission.slack import NEVER
 from rose.errors import BoardError
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MAGIC = 0x524F5345_0000 | LAYOUT_VERSION
 NUM_WORDS = 128
 
@@ -97,6 +97,8 @@ class Word:
     # serving, at attach
     S_IDENTITY: Final = 16
     S_EPOCH: Final = 17
+    # serving, when its settings change
+    S_MAX_STEP: Final = 18  # 0: nobody has served yet
     # rollout
     R_PHASE: Final = 24
     R_WANT: Final = 25

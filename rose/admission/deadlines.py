@@ -18,7 +18,7 @@ from rose.admission.slack import (
     token_due,
 )
 from rose.admission.step_time import StepTimeModel
-from rose.types import SLO, GateMode
+from rose.types import SLO, Deployment, GateMode
 
 # A request waits for its tokenizer and the queue between processes, not for a minute: a longer wait, like a
 # negative one, says that the wall clock was set meanwhile.
@@ -61,8 +61,16 @@ class ServingDeadlines:
     def __init__(self, settings: GateSettings, *, chunk_tokens: int) -> None:
         """`chunk_tokens`: the serving engine's own token budget of a step."""
         self._settings = settings
-        self._target_s = settings.tpot_target_for(0.0)  # nothing to spend until a step time is known
-        self._itl_cap_s = settings.itl_cap_for(0.0)
+        mode, deployment = settings.mode, settings.deployment
+        # Looked up once: an enum's members cost as much as the arithmetic that they choose.
+        self._has_deadlines = mode not in (GateMode.ALTERNATE, GateMode.IDLE, GateMode.OFF)
+        self._is_prefill_first = mode is GateMode.DUAL
+        self._is_literal = mode is GateMode.EQUATIONS
+        self._has_ttft = mode is not GateMode.TPOT_ONLY and deployment is not Deployment.DECODE
+        self._has_tpot = mode is not GateMode.TTFT_ONLY and deployment is not Deployment.PREFILL
+        self._is_decoder = deployment is Deployment.DECODE
+        self._decode_s = 0.0  # nothing to spend until a step time is known
+        """Serving's decode step as of the last publication: the default target follows it."""
         self._chunk_tokens = chunk_tokens
         self._load = 0.0
         self._pending: dict[str, PendingPrefill] = {}
@@ -83,6 +91,9 @@ class ServingDeadlines:
 
     def arrived(self, request_id: str, now: float, prompt_tokens: int, own_slo: SLO | None = None) -> None:
         """A request entered the scheduler; call in queue order. `own_slo` overrides the deployment's."""
+        if self._is_decoder:
+            self.arrived_prefilled(request_id, now, own_slo)
+            return
         self._pending[request_id] = PendingPrefill(
             arrival_s=now,
             remaining_tokens=prompt_tokens,
@@ -99,9 +110,9 @@ class ServingDeadlines:
         """
         tpot_s = own_slo.tpot_s if own_slo is not None else None
         times = self._decodes[request_id] = _TokenTimes(now, tpot_s)
-        budget_s = tpot_s if tpot_s is not None else shrunk_target(self._target_s, self._load)
+        target_s, itl_cap_s = self._target_and_cap()
         times.num_output_tokens = 1  # the prefiller's
-        times.due_s = token_due(now, now, 1, budget_s, self._itl_cap_s)
+        times.due_s = token_due(now, now, 1, tpot_s if tpot_s is not None else target_s, itl_cap_s)
         self._due_s = None
 
     def prefilled(self, request_id: str, remaining_tokens: int) -> None:
@@ -112,8 +123,7 @@ class ServingDeadlines:
 
     def produced(self, request_ids: Iterable[str], now: float, num_tokens: int = 1) -> None:
         """These requests produced tokens in the step that ended now."""
-        target_s = shrunk_target(self._target_s, self._load)
-        itl_cap_s = self._itl_cap_s
+        target_s, itl_cap_s = self._target_and_cap()
         decodes = self._decodes
         least_s, num_produced = NEVER, 0
         for request_id in request_ids:
@@ -153,9 +163,7 @@ class ServingDeadlines:
         self, now: float, model: StepTimeModel, *, has_work: bool, context_tokens: float = 0
     ) -> ServingView:
         """What to publish under this gate mode."""
-        decode_s = model.predict(0, len(self._decodes), context_tokens)
-        self._target_s = self._settings.tpot_target_for(decode_s)
-        self._itl_cap_s = self._settings.itl_cap_for(self._target_s)
+        self._decode_s = model.predict(0, len(self._decodes), context_tokens)
         return ServingView(
             has_work=has_work,
             has_pending_prefill=bool(self._pending),
@@ -167,9 +175,10 @@ class ServingDeadlines:
         that rollouts used: not if a decode in that step would then break the ITL cap."""
         if not self._decodes:
             return True
-        step_s = model.predict_safe(self._chunk_tokens, len(self._decodes), context_tokens)
+        prefill = 1 if self._is_decoder else self._chunk_tokens
+        step_s = model.predict_safe(prefill, len(self._decodes), context_tokens)
         oldest_s = min(times.last_token_s for times in self._decodes.values())
-        return now + step_s <= oldest_s + self._itl_cap_s
+        return now + step_s <= oldest_s + self._target_and_cap()[1]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the books disagree."""
@@ -180,25 +189,30 @@ class ServingDeadlines:
             assert self._due_s == min(t.due_s for t in self._decodes.values())
         assert all(p.remaining_tokens >= 0 for p in self._pending.values())
 
+    def _target_and_cap(self) -> tuple[float, float]:
+        """The TPOT target and the ITL cap of tokens produced now."""
+        target_s = self._settings.tpot_target_for(self._decode_s)
+        return shrunk_target(target_s, self._load), self._settings.itl_cap_for(target_s)
+
     def _latest_start(self, now: float, model: StepTimeModel, context_tokens: float) -> float:
-        mode = self._settings.mode
-        if mode in (GateMode.ALTERNATE, GateMode.IDLE, GateMode.OFF):
+        if not self._has_deadlines:
             return NEVER
-        if mode is GateMode.DUAL and self._pending:
+        if self._is_prefill_first and self._pending:
             return now  # prefill first: no slack is given away, so none is worked out
-        if mode is GateMode.EQUATIONS:
+        if self._is_literal:
             return literal_latest_start(
                 now,
                 self._pending.values(),
-                (times.as_decode() for times in self._decodes.values()),
+                (times.as_decode() for times in self._decodes.values() if self._has_tpot),
                 slo=self._settings.slo,
                 model=model,
                 chunk_tokens=self._chunk_tokens,
                 context_tokens=context_tokens,
             )
-        ttft = NEVER if mode is GateMode.TPOT_ONLY else self._latest_ttft(model, context_tokens)
-        tpot = NEVER if mode is GateMode.TTFT_ONLY else self._latest_tpot(model, context_tokens)
-        return min(ttft, tpot)
+        latest_s = self._latest_tpot(model, context_tokens) if self._has_tpot else NEVER
+        if self._has_ttft and self._pending:
+            latest_s = min(latest_s, self._latest_ttft(model, context_tokens))
+        return latest_s
 
     def _latest_ttft(self, model: StepTimeModel, context_tokens: float) -> float:
         return latest_start_ttft(
@@ -220,4 +234,4 @@ class ServingDeadlines:
             prefill = min(room, sum(p.remaining_tokens for p in self._pending.values()))
         if self._due_s is None:
             self._due_s = min(times.due_s for times in self._decodes.values())
-        return self._due_s - model.predict_safe(prefill, self.num_decodes, context_tokens)
+        return self._due_s - model.predict_safe(prefill, len(self._decodes), context_tokens)

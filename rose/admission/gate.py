@@ -7,10 +7,11 @@ step is predicted to end, error included, before serving's latest start. Never r
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from rose.admission.slack import BANK_LIMIT_BUDGETS, NEVER
 from rose.admission.step_time import StepTimeModel
-from rose.types import SLO, GateMode
+from rose.types import SLO, Deployment, GateMode
 
 # TPOT slack is real capacity, but spending all of it multiplies serving's end-to-end time and concurrency
 # (16-20 times and 4 times in simulation at the full budget). So: half the SLO, and not more than 8 serving
@@ -23,6 +24,8 @@ MAX_TPOT_TARGET_FRACTION = 0.95
 MIN_ITL_CAP_TARGETS = 1.5
 # Of the TTFT SLO: what a request may lose that arrives just after an idle GPU began a rollout step.
 IDLE_STEP_FRACTION = 0.25
+# Of the TPOT SLO: the same on a decoder, where the time from arrival to first token counts as one token's.
+IDLE_DECODER_STEP_FRACTION = 0.5
 # The step that is admitted on an idle GPU whatever the model says: without it a missing or hopeless
 # profile could never be corrected by observation.
 MIN_STEP_TOKENS = 32
@@ -52,19 +55,31 @@ class GateReason(StrEnum):
     """Slack is left, but not for all decodes at once: it is kept for the next gap."""
 
 
+def mode_problem(mode: GateMode, deployment: Deployment) -> str | None:
+    """Why the gate can't go by this mode on such an instance; None where it can."""
+    if (mode, deployment) == (GateMode.TPOT_ONLY, Deployment.PREFILL):
+        return "gate tpot-only: a prefiller makes no tokens to wait for; use dual or ttft-only"
+    if (mode, deployment) == (GateMode.TTFT_ONLY, Deployment.DECODE):
+        return "gate ttft-only: a decoder has no prompts to wait for; use dual or tpot-only"
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSettings:
     """What an operator chooses about compute sharing."""
 
     slo: SLO
     mode: GateMode = GateMode.DUAL
+    deployment: Deployment = Deployment.COLLOCATED
+    """Of the serving engine; a rollout engine learns from the board what follows from it."""
     tpot_target_s: float | None = None
     """The TPOT that rollouts may stretch serving to; None: half the TPOT SLO, within 5 to 8 serving steps."""
     itl_cap_s: float | None = None
     """The longest single gap between tokens that the TPOT bank may cause; None: the TPOT SLO, and never less
     than one and a half targets."""
     max_step_s: float | None = None
-    """The longest rollout step, also on an idle GPU; None: a quarter of the TTFT SLO."""
+    """The longest rollout step, also on an idle GPU; None: a quarter of the TTFT SLO, on a decoder half the
+    TPOT SLO."""
     chunk_tokens: int = 512
     stall_timeout_s: float = 2.0
     handover_s: float = 0.008
@@ -77,6 +92,8 @@ class GateSettings:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if problem := mode_problem(self.mode, self.deployment):
+            raise ValueError(problem)
 
     def tpot_target_for(self, step_s: float) -> float:
         """tpot_target_s with its default resolved, where serving's decode step takes `step_s`."""
@@ -104,17 +121,23 @@ class GateSettings:
     @property
     def effective_max_step_s(self) -> float:
         """max_step_s with its default resolved."""
-        return self.max_step_s if self.max_step_s is not None else IDLE_STEP_FRACTION * self.slo.ttft_s
+        if self.max_step_s is not None:
+            return self.max_step_s
+        if self.deployment is Deployment.DECODE:
+            return IDLE_DECODER_STEP_FRACTION * self.slo.tpot_s
+        return IDLE_STEP_FRACTION * self.slo.ttft_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingView:
-    """What the serving engine last published."""
+class ServingView(NamedTuple):
+    """What the serving engine last published. This and the decision are tuples: both sides make them while
+    the GPU stands still, and a frozen dataclass takes three times as long to make."""
 
     has_work: bool
     has_pending_prefill: bool
     latest_start_s: float
     """When its next step must start; NEVER without a deadline."""
+    max_step_s: float = NEVER
+    """The longest rollout step that it puts up with while it has no work."""
     alive: bool = True
     may_start: bool = True
     """Whether the board leaves the GPU to rollout: serving is idle or has granted a turn."""
@@ -135,8 +158,7 @@ class RolloutCandidate:
     """Since its last step ended, having something to run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateDecision:
+class GateDecision(NamedTuple):
     """A step's limits, or the reason for waiting."""
 
     max_tokens: int
@@ -160,6 +182,13 @@ class GatePolicy:
 
     def __init__(self, settings: GateSettings) -> None:
         self.settings = settings
+        mode = settings.mode
+        # Worked out once: the GPU stands still between a turn and its decision.
+        self._is_prefill_first = mode is GateMode.DUAL
+        self._is_bounded = mode not in (GateMode.OFF, GateMode.ALTERNATE, GateMode.EQUATIONS)
+        self._max_step_s = settings.effective_max_step_s if self._is_bounded else NEVER
+        self._worth_saving_s = WORTH_SAVING_FOR * settings.longest_gap_s
+        self._patience_s = PATIENCE * settings.stall_timeout_s
 
     def may_yield(self, now: float, view: ServingView) -> bool:
         """Serving's half: whether to offer a turn before its next step, having work itself."""
@@ -187,8 +216,7 @@ class GatePolicy:
         reason = self._refusal(now, view, candidate)
         if reason is not None:
             return _wait(now, reason)
-        budget_s = self._budget_s(now, view)
-        fitted = self._fit(now, budget_s, candidate, model)
+        fitted = self._fit(now, view, candidate, model)
         if not fitted.is_admitted and not view.has_work:
             return self._smallest(now, candidate, model)
         return fitted
@@ -207,49 +235,43 @@ class GatePolicy:
             return None
         if mode is GateMode.IDLE:
             return GateReason.SERVING_HAS_WORK
-        if mode is GateMode.DUAL and view.has_pending_prefill:
+        if self._is_prefill_first and view.has_pending_prefill:
             return GateReason.PREFILL_FIRST
         return GateReason.NO_SLACK if now >= view.latest_start_s else None
 
-    def _budget_s(self, now: float, view: ServingView) -> float:
-        if self.settings.mode in (GateMode.OFF, GateMode.ALTERNATE, GateMode.EQUATIONS):
-            return NEVER
-        max_step_s = self.settings.effective_max_step_s
-        return min(max_step_s, view.latest_start_s - now) if view.has_work else max_step_s
-
     def _fit(
-        self, now: float, budget_s: float, candidate: RolloutCandidate, model: StepTimeModel
+        self, now: float, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel
     ) -> GateDecision:
         """All decodes and as much prefill as fits; else as many decodes as fit."""
+        longest_s = min(self._max_step_s, view.max_step_s) if self._is_bounded else NEVER
+        budget_s = longest_s
+        if self._is_bounded and view.has_work:
+            budget_s = min(longest_s, view.latest_start_s - now)
         num_decodes, context = candidate.num_decodes, float(candidate.context_tokens)
         most = min(candidate.prefill_tokens_waiting, max(0, self.settings.chunk_tokens - num_decodes))
         prefill = 0
         if model.predict_safe(0, num_decodes, context) <= budget_s:
-            prefill = model.tokens_within(budget_s, num_decodes, most, context)
+            prefill = model.tokens_within(budget_s, num_decodes, most, context) if most else 0
         else:
             per_decode = context / max(1, num_decodes)
             num_decodes = model.decodes_within(budget_s, num_decodes, per_decode)
             context = per_decode * num_decodes
-        if prefill + num_decodes > 0 and self._saves(budget_s, candidate, most, model):
-            return _wait(now, GateReason.SAVING)
         if prefill + num_decodes == 0:
             return _wait(now, GateReason.NO_SLACK)
+        piece = min(most, self.settings.chunk_tokens // PREFILL_PIECES)
+        is_whole = num_decodes == candidate.num_decodes and prefill >= piece
+        if not is_whole and budget_s < longest_s and self._saves(budget_s, candidate, piece, model):
+            return _wait(now, GateReason.SAVING)
         return _admit(now, model, prefill, num_decodes, context)
 
-    def _saves(
-        self, budget_s: float, candidate: RolloutCandidate, prefill_tokens: int, model: StepTimeModel
-    ) -> bool:
+    def _saves(self, budget_s: float, candidate: RolloutCandidate, piece: int, model: StepTimeModel) -> bool:
         """Whether slack this short is better kept for a whole step: all decodes and a piece of the prefill,
         or all decodes at least."""
-        settings = self.settings
-        will_not_grow = budget_s >= settings.effective_max_step_s
-        if will_not_grow or candidate.waited_s >= PATIENCE * settings.stall_timeout_s:
+        if candidate.waited_s >= self._patience_s:
             return False
-        longest_s = WORTH_SAVING_FOR * settings.longest_gap_s
-        piece = min(prefill_tokens, settings.chunk_tokens // PREFILL_PIECES)
         for prefill in (piece, 0):
             whole_s = model.predict_safe(prefill, candidate.num_decodes, candidate.context_tokens)
-            if whole_s <= longest_s:
+            if whole_s <= self._worth_saving_s:
                 return budget_s < whole_s
         return False
 

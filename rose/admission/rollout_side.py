@@ -11,6 +11,7 @@ import time
 from rose._shm import Words
 from rose.admission.board import (
     MAX_TURN_WAIT_S,
+    NEVER_NS,
     REASONS,
     Phase,
     Word,
@@ -67,12 +68,14 @@ class RolloutSide:
         turn = words.load(Word.S_TURN)
         phase = words.load(Word.S_PHASE)
         is_announced = is_arrival_pending(words, now_ns)
+        is_open = turn != self._turn_used if phase == _OPEN else phase != _RUNNING
         return ServingView(
-            has_work=phase in (Phase.OPEN, Phase.RUNNING),
+            has_work=phase in (_OPEN, _RUNNING),
             has_pending_prefill=is_announced or bool(words.load(Word.S_HAS_PENDING)),
             latest_start_s=to_s(words.load(Word.S_LATEST_START)),
+            max_step_s=to_s(words.load(Word.S_MAX_STEP) or NEVER_NS),
             alive=self._check_serving(now_ns),
-            may_start=not is_announced and self._is_open(),
+            may_start=not is_announced and is_open,
             seq=seq,
             turn=turn,
         )
@@ -129,6 +132,8 @@ class RolloutSide:
             now_ns = time.monotonic_ns()
             if now_ns >= until_ns:
                 return False
+            # Here, where there is time: view() finds it done, between the turn and the step that uses it.
+            self._check_serving(now_ns)
             words.wait(Word.ROLLOUT_BELL, seen, (until_ns - now_ns) / 1e9)
 
     def may_try(self) -> bool:

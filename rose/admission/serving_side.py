@@ -29,6 +29,9 @@ from rose.admission.slack import NEVER
 
 logger = logging.getLogger(__name__)
 
+# Plain integers: an IntEnum's members cost more than the atomic store that they go into.
+_IDLE, _OPEN = int(Phase.IDLE), int(Phase.OPEN)
+
 NO_WORK = ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER)
 
 
@@ -58,6 +61,11 @@ class ServingSide:
         claim_side(words, Word.S_IDENTITY, Word.S_EPOCH, "serving")
         words.store(Word.S_STARTED, 0)
         self.publish(NO_WORK)
+
+    def set_max_step(self, max_step_s: float) -> None:
+        """Says how long a rollout step may take while this engine has no work: a request that comes
+        meanwhile waits for its end."""
+        self._words.store(Word.S_MAX_STEP, to_ns(max_step_s))
 
     @property
     def is_stepping(self) -> bool:
@@ -108,7 +116,7 @@ class ServingSide:
         words.add(Word.S_SEQ, 1)
         if self._is_stepping:
             return
-        words.store(Word.S_PHASE, Phase.OPEN if view.has_work else Phase.IDLE)
+        words.store(Word.S_PHASE, _OPEN if view.has_work else _IDLE)
         # OPEN lets rollout do nothing before yield_turn rings: waking it would only cost a switch.
         if not view.has_work:
             words.add(Word.ROLLOUT_BELL, 1)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rose.engine.settings import EngineSettings
+from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import ConfigError
-from rose.types import GateMode, Role
+from rose.types import Deployment, GateMode, Role
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 REGISTERING = ("register_kv_caches", "register_cross_layers_kv_cache", "get_mem_pool_context")
 """What a connector overrides to learn where the KV cache lies: to register it with a network card or a copy
 engine, which goes on reading the memory of before when a slab has moved."""
+DEPLOYMENTS = {"kv_producer": Deployment.PREFILL, "kv_consumer": Deployment.DECODE}
+"""By vLLM's kv_role; kv_both says nothing: it is a cache beside a collocated engine, or either half."""
 
 
 def check_arguments(engine_args: Any) -> None:
@@ -33,6 +35,39 @@ def check_arguments(engine_args: Any) -> None:
             f"--data-parallel-size {engine_args.data_parallel_size}: a ROSE engine is one replica in one "
             f"GPU's pool: start an engine for each replica, the router balances them"
         )
+
+
+def resolve_deployment(settings: EngineSettings, kv_transfer: KVTransferConfig | None) -> EngineSettings:
+    """The settings with the deployment that the operator set, or that follows from the connector's role.
+
+    Raises: ConfigError for what can't work: a rollout engine with half of the phases, or a deployment that
+    its connector contradicts.
+    """
+    kv_role = kv_transfer.kv_role if kv_transfer is not None else None
+    derived = DEPLOYMENTS.get(kv_role) if kv_role is not None else None
+    if settings.role is Role.ROLLOUT:
+        if derived is not None:
+            raise ConfigError(
+                f"--kv-transfer-config kv_role {kv_role}: a rollout engine computes both phases wherever it "
+                f"runs: leave it out, or set kv_both where the connector is a cache"
+            )
+        return settings
+    wanted = settings.deployment
+    if wanted is None:
+        return settings.deployed(derived if derived is not None else Deployment.COLLOCATED)
+    if wanted is Deployment.COLLOCATED:
+        return settings
+    if kv_role is None:
+        raise ConfigError(
+            f"--additional-config: '{CONFIG_KEY}.deployment' is {wanted}, but nothing carries KV between "
+            f"prefiller and decoder: set --kv-transfer-config, or leave deployment out"
+        )
+    if derived not in (None, wanted):
+        raise ConfigError(
+            f"--additional-config: '{CONFIG_KEY}.deployment' is {wanted}, but --kv-transfer-config has "
+            f"kv_role {kv_role}, which says {derived}: drop one of the two"
+        )
+    return settings
 
 
 def check_config(config: VllmConfig, settings: EngineSettings) -> None:

@@ -73,6 +73,7 @@ class EngineControl:
         get, pool = self._page.get, self._pool
         return WorkerStatus(
             role=self._settings.role,
+            deployment=self._settings.deployment,
             model=self._model,
             engine_id=self._settings.engine_id,
             weight_version=self._weight_version,
@@ -111,8 +112,9 @@ class EngineControl:
         self._page.put(Field.RL_STEP, step)
 
     def set_gate(self, mode: GateMode, tpot_target_ms: float | None = None) -> None:
-        """``tpot_target_ms`` None: as the engine was started. Raises: ConfigError for one above the SLO."""
-        if problem := self._settings.target_problem(tpot_target_ms):
+        """``tpot_target_ms`` None: as the engine was started. Raises: ConfigError for one above the SLO, and
+        for a mode that this deployment can't go by."""
+        if problem := self._settings.gate_problem(mode, tpot_target_ms):
             raise ConfigError(problem)
         self._page.put(Field.WANTED_TPOT_TARGET_US, round(1000 * tpot_target_ms) if tpot_target_ms else 0)
         self._page.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))

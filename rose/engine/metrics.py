@@ -57,6 +57,12 @@ def _engine_metrics(status: WorkerStatus, labels: tuple[str, str]) -> Iterator[M
         yield _counter(name, text, labels, value)
     for name, (text, number) in gauges.items():
         yield _gauge(name, text, labels, number)
+    if status.deployment is not None:
+        info = GaugeMetricFamily(
+            "rose_deployment", "1 beside the phases that the engine computes", labels=(*ENGINE, "deployment")
+        )
+        info.add_metric([*labels, str(status.deployment)], 1)
+        yield info
 
 
 def _board_metrics(seen: BoardSnapshot, labels: tuple[str, str]) -> Iterator[Metric]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.arguments import BAD_INPUT_STATUS
-from rose.engine.compatibility import check_arguments, check_config
+from rose.engine.compatibility import check_arguments, check_config, resolve_deployment
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import ConfigError, PoolError
 from rose.memory.backend import BackendKind
@@ -124,6 +124,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
 
     num_ranks = _check_parallelism(engine_args)
     check_arguments(engine_args)
+    settings = resolve_deployment(settings, engine_args.kv_transfer_config)
     engine_args.additional_config = {
         **engine_args.additional_config,
         CONFIG_KEY: settings.model_dump(mode="json"),

@@ -38,9 +38,12 @@ class RolloutMemory:
         self.begin_rl_step(tenant.ledger.policy.rl_step)
 
     def begin_rl_step(self, step: int) -> None:
-        """A new RL step: recompute the budget from serving's recent usage, and end a freeze."""
+        """A new RL step: recompute the budget from serving's recent usage, and end a freeze. A headroom that
+        serving has lent stays lent until it takes it back."""
         ledger = self._tenant.ledger
-        budget = self._policy.begin_step(ledger.serving_recent_peak_slabs)
+        budget = ledger.policy.rollout_budget_slabs
+        if not self._policy.has_headroom_lent(budget):
+            budget = self._policy.begin_step(ledger.serving_recent_peak_slabs)
         ledger.begin_rl_step(step, budget)
         logger.info("rl step=%d budget=%d", step, budget)
 

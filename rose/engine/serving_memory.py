@@ -1,5 +1,5 @@
 """Serving's half of the memory policy (ROSE §4.1): take what it needs, cut rollout's budget under pressure,
-return what it no longer needs.
+return what it no longer needs, lend its headroom while it is out of service.
 
 Owns when serving acts; the rules are rose.memory.policy's. Never touches a rollout request: it changes the
 budget in the ledger, and the rollout engine obeys at its next step boundary.
@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 from rose.engine.tenant import Tenant
 from rose.memory.ledger_words import Word
 from rose.memory.policy import BudgetEvent, BudgetPolicy, RecentPeak
+from rose.memory.policy_word import Pressure
 from rose.types import Role
 
 logger = logging.getLogger(__name__)
@@ -27,14 +28,31 @@ RETURN_RETRY_S = 0.05
 class ServingMemory:
     """Runs before every serving step, on the engine core's thread."""
 
-    def __init__(self, tenant: Tenant, policy: BudgetPolicy, *, window_s: float, keep_s: float) -> None:
+    def __init__(
+        self,
+        tenant: Tenant,
+        policy: BudgetPolicy,
+        *,
+        window_s: float,
+        keep_s: float,
+        lend_idle_s: float | None,
+        now: float,
+    ) -> None:
         """``window_s``: of the peak that rollout budgets set aside; ``keep_s``: of the peak kept mapped. The
-        first protects a burst that comes back: slabs that are free are there for it, mapped or not."""
+        first protects a burst that comes back: slabs that are free are there for it, mapped or not.
+        ``lend_idle_s``: without a slab in use until the headroom is lent; None: never."""
         self._tenant = tenant
         self._policy = policy
         self._window_s = window_s
         self._keep_s = min(keep_s, window_s)
+        self._lend_idle_s = lend_idle_s
+        self._busy_at_s = now
         self.forget_peak()
+
+    @property
+    def lends_at_s(self) -> float | None:
+        """When the headroom is lent if nothing comes until then; None: never."""
+        return None if self._lend_idle_s is None else self._busy_at_s + self._lend_idle_s
 
     def forget_peak(self) -> None:
         """Traffic so far says nothing about traffic to come (it was a profiling run)."""
@@ -48,10 +66,26 @@ class ServingMemory:
         used = tenant.pool.num_positions_in_use() + missing
         self._publish(used, now)
         self._watch_pressure(used)
+        if used:
+            self._busy_at_s = now
         if missing:
             tenant.grow(missing)
             return None
-        return self._return_surplus(used, now)
+        next_looks = (self._return_surplus(used, now), self._lend_headroom(now))
+        return min((at_s for at_s in next_looks if at_s is not None), default=None)
+
+    def _lend_headroom(self, now: float) -> float | None:
+        """Raises the budget to the whole pool once serving was idle for long enough; when to look again."""
+        lends_at_s, ledger = self.lends_at_s, self._tenant.ledger
+        if lends_at_s is None or now < lends_at_s:
+            return lends_at_s
+        whole = self._policy.whole_budget
+        # A new RL step may begin in between, with a budget of its own.
+        while (seen := ledger.policy).rollout_budget_slabs < whole:
+            lent = replace(seen, rollout_budget_slabs=whole, pressure=Pressure.NORMAL)
+            if ledger.swap_policy(seen, lent):
+                logger.info("headroom lent budget=%d->%d", seen.rollout_budget_slabs, whole)
+        return None
 
     def _publish(self, used: int, now: float) -> None:
         self._peak.update(used, now)
@@ -76,8 +110,10 @@ class ServingMemory:
                 break
         if decision.event is BudgetEvent.CUT:
             ledger.count(Word.CUTS)
+        if decision.event in (BudgetEvent.CUT, BudgetEvent.TAKEN_BACK):
             logger.info(
-                "emergency cut budget=%d->%d serving_used=%d",
+                "%s budget=%d->%d serving_used=%d",
+                "emergency cut" if decision.event is BudgetEvent.CUT else "headroom taken back",
                 seen.rollout_budget_slabs,
                 decision.budget,
                 used,

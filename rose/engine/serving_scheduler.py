@@ -22,6 +22,7 @@ from rose.admission.reach import unreachable_slo
 from rose.admission.serving_side import NO_WORK, ServingSide
 from rose.engine.scheduler import RoseScheduler
 from rose.engine.serving_memory import ServingMemory
+from rose.engine.settings import CONFIG_KEY
 from rose.engine.slo_class import requested_slo
 from rose.errors import ConfigError
 from rose.types import SLO, GateMode
@@ -33,24 +34,34 @@ class ServingScheduler(RoseScheduler):
     """Set by ``role: serving``."""
 
     _side: ServingSide | None = None
+    _context_tokens = 0
+    """Of the running requests, once per step: a sum over hundreds of them costs more than a publication."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._memory: ServingMemory | None = None
-        problem = self._slo_problem() if self.tenant is not None else None
-        if problem is not None:
-            raise ConfigError(f"--additional-config: rose: {problem}")
         if self.tenant is not None:
+            self._check_slo()
             self._memory = ServingMemory(
                 self.tenant,
                 self.rose.budget_policy(self.tenant.client),
                 window_s=self.rose.serving_window_s,
                 keep_s=self.rose.serving_keep_s,
+                lend_idle_s=self.rose.lend_idle_s,
+                now=time.monotonic(),
             )
+            self.wake_at(self._memory.lends_at_s)
             self._side = ServingSide(self.tenant.client.board_words)
+            self._side.set_max_step(self._gate.settings.effective_max_step_s)
+
+    def _check_slo(self) -> None:
+        if problem := self._slo_problem():
+            raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
 
     def _slo_problem(self) -> str | None:
-        return unreachable_slo(self.rose.slo(), self.recorder.model) if self.recorder.is_profiled else None
+        if not self.recorder.is_profiled:
+            return None
+        return unreachable_slo(self.rose.slo(), self.recorder.model, self._gate.settings.deployment)
 
     def after_profile(self) -> None:
         problem = self._slo_problem()
@@ -66,7 +77,10 @@ class ServingScheduler(RoseScheduler):
         self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
         for request in self.requests.values():
             self._track(request, time.monotonic())
-        if gate.mode is GateMode.OFF and self._side is not None:
+        if self._side is None:
+            return
+        self._side.set_max_step(gate.effective_max_step_s)
+        if gate.mode is GateMode.OFF:
             # Nothing is published from now on: rollout would wait for good for the turn that it needs.
             self._side.publish(NO_WORK)
 
@@ -85,7 +99,9 @@ class ServingScheduler(RoseScheduler):
     def _take_turn(self, now: float) -> None:
         side = self._side
         assert side is not None
-        view = self._deadlines.view(now, self.recorder.model, has_work=True, context_tokens=self._context())
+        view = self._deadlines.view(
+            now, self.recorder.model, has_work=True, context_tokens=self._context_tokens
+        )
         side.publish(view)
         if self._gate.may_yield(now, view):
             latest_s, handover_s = view.latest_start_s, self._gate.settings.handover_s
@@ -101,7 +117,7 @@ class ServingScheduler(RoseScheduler):
         side.begin_step()
 
     def _may_join(self) -> bool:
-        return self._deadlines.may_join(time.monotonic(), self.recorder.model, self._context())
+        return self._deadlines.may_join(time.monotonic(), self.recorder.model, self._context_tokens)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         most = self.max_num_scheduled_tokens
@@ -130,11 +146,12 @@ class ServingScheduler(RoseScheduler):
         produced = [one for many in outputs.values() for one in many.outputs]
         deadlines.produced((one.request_id for one in produced if one.new_token_ids), now)
         deadlines.finished(one.request_id for one in produced if one.finish_reason is not None)
-        for request_id in step.num_scheduled_tokens:
+        for request_id in step.num_scheduled_tokens if deadlines.has_pending_prefill else ():
             request = self.requests.get(request_id)
             if request is not None:
                 remaining = max(0, request.num_prompt_tokens - request.num_computed_tokens)
                 deadlines.prefilled(request_id, remaining)
+        self._context_tokens = sum(request.num_computed_tokens for request in self.running)
         deadlines.set_load(max(len(self.running) / self.max_num_running_reqs, self._kv_load()))
 
     def _kv_load(self) -> float:
@@ -149,15 +166,12 @@ class ServingScheduler(RoseScheduler):
         assert side is not None
         has_work = self.has_unfinished_requests()
         view = self._deadlines.view(
-            now, self.recorder.model, has_work=has_work, context_tokens=self._context()
+            now, self.recorder.model, has_work=has_work, context_tokens=self._context_tokens
         )
         if side.is_stepping:
             side.end_step(view)
         else:
             side.publish(view)
-
-    def _context(self) -> int:
-        return sum(request.num_computed_tokens for request in self.running)
 
     # Arrivals and departures ----------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rose.admission.gate import GateSettings
+from rose.admission.gate import GateSettings, mode_problem
 from rose.errors import ConfigError
 from rose.memory.policy import BudgetPolicy
 from rose.memory.pool import PoolClient
-from rose.types import SLO, GateMode, Role
+from rose.types import SLO, Deployment, GateMode, Role
 
 CONFIG_KEY = "rose"
 
@@ -28,6 +28,11 @@ class EngineSettings(BaseModel):
     """Name of the slab pool to live in; None runs a dedicated engine with vLLM's own KV cache."""
     engine_id: str = ""
     gate: GateMode = GateMode.DUAL
+    deployment: Deployment | None = None
+    """Which phases a serving engine computes; None: as its KV connector's role says, else both."""
+    lend_idle_s: float | None = Field(default=None, gt=0)
+    """How long a serving engine goes without a request before rollouts get its headroom as well, as on an
+    instance that an autoscaler took out of service; None: they never do."""
     slo_ttft_ms: float = Field(default=500.0, gt=0)
     slo_tpot_ms: float = Field(default=150.0, gt=0)
     tpot_target_ms: float | None = Field(default=None, gt=0)
@@ -67,13 +72,27 @@ class EngineSettings(BaseModel):
             raise ConfigError(_one_line(error)) from error
 
     @model_validator(mode="after")
-    def _check_target(self) -> Self:
-        if problem := self.target_problem(self.tpot_target_ms):
+    def _consistent(self) -> Self:
+        problem = self._role_problem() or self.gate_problem(self.gate, self.tpot_target_ms)
+        if problem is not None:
             raise ValueError(problem)
         return self
 
-    def target_problem(self, tpot_target_ms: float | None) -> str | None:
-        """What is wrong with a TPOT target beside this SLO; None where nothing is."""
+    def _role_problem(self) -> str | None:
+        if self.role is Role.ROLLOUT and self.deployment not in (None, Deployment.COLLOCATED):
+            return (
+                f"deployment {self.deployment}: a rollout engine computes both phases wherever it runs; "
+                "set it in the serving engine alone"
+            )
+        if self.lend_idle_s is not None and (self.role is Role.ROLLOUT or self.pool is None):
+            return "lend_idle_s: only a serving engine with a pool has anything to lend; leave it out"
+        return None
+
+    def gate_problem(self, mode: GateMode, tpot_target_ms: float | None) -> str | None:
+        """What is wrong with a gate mode or a TPOT target beside the other settings, or None."""
+        deployment = self.deployment if self.deployment is not None else Deployment.COLLOCATED
+        if problem := mode_problem(mode, deployment):
+            return problem
         if tpot_target_ms is None or tpot_target_ms <= self.slo_tpot_ms:
             return None
         return (
@@ -85,6 +104,13 @@ class EngineSettings(BaseModel):
         """These settings with an engine id; one that was given stays."""
         return self if self.engine_id else self.model_copy(update={"engine_id": f"{self.role}-{pid}"})
 
+    def deployed(self, deployment: Deployment) -> "EngineSettings":
+        """These settings on such an instance. Raises: ConfigError for a gate mode that it can't go by."""
+        found = self.model_copy(update={"deployment": deployment})
+        if problem := found.gate_problem(self.gate, self.tpot_target_ms):
+            raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
+        return found
+
     def slo(self) -> SLO:
         return SLO(ttft_s=self.slo_ttft_ms / 1000, tpot_s=self.slo_tpot_ms / 1000)
 
@@ -93,6 +119,7 @@ class EngineSettings(BaseModel):
         target_ms = tpot_target_ms if tpot_target_ms is not None else self.tpot_target_ms
         return GateSettings(
             mode=mode,
+            deployment=self.deployment if self.deployment is not None else Deployment.COLLOCATED,
             slo=self.slo(),
             tpot_target_s=None if target_ms is None else target_ms / 1000,
             itl_cap_s=None if self.itl_cap_ms is None else self.itl_cap_ms / 1000,

@@ -33,6 +33,8 @@ class BudgetEvent(StrEnum):
 
     CUT = "cut"
     FROZEN = "frozen"
+    TAKEN_BACK = "taken back"
+    """Serving has traffic again, and the headroom that it had lent is its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,17 @@ class BudgetPolicy:
         """
         return max(self.num_slabs - self.headroom_slabs - serving_recent_peak_slabs, self.min_slabs)
 
+    def has_headroom_lent(self, budget: int) -> bool:
+        """Whether ``budget`` has slabs of the headroom in it."""
+        return budget > self.begin_step(0)
+
+    @property
+    def whole_budget(self) -> int:
+        """The rollout budget beside a serving engine out of service: all but the slab of its padding block.
+
+        Source: ROSE §4.3, GPUs that autoscaling leaves idle."""
+        return self.num_slabs - self.min_slabs
+
     def pressure_threshold(self, budget: int) -> float:
         """Serving usage above which ``budget`` is cut: the high watermark within the headroom."""
         return self.num_slabs - budget - self.headroom_slabs * (1 - self.high_watermark)
@@ -86,7 +99,16 @@ class BudgetPolicy:
         A cut raises the threshold by what it took, so the next one needs serving to have eaten that as well.
         Where the paper cuts once per RL step, we then cut again, but only after the last cut has landed: with
         serving first, a second burst in a step must not meet a frozen but too large budget.
+
+        A budget with the headroom in it ends with the first slab that serving uses. That is no cut: the
+        headroom may be lent again within the RL step.
         """
+        if self.has_headroom_lent(budget):
+            if serving_used == 0:
+                return BudgetDecision(budget=budget, state=state)
+            own = self.begin_step(serving_used)
+            next_state = Pressure.PRESSURE if rollout_owned > own else Pressure.NORMAL
+            return BudgetDecision(budget=own, state=next_state, event=BudgetEvent.TAKEN_BACK)
         has_landed = rollout_owned <= budget
         if serving_used > self.pressure_threshold(budget) and has_landed and budget > self.min_slabs:
             smaller = max(budget // self.cut_factor, self.min_slabs)
@@ -100,10 +122,12 @@ class BudgetPolicy:
         """How many more slabs rollout may take now: within its budget and without touching the headroom.
 
         Serving can reach every slab that rollout doesn't hold; what it doesn't use of those stays at least
-        the headroom. Up to ``min_slabs`` rollout may always grow. Source: ROSE §4.1, second condition of
-        admission.
+        the headroom, or what of it isn't lent. Up to ``min_slabs`` rollout may always grow.
+
+        Source: ROSE §4.1, second condition of admission.
         """
-        spare = self.num_slabs - rollout_owned - serving_used - self.headroom_slabs
+        headroom = min(self.headroom_slabs, self.num_slabs - budget)
+        spare = self.num_slabs - rollout_owned - serving_used - headroom
         wanted = max(min(budget - rollout_owned, spare), self.min_slabs - rollout_owned)
         return max(min(wanted, free), 0)
 

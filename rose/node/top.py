@@ -24,6 +24,7 @@ from rose.http import http_client
 from rose.messages import WorkerStatus
 from rose.node.pool_page import pools_page, sample_pools
 from rose.node.signals import StopOnSignals
+from rose.types import Deployment
 
 REQUEST_TIMEOUT_S = 2.0
 COLUMNS = ("worker", "role", "weights", "queue", "slabs", "pressure", "gate", "lost", "tok/s")
@@ -85,8 +86,9 @@ def take_sample(client: httpx.Client, worker: str) -> Sample:
 def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> RenderableType:
     """One row per engine, one line per worker that didn't answer; rates are against ``before``.
 
-    queue: running and waiting requests. slabs: owned of budget. gate: mode and the share of steps that it
-    let through, or that the engine is deactivated. lost: requests that ROSE reclaimed or reported as stalled.
+    role: prefill or decode for a serving engine that computes one phase alone. queue: running and waiting
+    requests. slabs: owned of budget. gate: mode and the share of steps that it let through, or that the
+    engine is deactivated. lost: requests that ROSE reclaimed or reported as stalled.
     Below: slabs of a dead engine that wait for the last of its processes to end.
     """
     table = Table(title="rose top", title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -105,8 +107,9 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
 def _row(status: WorkerStatus) -> list[str]:
     steps = status.gate.admitted_steps + status.gate.declined_steps
     share = f" {status.gate.admitted_steps / steps:.0%}" if steps else ""
+    is_half = status.deployment in (Deployment.PREFILL, Deployment.DECODE)
     return [
-        status.role,
+        str(status.deployment) if is_half else status.role,
         escape(status.weight_version if status.weight_version is not None else "-"),
         f"{status.num_running}+{status.num_waiting}",
         f"{status.kv_slabs_owned}/{status.kv_slabs_budget}",

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -182,6 +182,13 @@ def test_view_carries_what_serving_published(words: Words) -> None:
     assert rollout.view().latest_start_s == NEVER
 
 
+def test_rollout_learns_how_long_a_step_serving_puts_up_with(words: Words) -> None:
+    rollout = RolloutSide(words)
+    assert rollout.view().max_step_s == NEVER
+    ServingSide(words).set_max_step(0.125)
+    assert rollout.view().max_step_s == 0.125
+
+
 def test_a_claim_stays_through_a_publication(words: Words) -> None:
     serving, rollout = ServingSide(words), RolloutSide(words)
     serving.begin_step()
@@ -326,10 +333,11 @@ def test_detached_serving_leaves_the_gpu_free(words: Words) -> None:
     assert begin(rollout)
 
 
-def test_a_page_of_another_layout_is_refused(words: Words) -> None:
+@pytest.mark.parametrize("look", [ServingSide, RolloutSide, board.snapshot])
+def test_a_page_of_another_layout_is_refused(words: Words, look: Callable[[Words], object]) -> None:
     words.store(Word.MAGIC, board.MAGIC + 1)
     with pytest.raises(BoardError, match="same ROSE version"):
-        ServingSide(words)
+        look(words)
 
 
 def test_a_short_page_is_refused() -> None:

@@ -8,14 +8,18 @@ from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
 from rose.admission.gate import GateSettings
 from rose.admission.slack import NEVER
 from rose.admission.step_time import StepTimeModel
-from rose.types import SLO, GateMode
+from rose.types import SLO, Deployment, GateMode
 
 MODEL = StepTimeModel(base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-3, margin_s=0.0)
 SLO_500_200 = SLO(ttft_s=0.5, tpot_s=0.2)
 
 
-def books(mode: GateMode = GateMode.DUAL, tpot_target_s: float | None = 0.1) -> ServingDeadlines:
-    gate = GateSettings(slo=SLO_500_200, mode=mode, tpot_target_s=tpot_target_s)
+def books(
+    mode: GateMode = GateMode.DUAL,
+    tpot_target_s: float | None = 0.1,
+    deployment: Deployment = Deployment.COLLOCATED,
+) -> ServingDeadlines:
+    gate = GateSettings(slo=SLO_500_200, mode=mode, tpot_target_s=tpot_target_s, deployment=deployment)
     return ServingDeadlines(gate, chunk_tokens=512)
 
 
@@ -120,6 +124,42 @@ def test_a_decoder_has_no_first_token_to_wait_for() -> None:
     serving.produced(["a"], 1.05)
     assert latest(serving) == pytest.approx(1.0 + 0.095 + 0.1 - 0.011)
     serving.check_integrity()
+
+
+def test_a_prefiller_reckons_with_ttft_alone() -> None:
+    expected = {
+        GateMode.DUAL: (1.0, NEVER),  # prefill first; then nothing is due
+        GateMode.TTFT_ONLY: (1.5 - 0.031, NEVER),
+        GateMode.EQUATIONS: (1.5 - 0.03, NEVER),
+    }
+    for mode, (with_prompt, without) in expected.items():
+        serving = books(mode, deployment=Deployment.PREFILL)
+        serving.arrived("a", 0.5, 10)
+        serving.produced(["a"], 1.0)  # and goes on: such a request has no objective here
+        assert latest(serving, now=1.0) == without, mode
+        serving.arrived("b", 1.0, 200)
+        assert latest(serving, now=1.0) == pytest.approx(with_prompt), mode
+
+
+def test_a_decoder_reckons_with_tpot_alone_from_the_arrival_on() -> None:
+    expected = {
+        GateMode.DUAL: 1.1 - 0.011,
+        GateMode.TPOT_ONLY: 1.1 - 0.011,
+        GateMode.EQUATIONS: 1.2 - 0.011,
+    }
+    for mode, when in expected.items():
+        serving = books(mode, deployment=Deployment.DECODE)
+        serving.arrived("a", 1.0, 200)
+        assert not serving.has_pending_prefill
+        assert latest(serving, now=1.0) == pytest.approx(when), mode
+        serving.check_integrity()
+
+
+def test_a_newcomer_brings_no_prefill_to_a_decoder() -> None:
+    serving = books(deployment=Deployment.DECODE)  # one token and one decode take 11.1 ms, the cap is 200 ms
+    serving.produced(["a"], 1.0)
+    assert serving.may_join(1.188, MODEL)
+    assert not serving.may_join(1.19, MODEL)
 
 
 def test_a_newcomer_joins_a_step_only_within_the_itl_cap() -> None:

@@ -16,7 +16,7 @@ from rose.admission.gate import (
 )
 from rose.admission.slack import NEVER
 from rose.admission.step_time import UNPROFILED, StepTimeModel
-from rose.types import SLO, GateMode
+from rose.types import SLO, Deployment, GateMode
 
 NOW = 100.0
 # 10 ms + 0.1 ms per prefill token + 1 ms per decode, exact
@@ -118,6 +118,40 @@ def test_an_idle_gpu_takes_no_step_longer_than_a_quarter_of_the_ttft_slo() -> No
     decision = policy().decide(NOW, IDLE, many, slow)
     assert decision.max_tokens == pytest.approx(140, abs=1)
     assert decision.step_s <= 0.15 + 1e-9
+
+
+def test_a_step_on_an_idle_gpu_is_as_short_as_serving_asks() -> None:
+    decisions = [
+        policy().decide(NOW, IDLE._replace(max_step_s=max_step_s), MIXED, MODEL)
+        for max_step_s in (NEVER, 0.0500001, 0.0400001)
+    ]
+    assert [decision.max_tokens for decision in decisions] == [512, 310, 210]
+
+
+@pytest.mark.parametrize(
+    ("deployment", "longest_s"),
+    [(Deployment.COLLOCATED, 0.15), (Deployment.PREFILL, 0.15), (Deployment.DECODE, 0.075)],
+)
+def test_what_an_idle_instance_puts_up_with_follows_its_objective(
+    deployment: Deployment, longest_s: float
+) -> None:
+    settings = GateSettings(slo=SLO_600_150, deployment=deployment)
+    assert settings.effective_max_step_s == pytest.approx(longest_s)
+    assert replace(settings, max_step_s=0.03).effective_max_step_s == 0.03
+
+
+@pytest.mark.parametrize(
+    ("deployment", "mode", "message"),
+    [
+        (Deployment.PREFILL, GateMode.TPOT_ONLY, "a prefiller makes no tokens to wait for"),
+        (Deployment.DECODE, GateMode.TTFT_ONLY, "a decoder has no prompts to wait for"),
+    ],
+)
+def test_a_mode_without_its_objective_is_refused(
+    deployment: Deployment, mode: GateMode, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        GateSettings(slo=SLO_600_150, deployment=deployment, mode=mode)
 
 
 def test_without_a_profile_one_small_step_runs_and_only_when_serving_is_idle() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from rose.admission.reach import floors_s, unreachable_slo
 from rose.admission.step_time import StepTimeModel
-from rose.types import SLO
+from rose.types import SLO, Deployment
 
 # One-token prefill 10.1 ms, one decode 11 ms; half as much again at the 99th percentile, and 1 ms
 MODEL = StepTimeModel(base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-3, ratio_q99=1.5, margin_s=0.001)
@@ -16,7 +16,7 @@ def test_floors_carry_the_profile_error() -> None:
 
 def test_an_slo_at_the_floor_is_reachable() -> None:
     ttft_s, tpot_s = floors_s(MODEL)
-    assert unreachable_slo(SLO(ttft_s=ttft_s, tpot_s=tpot_s), MODEL) is None
+    assert unreachable_slo(SLO(ttft_s=ttft_s, tpot_s=tpot_s), MODEL, Deployment.COLLOCATED) is None
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,17 @@ def test_an_slo_at_the_floor_is_reachable() -> None:
     ],
 )
 def test_an_slo_below_the_floor_is_named_with_what_is_reachable(slo: SLO, message: str) -> None:
-    assert unreachable_slo(slo, MODEL) == message
+    assert unreachable_slo(slo, MODEL, Deployment.COLLOCATED) == message
 
 
 def test_both_problems_are_named() -> None:
-    found = unreachable_slo(SLO(ttft_s=0.001, tpot_s=0.001), MODEL)
+    found = unreachable_slo(SLO(ttft_s=0.001, tpot_s=0.001), MODEL, Deployment.COLLOCATED)
     assert found is not None and "slo_ttft_ms" in found and "slo_tpot_ms" in found
+
+
+def test_an_instance_is_held_to_its_own_objective_alone() -> None:
+    slo = SLO(ttft_s=0.001, tpot_s=0.001)
+    prefiller = unreachable_slo(slo, MODEL, Deployment.PREFILL)
+    decoder = unreachable_slo(slo, MODEL, Deployment.DECODE)
+    assert prefiller is not None and prefiller.startswith("slo_ttft_ms") and "tpot" not in prefiller
+    assert decoder is not None and decoder.startswith("slo_tpot_ms") and "ttft" not in decoder

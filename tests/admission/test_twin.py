@@ -1,7 +1,6 @@
 """The twin's invariants: one workload at a time, no work lost or invented, the same run for the same seed."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from hypothesis import strategies as st
 from rose.admission.gate import GateReason, GateSettings
 from rose.admission.twin.gpu import TwinGpu, TwinOutcome
 from rose.admission.twin.pairs import PAIR_8B, PAIR_32B, Pair
-from rose.admission.twin.serving import Arrival
-from rose.types import SLO, GateMode
+from rose.admission.twin.serving import Arrival, for_decoder, for_prefiller
+from rose.types import SLO, Deployment, GateMode
 
 HORIZON_S = 6.0
 GATED = [mode for mode in GateMode if mode is not GateMode.OFF]
@@ -33,9 +32,10 @@ def twin(
     pair: Pair = PAIR_8B,
     arrivals: list[Arrival] | None = None,
     seed: int = 0,
+    deployment: Deployment = Deployment.COLLOCATED,
     **more: Any,
 ) -> TwinGpu:
-    gate = GateSettings(slo=pair.slo, mode=mode)
+    gate = GateSettings(slo=pair.slo, mode=mode, deployment=deployment)
     given_arrivals = traffic() if arrivals is None else arrivals
     return TwinGpu(pair, gate, given_arrivals, horizon_s=HORIZON_S, seed=seed, **more)
 
@@ -107,18 +107,49 @@ def test_default_mode_meets_the_slo_where_the_printed_equations_do_not() -> None
     assert worst_gap_s(GateMode.DUAL) <= PAIR_8B.slo.tpot_s < worst_gap_s(GateMode.EQUATIONS)
 
 
-@pytest.mark.parametrize("role", ["prefiller", "decoder"])
-def test_disaggregated_instances_keep_their_own_objective(role: str) -> None:
-    """ROSE §4.1: TTFT on a prefiller, TPOT on a decoder; rollouts run both phases on either."""
-    if role == "prefiller":
-        arrivals = [replace(arrival, output_tokens=1) for arrival in traffic()]
-    else:
-        arrivals = [replace(arrival, is_prefilled=True) for arrival in traffic()]
-    outcome = twin(arrivals=arrivals).run()
-    slo = PAIR_8B.slo
-    assert all(r.ttft_s is not None and r.ttft_s <= slo.ttft_s for r in outcome.requests)
-    assert all(r.tpot_s is None or r.tpot_s <= slo.tpot_s for r in outcome.requests)
-    assert outcome.generated_tokens > 0
+@pytest.mark.parametrize("pair", [PAIR_8B, PAIR_32B], ids=lambda pair: pair.name)
+def test_a_disaggregated_deployment_keeps_both_objectives(pair: Pair) -> None:
+    """ROSE §4.1: TTFT on the prefiller, TPOT on the decoder behind it; rollouts run both phases on either."""
+    whole = traffic()
+    first = twin(pair=pair, arrivals=for_prefiller(whole), deployment=Deployment.PREFILL).run()
+    assert all(r.ttft_s is not None and r.ttft_s <= pair.slo.ttft_s for r in first.requests)
+    rest = twin(pair=pair, arrivals=for_decoder(whole, first.requests), deployment=Deployment.DECODE).run()
+    assert len(rest.requests) == sum(arrival.output_tokens > 1 for arrival in whole)
+    # From the prefiller's token to the decoder's first is a gap between tokens as well.
+    assert all(r.ttft_s is not None and r.ttft_s <= pair.slo.tpot_s for r in rest.requests)
+    assert all(r.max_itl_s <= pair.slo.tpot_s for r in rest.requests)
+    assert first.generated_tokens > 0 and rest.generated_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("deployment", "mode"),
+    [(Deployment.PREFILL, GateMode.TTFT_ONLY), (Deployment.DECODE, GateMode.TPOT_ONLY)],
+)
+def test_a_single_objective_mode_serves_the_instance_that_has_it(
+    deployment: Deployment, mode: GateMode
+) -> None:
+    arrivals = for_prefiller(traffic())
+    if deployment is Deployment.DECODE:
+        arrivals = for_decoder(traffic(), twin(arrivals=arrivals, has_rollouts=False).run().requests)
+    single, dual = (
+        twin(each, arrivals=arrivals, deployment=deployment).run() for each in (mode, GateMode.DUAL)
+    )
+    assert all(answered(single)) and all(answered(dual))
+    if deployment is Deployment.DECODE:
+        assert single == dual  # a decoder's gate has nothing else to go by
+
+
+def test_an_idle_instance_is_given_away_whole_and_comes_back_within_one_step() -> None:
+    """ROSE §4.3, autoscaling: nothing comes for a while, and then traffic returns."""
+    away = [Arrival(at_s=5.0 + 0.1 * i, prompt_tokens=100, output_tokens=2) for i in range(5)]
+    gpu = twin(GateMode.IDLE, arrivals=away)
+    outcome = gpu.run()
+    idle_steps = [end_s - start_s for name, start_s, end_s in gpu.log if name == "rollout" and end_s < 5.0]
+    assert sum(idle_steps) > 0.99 * 5.0
+    first_start_s = next(start_s for name, start_s, _ in gpu.log if name == "serving")
+    assert first_start_s - 5.0 <= max(idle_steps) + 0.0003
+    assert max(idle_steps) <= 0.25 * PAIR_8B.slo.ttft_s
+    assert set(outcome.refusals) <= {GateReason.SERVING_HAS_WORK}
 
 
 def test_overload_ends_and_counts_who_was_not_answered() -> None:

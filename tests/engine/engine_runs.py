@@ -12,6 +12,8 @@ from forked_engines import Driver, Reply, load_model_class, make_engine
 
 from rose.engine.status import Field
 from rose.engine.tenant import Tenant
+from rose.memory.policy import BudgetPolicy
+from rose.types import Deployment
 
 Prompts = Sequence[Sequence[int]]
 LEASE_S = 3.0
@@ -62,6 +64,10 @@ def _num_changes(tenant: Tenant) -> int:
 def _tenant(driver: Driver) -> Tenant:
     tenant: Tenant = driver.scheduler.tenant
     return tenant
+
+
+def _budget(tenant: Tenant) -> int:
+    return tenant.ledger.policy.rollout_budget_slabs
 
 
 def _begin_rl_step(driver: Driver, step: int) -> None:
@@ -238,9 +244,16 @@ def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path)
     """A prefiller whose connector reads the blocks only when the engine has long been idle.
 
     Returns slabs owned by the engine: after traffic, while blocks are unsent, after they were sent; and how
-    many of them hold blocks of finished requests.
+    many of them hold blocks of finished requests. Then what rollouts may hold: once it has long been idle,
+    and when traffic is back.
     """
-    settings = {"role": "serving", "pool": pool, "serving_window_s": WINDOW_S}
+    settings = {
+        "role": "serving",
+        "pool": pool,
+        "gate": "dual",
+        "serving_window_s": WINDOW_S,
+        "lend_idle_s": WINDOW_S,
+    }
     connector = _connector("LingeringConnector", store, "kv_producer", module="lingering_connector")
     driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
     tenant, counts = _tenant(driver), {}
@@ -259,16 +272,29 @@ def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path)
     send.touch()
     driver.step_until(lambda: tenant.num_owned == 1, "the others go back once their blocks are sent")
     counts["sent"] = tenant.num_owned
+    policy = BudgetPolicy(num_slabs=tenant.client.num_slabs, headroom_slabs=tenant.client.headroom_slabs)
+    driver.step_until(lambda: _budget(tenant) == policy.whole_budget, "the headroom is lent")
+    counts["lent"] = _budget(tenant)
+    send.unlink()
+    driver.answer(prompts[:1], 1)
+    counts["back"] = _budget(tenant)
+    send.touch()
+    driver.step_until(lambda: _budget(tenant) == policy.whole_budget, "the headroom is lent again")
+    assert driver.scheduler.rose.deployment is Deployment.PREFILL
     tenant.pool.check_integrity()
     return counts
 
 
 def decode_from_disk(model: Path, pool: str, prompts: Prompts, max_tokens: int, store: Path) -> list[Reply]:
     """A decoder that reads the prefiller's files."""
-    settings = {"role": "serving", "pool": pool}
+    settings = {"role": "serving", "pool": pool, "gate": "dual"}
     connector = _connector("ExampleConnector", store, "kv_consumer")
     driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
-    return driver.answer(prompts, max_tokens)
+    names = driver.ask(prompts, max_tokens)
+    # Its gate knows of no first token to wait for: they are all decodes from their arrival on.
+    deadlines = driver.scheduler._deadlines
+    assert (deadlines.num_decodes, deadlines.has_pending_prefill) == (len(prompts), False)
+    return driver.wait(names)
 
 
 def _connector(name: str, store: Path, role: str, module: str | None = None) -> Any:

@@ -41,6 +41,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "offloading flag": ("serving", {"kv_offloading_size": 1}, "OffloadingConnector: it keeps addresses"),
     "rollout connector": ("rollout", connector("ExampleConnector"), "in the serving engine alone"),
+    "rollout producer": (
+        "rollout",
+        {"kv_transfer_config": {**EXAMPLE, "kv_role": "kv_producer"}},
+        "kv_role kv_producer: a rollout engine computes both phases wherever it runs",
+    ),
     "speculation": (
         "serving",
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},

@@ -1,6 +1,7 @@
 """What commands do between an engine's routes and its scheduler, without a model behind."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from rose.engine.serving_scheduler import ServingScheduler
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.errors import ConfigError, WorkerError
-from rose.types import GateMode, Role
+from rose.types import Deployment, GateMode, Role
 
 KEY = ProfileKey(model="m", hardware="h", vllm_version="0", parallelism="tp1pp1")
 NUM_STEPS = 200
@@ -57,6 +58,16 @@ def bare(scheduler_class: type[RoseScheduler], role: Role, page: StatusPage) -> 
     scheduler.page = page
     scheduler.requests, scheduler.max_num_scheduled_tokens = {}, 512
     return scheduler
+
+
+def run_steps(recorder: StepRecorder, num_steps: int, seconds_per_token: float) -> None:
+    """Prompts of 1 to 50 tokens, one per step."""
+    for step in range(num_steps):
+        num_tokens = 1 + step % 50
+        request = SimpleNamespace(num_computed_tokens=num_tokens, num_prompt_tokens=num_tokens)
+        output: Any = SimpleNamespace(num_scheduled_tokens={"r": num_tokens})
+        recorder.started(output, {"r": request})  # type: ignore[dict-item]
+        recorder.ended(recorder._started_s + seconds_per_token * num_tokens)
 
 
 @pytest.fixture
@@ -113,6 +124,28 @@ def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_firs
         control.set_gate(GateMode.DUAL, 200.0)
 
 
+def test_a_gate_mode_without_its_objective_is_refused_while_the_engine_runs(page: StatusPage) -> None:
+    settings = EngineSettings(role=Role.SERVING, engine_id="e").deployed(Deployment.PREFILL)
+    control: Any = EngineControl(Client(), settings, "m")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a prefiller makes no tokens to wait for"):
+        control.set_gate(GateMode.TPOT_ONLY)
+    assert page.get(Field.WANTED_GATE_MODE) == -1
+    control.set_gate(GateMode.TTFT_ONLY)
+    assert page.get(Field.WANTED_GATE_MODE) == GATE_MODES.index(GateMode.TTFT_ONLY)
+
+
+def test_a_serving_engine_tells_rollouts_how_long_a_step_its_deployment_puts_up_with(
+    page: StatusPage, words: Words
+) -> None:
+    scheduler = bare(ServingScheduler, Role.SERVING, page)
+    scheduler._side, rollout = ServingSide(words), RolloutSide(words)
+    longest_s = []
+    for deployment in (Deployment.COLLOCATED, Deployment.DECODE):
+        scheduler.set_gate(scheduler.rose.deployed(deployment).gate_settings(GateMode.DUAL))
+        longest_s.append(rollout.view().max_step_s)
+    assert longest_s == [0.125, 0.075]
+
+
 @pytest.mark.parametrize("num_steps", [0, NUM_STEPS])
 def test_a_profile_that_can_not_be_made_or_stored_leaves_the_model_as_it_was(
     tmp_path: Path, num_steps: int
@@ -120,15 +153,32 @@ def test_a_profile_that_can_not_be_made_or_stored_leaves_the_model_as_it_was(
     (tmp_path / "file").touch()
     recorder = StepRecorder(KEY, tmp_path / "file" / "profiles")
     recorder.begin_profile()
-    for step in range(num_steps):
-        num_tokens = 1 + step % 50
-        request = SimpleNamespace(num_computed_tokens=num_tokens, num_prompt_tokens=num_tokens)
-        output: Any = SimpleNamespace(num_scheduled_tokens={"r": num_tokens})
-        recorder.started(output, {"r": request})  # type: ignore[dict-item]
-        recorder.ended(recorder._started_s + 0.01 * num_tokens)
+    run_steps(recorder, num_steps, seconds_per_token=0.01)
     model = recorder.model
     assert not recorder.finish_profile()
     assert recorder.model == model and (num_steps > 0 or model == UNPROFILED)
+
+
+def test_an_slo_below_the_profile_ends_the_start_and_is_logged_where_the_profile_is_new(
+    page: StatusPage, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("rose"), "propagate", True)  # not where the plugin was registered
+    scheduler = bare(ServingScheduler, Role.SERVING, page)
+    scheduler.rose = EngineSettings(role=Role.SERVING, slo_ttft_ms=50)
+    scheduler.recorder, scheduler._memory = StepRecorder(KEY, tmp_path), None
+    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.DUAL))
+    scheduler._check_slo()  # nothing is known yet
+    scheduler.recorder.begin_profile()
+    run_steps(scheduler.recorder, NUM_STEPS, seconds_per_token=0.1)
+    assert scheduler.recorder.finish_profile()
+    reachable = "slo_ttft_ms is 50, but the prefill of one token takes up to 1"
+    with pytest.raises(ConfigError, match=reachable):
+        scheduler._check_slo()
+    scheduler.after_profile()
+    assert reachable in caplog.text
+    # A decoder has no first token to be in time for.
+    scheduler.set_gate(scheduler.rose.deployed(Deployment.DECODE).gate_settings(GateMode.DUAL))
+    scheduler._check_slo()
 
 
 def test_a_paused_engine_stalls_nobody_and_asks_for_no_turn(page: StatusPage, words: Words) -> None:

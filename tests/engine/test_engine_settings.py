@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from rose.engine.compatibility import resolve_deployment
 from rose.engine.settings import EngineSettings
 from rose.errors import ConfigError
-from rose.types import GateMode, Role
+from rose.types import Deployment, GateMode, Role
 
 
 def test_an_engine_without_the_rose_key_is_left_alone() -> None:
@@ -58,6 +59,26 @@ def test_milliseconds_stay_at_the_edge() -> None:
             "--additional-config: 'rose': tpot_target_ms is 60, above slo_tpot_ms of 50",
         ),
         ({"role": "serving", "gate": "both"}, "'rose.gate': Input should be 'dual', 'ttft-only'"),
+        (
+            {"role": "serving", "deployment": "both"},
+            "'rose.deployment': Input should be 'collocated', 'prefill' or 'decode' (got 'both')",
+        ),
+        (
+            {"role": "rollout", "deployment": "decode"},
+            "'rose': deployment decode: a rollout engine computes both phases wherever it runs",
+        ),
+        (
+            {"role": "serving", "deployment": "prefill", "gate": "tpot-only"},
+            "'rose': gate tpot-only: a prefiller makes no tokens to wait for; use dual or ttft-only",
+        ),
+        (
+            {"role": "serving", "lend_idle_s": 30},
+            "'rose': lend_idle_s: only a serving engine with a pool has anything to lend",
+        ),
+        (
+            {"role": "rollout", "pool": "gpu0", "lend_idle_s": 30},
+            "'rose': lend_idle_s: only a serving engine with a pool has anything to lend",
+        ),
     ],
 )
 def test_a_bad_value_gives_one_line_with_key_and_fix(rose: Any, message: str) -> None:
@@ -65,3 +86,84 @@ def test_a_bad_value_gives_one_line_with_key_and_fix(rose: Any, message: str) ->
         EngineSettings.parse({"rose": rose})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def kv_transfer(kv_role: str | None) -> Any:
+    """vLLM's own configuration; None: no connector."""
+    config = pytest.importorskip("vllm.config", reason="vllm is not installed")
+    return None if kv_role is None else config.KVTransferConfig(kv_connector="AnyConnector", kv_role=kv_role)
+
+
+@pytest.mark.parametrize(
+    ("given", "kv_role", "expected"),
+    [
+        (None, None, Deployment.COLLOCATED),
+        (None, "kv_both", Deployment.COLLOCATED),
+        (None, "kv_producer", Deployment.PREFILL),
+        (None, "kv_consumer", Deployment.DECODE),
+        (Deployment.DECODE, "kv_consumer", Deployment.DECODE),
+        (Deployment.PREFILL, "kv_both", Deployment.PREFILL),
+        (Deployment.DECODE, "kv_both", Deployment.DECODE),
+        (Deployment.COLLOCATED, "kv_producer", Deployment.COLLOCATED),
+    ],
+)
+def test_the_deployment_follows_the_connector_unless_it_is_set(
+    given: Deployment | None, kv_role: str | None, expected: Deployment
+) -> None:
+    settings = EngineSettings(role=Role.SERVING, deployment=given)
+    resolved = resolve_deployment(settings, kv_transfer(kv_role))
+    assert resolved.deployment is expected
+    assert resolved.gate_settings(GateMode.DUAL).deployment is expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "kv_role", "message"),
+    [
+        (
+            {"role": "serving", "deployment": "decode"},
+            None,
+            "'rose.deployment' is decode, but nothing carries KV between prefiller and decoder: "
+            "set --kv-transfer-config",
+        ),
+        (
+            {"role": "serving", "deployment": "prefill"},
+            "kv_consumer",
+            "is prefill, but --kv-transfer-config has kv_role kv_consumer, which says decode: drop one",
+        ),
+        (
+            {"role": "serving", "gate": "ttft-only"},
+            "kv_consumer",
+            "'rose': gate ttft-only: a decoder has no prompts to wait for; use dual or tpot-only",
+        ),
+        (
+            {"role": "rollout"},
+            "kv_producer",
+            "--kv-transfer-config kv_role kv_producer: a rollout engine computes both phases",
+        ),
+        (
+            {"role": "rollout", "pool": "gpu0"},
+            "kv_consumer",
+            "--kv-transfer-config kv_role kv_consumer: a rollout engine computes both phases",
+        ),
+    ],
+)
+def test_a_deployment_that_cannot_work_is_refused(
+    settings: dict[str, Any], kv_role: str | None, message: str
+) -> None:
+    parsed = EngineSettings.model_validate(settings)
+    with pytest.raises(ConfigError) as error:
+        resolve_deployment(parsed, kv_transfer(kv_role))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_dedicated_rollout_engine_may_use_a_connector_as_a_cache() -> None:
+    settings = EngineSettings(role=Role.ROLLOUT)
+    assert resolve_deployment(settings, kv_transfer("kv_both")) is settings
+
+
+def test_the_gate_of_a_running_engine_keeps_to_its_deployment() -> None:
+    settings = EngineSettings(role=Role.SERVING).deployed(Deployment.DECODE)
+    assert settings.gate_problem(GateMode.DUAL, 40) is None
+    problem = settings.gate_problem(GateMode.TTFT_ONLY, None)
+    assert problem is not None and "a decoder has no prompts" in problem

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS = [prompt(f"disaggregated-{index}", 280 + 50 * index) for index in range(3)]
 TOKENS = 24
+NUM_SLABS, HEADROOM_SLABS = 24, 6
 
 
 def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
@@ -37,9 +38,9 @@ def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
         for pool in ("prefill", "decode"):
             daemon = start_daemon(
                 pool,
-                num_slabs=24,
+                num_slabs=NUM_SLABS,
                 slab_bytes=SLAB_BYTES,
-                headroom_slabs=6,
+                headroom_slabs=HEADROOM_SLABS,
                 runtime_dir=runtime_dir(folder),
             )
             undo.callback(daemon.stop)
@@ -51,6 +52,9 @@ def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
         expected = stock.result()
     # Idle slabs went back meanwhile; those with blocks that were still to be sent stayed.
     assert slabs["after traffic"] > slabs["unsent"] >= slabs["in use"] > slabs["sent"] == 1
+    # Out of service it lends all but one slab, and has its headroom back with the first request.
+    assert slabs["lent"] == NUM_SLABS - 1
+    assert slabs["back"] <= NUM_SLABS - HEADROOM_SLABS
     for reply, tokens, given in zip(replies, expected, PROMPTS, strict=True):
         assert reply.tokens == tokens
         assert reply.num_cached_tokens == (len(given) - 2) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -15,10 +15,11 @@ from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
 from rose.engine.metrics import RoseCollector
 from rose.messages import GateStatus, WorkerStatus
-from rose.types import GateMode, Role
+from rose.types import Deployment, GateMode, Role
 
 STATUS = WorkerStatus(
     role=Role.SERVING,
+    deployment=Deployment.DECODE,
     model="m",
     engine_id="e",
     weight_version=None,
@@ -58,6 +59,7 @@ def test_an_engines_own_numbers() -> None:
     found = scrape(None)
     assert found['rose_generated_tokens_total{engine_id="e",role="serving"}'] == 11
     assert found['rose_kv_slabs_budget{engine_id="e",role="serving"}'] == 9
+    assert found['rose_deployment{deployment="decode",engine_id="e",role="serving"}'] == 1
     assert not any("slack" in name for name in found)
 
 

@@ -47,6 +47,38 @@ def test_observation(
     assert decision == BudgetDecision(budget=expected[0], state=expected[1], event=expected[2])
 
 
+@pytest.mark.parametrize(
+    ("used", "owned", "budget", "expected"),
+    [
+        (0, 99, 99, (99, NORMAL, None)),
+        (1, 99, 99, (79, PRESSURE, BudgetEvent.TAKEN_BACK)),
+        (30, 99, 99, (50, PRESSURE, BudgetEvent.TAKEN_BACK)),
+        # Nothing to give up: no freeze either, the headroom may be lent again.
+        (30, 40, 99, (50, NORMAL, BudgetEvent.TAKEN_BACK)),
+        (100, 99, 81, (1, PRESSURE, BudgetEvent.TAKEN_BACK)),
+    ],
+)
+def test_a_lent_headroom_ends_with_servings_first_slab(
+    used: int, owned: int, budget: int, expected: tuple[int, Pressure, BudgetEvent | None]
+) -> None:
+    decision = POLICY.observe(serving_used=used, rollout_owned=owned, budget=budget, state=NORMAL)
+    assert decision == BudgetDecision(budget=expected[0], state=expected[1], event=expected[2])
+
+
+def test_an_instance_out_of_service_is_lent_whole() -> None:
+    whole = POLICY.whole_budget
+    assert whole == 99
+    assert [POLICY.has_headroom_lent(budget) for budget in (whole, 81, POLICY.begin_step(0))] == [
+        True,
+        True,
+        False,
+    ]
+    assert POLICY.rollout_growth(free=99, serving_used=0, rollout_owned=0, budget=whole) == 99
+    assert POLICY.rollout_growth(free=50, serving_used=0, rollout_owned=49, budget=whole) == 50
+    # The slab of serving's padding block is never free.
+    assert POLICY.rollout_growth(free=0, serving_used=0, rollout_owned=99, budget=whole) == 0
+
+
 def test_watermark_and_cut_factor_are_settings() -> None:
     policy = BudgetPolicy(num_slabs=100, headroom_slabs=20, high_watermark=0.0, cut_factor=4, min_slabs=2)
     assert policy.pressure_threshold(60) == 20

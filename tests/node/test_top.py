@@ -13,11 +13,12 @@ from rose.memory.wire import Kind
 from rose.messages import WorkerStatus
 from rose.node.pool_page import pools_page, sample_pools
 from rose.node.top import Sample, main, status_page
-from rose.types import Role
+from rose.types import Deployment, Role
 
 STATUS = WorkerStatus.model_validate(
     {name: 0 for name in WorkerStatus.model_fields}
     | {
+        "deployment": None,
         "role": "rollout",
         "model": "/models/policy",
         "engine_id": "e",
@@ -58,6 +59,12 @@ def sample(taken_at_s: float, tokens: int) -> Sample:
 def test_a_row_shows_what_the_engine_says(cell: str) -> None:
     earlier = sample(taken_at_s=10.0, tokens=1000)
     assert cell in render([sample(taken_at_s=12.0, tokens=1600)], {earlier.worker: earlier})
+
+
+def test_half_of_a_disaggregated_deployment_shows_as_such() -> None:
+    for deployment, cell in ((Deployment.COLLOCATED, "serving"), (Deployment.DECODE, "decode")):
+        status = STATUS.model_copy(update={"role": Role.SERVING, "deployment": deployment})
+        assert f" {cell} " in render([Sample(worker="http://x:1", taken_at_s=0.0, status=status)], {})
 
 
 def test_slabs_in_quarantine_are_told_of() -> None:

@@ -5,7 +5,8 @@ makes. Never advances time: its caller says when a step begins and ends.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from rose.admission.deadlines import ServingDeadlines
 from rose.admission.gate import GateSettings, ServingView
@@ -52,6 +53,28 @@ class ServedRequest:
         if self.last_token_s is None or self.first_token_s is None or self.arrival.output_tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.arrival.output_tokens - 1)
+
+
+def for_prefiller(arrivals: Iterable[Arrival]) -> list[Arrival]:
+    """The same traffic at an instance that computes prompts and first tokens alone."""
+    return [replace(arrival, output_tokens=1) for arrival in arrivals]
+
+
+def for_decoder(arrivals: Iterable[Arrival], prefilled: Iterable[ServedRequest]) -> list[Arrival]:
+    """What reaches the decoder behind a prefiller that served `arrivals` as `prefilled`: a request comes with
+    its KV when its first token is out. Sending the KV takes no time here."""
+    pairs = zip(arrivals, prefilled, strict=True)
+    handed_over = [
+        replace(
+            whole,
+            at_s=served.first_token_s,
+            output_tokens=whole.output_tokens - 1,
+            is_prefilled=True,
+        )
+        for whole, served in pairs
+        if served.first_token_s is not None and whole.output_tokens > 1
+    ]
+    return sorted(handed_over, key=lambda arrival: arrival.at_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
