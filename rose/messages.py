@@ -51,6 +51,8 @@ class WorkerStatus(BaseModel):
     """Serving's part of the pool's slabs, 0 to 1."""
     is_active: bool
     """Whether the weights are on the device; an inactive engine refuses turns with 503."""
+    is_updating: bool = False
+    """Between two versions of the weights: no step runs, which is no stall."""
     activated_at_s: float
     """Unix time of the last activation, or of the start."""
     device_weights_bytes: int

@@ -40,6 +40,7 @@ class EngineControl:
         self._settings = settings
         self._model = model
         self._weight_version: str | None = None
+        self._is_updating = False
         self._exclusive = asyncio.Lock()
         """Held while weights change, leave or return, and while the engine is profiled."""
         size = describe_pool(settings.pool) if settings.pool is not None else None
@@ -101,6 +102,7 @@ class EngineControl:
             serving_busy_s=snapshot(pool.board_words).serving.busy_s if pool is not None else None,
             serving_kv_usage=pool.ledger.serving_used_slabs / pool.num_slabs if pool is not None else None,
             is_active=self._activation.is_active,
+            is_updating=self._is_updating,
             activated_at_s=self._activation.activated_at_s,
             device_weights_bytes=self._activation.weights_bytes,
             device_kv_bytes=get(Field.KV_SLABS_OWNED) * self._slab_bytes,
@@ -127,15 +129,25 @@ class EngineControl:
         async with self._exclusive:
             if not self._activation.is_active:
                 await self._update_weights(update)
+                self._weight_version = update.version
             else:
-                await self._client.pause_generation(mode="keep", clear_cache=False)
-                try:
-                    await self._update_weights(update)
-                    await self._client.reset_prefix_cache(reset_running_requests=True)
-                finally:
-                    await self._client.resume_generation()
-            self._weight_version = update.version
+                await self._update_between_steps(update)
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
+
+    async def _update_between_steps(self, update: WeightUpdate) -> None:
+        # Told before the first step is held back, so that nobody takes the pause for a stall.
+        self._is_updating = True
+        try:
+            await self._client.pause_generation(mode="keep", clear_cache=False)
+            try:
+                await self._update_weights(update)
+                await self._client.reset_prefix_cache(reset_running_requests=True)
+                # Ahead of the first token of these weights: who asks between the two would tag it wrongly.
+                self._weight_version = update.version
+            finally:
+                await self._client.resume_generation()
+        finally:
+            self._is_updating = False
 
     async def _update_weights(self, update: WeightUpdate) -> None:
         # Where update_weights fails, vLLM closes the session itself.

@@ -152,7 +152,8 @@ class Attempt:
                 continue
             if chunk.token_ids:
                 now = time.monotonic()
-                took_s = now - before if before is not None else None
+                is_paced = before is not None and before > self._worker.updated_at
+                took_s = now - before if before is not None and is_paced else None
                 if before is None:
                     self._place.first_token(now - began)
                 self._worker.made_tokens(len(chunk.token_ids), now, took_s)

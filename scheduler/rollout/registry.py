@@ -7,6 +7,7 @@ Never does: place turns (policy.py), keep a worker's state (worker.py).
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -21,6 +22,10 @@ from rose.scheduler.rollout.worker import Worker
 logger = logging.getLogger(__name__)
 
 _NO_ROSE_ROUTES = (404, 405, 501)
+_CLOCK_S = 0.01
+"""The event loop's timers may be early by so much."""
+_UPDATING_S = 0.05
+"""Between heartbeats of a worker that changes its weights: turns wait for its new version."""
 
 
 class _Model(BaseModel):
@@ -89,7 +94,8 @@ class Registry:
             started = time.monotonic()
             await self.beat(worker)
             self._changed()
-            await asyncio.sleep(max(0.0, self._config.heartbeat_s - (time.monotonic() - started)))
+            every_s = min(self._config.heartbeat_s, _UPDATING_S if worker.is_updating else math.inf)
+            await asyncio.sleep(max(0.0, every_s - (time.monotonic() - started)))
 
     async def beat(self, worker: Worker) -> None:
         """Ask one worker how it is, and take down the answer or its absence."""
@@ -126,9 +132,16 @@ class Registry:
                 card.id: card.max_model_len for card in _Models.model_validate(await response.json()).data
             }
 
+    def _patience_s(self, worker: Worker) -> float:
+        """The time to wait for an answer: until the worker counts as lost, and not for a second such time."""
+        if worker.last_seen is None:
+            return self._config.lost_after_s
+        left_s = worker.last_seen + self._config.lost_after_s - time.monotonic()
+        return max(self._config.heartbeat_s, left_s + _CLOCK_S)
+
     async def _ask_status(self, worker: Worker) -> WorkerStatus | None:
         """The worker's status; None from a stock vLLM, which only has /health."""
-        timeout = aiohttp.ClientTimeout(total=self._config.lost_after_s)
+        timeout = aiohttp.ClientTimeout(total=self._patience_s(worker))
         if worker.has_rose_routes:
             url = f"{worker.spec.url}/rose/v1/status"
             async with self._http.get(url, headers=rose_headers(self._config), timeout=timeout) as response:

@@ -47,7 +47,12 @@ class RunningRouter:
         self.plane = DataPlane(self._config, self._http)
         self._service = Service(self._config, self.plane)
         self._runner = web.AppRunner(
-            self._service.build_app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+            self._service.build_app(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            # From its opening or its last answer on, so that a head that trickles in doesn't hold it for ever.
+            keepalive_timeout=self._config.idle_s,
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._config.host, self._config.port)

@@ -44,6 +44,7 @@ class ScriptedWorker:
     version: str | None = None
     pressure: str = "normal"
     is_active: bool = True
+    is_updating: bool = False
     has_rose_routes: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
     models: list[str] = field(default_factory=lambda: ["scripted"])
@@ -102,7 +103,8 @@ class ScriptedWorker:
         gate = {"mode": "slack", "admitted_steps": 1, "declined_steps": 0, "share": 1.0}
         status = {"weight_version": self.version, "pressure": self.pressure, "gate": gate}
         serving = {"serving_busy_s": self.serving_busy_s, "serving_kv_usage": self.serving_kv_usage}
-        return web.json_response({**status, **serving, "is_active": self.is_active})
+        weights = {"is_active": self.is_active, "is_updating": self.is_updating}
+        return web.json_response({**status, **serving, **weights})
 
     async def _rl_step(self, request: web.Request) -> web.Response:
         self.steps.append((await request.json())["step"])
