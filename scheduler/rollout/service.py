@@ -119,6 +119,8 @@ def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
     fields = read_yaml(parsed.config, RouterConfig) if parsed.config is not None else {}
     flags = {name: getattr(parsed, name) for name in ("host", "port", "policy")}
     fields |= {name: value for name, value in flags.items() if value is not None}
+    if parsed.concurrency_profile is not None:
+        fields["concurrency_profile"] = parsed.concurrency_profile
     if parsed.worker:
         fields["workers"] = [*fields.get("workers", ()), *(parse_worker(text) for text in parsed.worker)]
     source = str(parsed.config) if parsed.config is not None else "command line"
@@ -141,6 +143,9 @@ def _parser() -> CommandParser:
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="settings, see RouterConfig")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8100)")
+    parser.add_argument(
+        "--concurrency-profile", type=Path, metavar="FILE", help="cap of turns per GPU, by rose profile"
+    )
     parser.add_argument("--policy", choices=tuple(POLICIES), help="placement of turns (default paper)")
     return parser
 
