@@ -1,14 +1,16 @@
 """The stall clock of what runs on a worker.
 
 Owns: Watch.
-Promises: running out is a TimeoutError, at once when the worker is lost; while the worker's weights are being
-changed, only the deadline counts.
+Promises: running out is a TimeoutError, at once when the worker is lost or gets weights that won't do; while the
+worker's weights are being changed, only the deadline counts.
 Never does: know what a stall means for the worker (attempt.py, dataplane.py).
 """
 
 import asyncio
 import math
 from typing import Any, Protocol, Self
+
+from rose.types import WeightVersion
 
 
 class Watched(Protocol):
@@ -19,6 +21,9 @@ class Watched(Protocol):
     @property
     def is_updating(self) -> bool: ...
 
+    @property
+    def weight_version(self) -> WeightVersion | None: ...
+
 
 class Watch:
     """The stall clock of something that runs on a worker; runs out at once when the worker is lost.
@@ -27,11 +32,16 @@ class Watch:
     there was progress: cheap, as the timer is not set anew each time.
     """
 
-    def __init__(self, worker: Watched, deadline: float = math.inf) -> None:
-        """`deadline`: monotonic time at which it runs out whatever is allowed."""
+    def __init__(
+        self, worker: Watched, deadline: float = math.inf, version: WeightVersion | None = None
+    ) -> None:
+        """`deadline`: monotonic time at which it runs out whatever is allowed. `version`: it also runs out when
+        the worker gets other weights than these; None: any will do."""
         self.worker = worker
         self.deadline = deadline
         self.is_lost = False
+        self.is_outdated = False
+        self._version = version
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
         self._until = math.inf
@@ -84,11 +94,18 @@ class Watch:
     def worker_updating(self) -> None:
         """Its steps are held back: no clock but the deadline until they go on."""
         self._set(self.deadline)
+        self._check_version()
 
     def worker_updated(self, seconds: float) -> None:
         """It goes on, and has so long to make its next token."""
         if not self._is_paused:
             self.allow(seconds)
+        self._check_version()
+
+    def _check_version(self) -> None:
+        if self._version is not None and self.worker.weight_version != self._version:
+            self.is_outdated = True
+            self._timeout.reschedule(self._loop.time())
 
     def worker_lost(self) -> None:
         self.is_lost = True

@@ -31,7 +31,8 @@ class Fault:
     """What goes wrong with one request, after so many tokens."""
 
     kind: str
-    """abort_(reclaimed | stall | deactivated | plain), swallowed, hang, late, disconnect, error, status"""
+    """abort_(reclaimed | stall | deactivated | plain), swallowed, hang, hold (until told to go on), late,
+    disconnect, error, status"""
     after_tokens: int = 0
     status: int = 500
 
@@ -87,6 +88,10 @@ class ScriptedWorker:
 
     def go_on(self) -> None:
         self._may_go_on.set()
+
+    @property
+    def is_held(self) -> bool:
+        return not self._may_go_on.is_set()
 
     @property
     def id(self) -> str:
@@ -192,6 +197,9 @@ class ScriptedWorker:
         assert fault is not None
         if fault.kind == "hang":
             await asyncio.sleep(3600)
+        if fault.kind == "hold":
+            self.hold()
+            return True
         if fault.kind == "late":
             await asyncio.sleep(10)
             return True

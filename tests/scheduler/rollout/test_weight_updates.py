@@ -11,7 +11,7 @@ from rose.scheduler.rollout.status import WorkerStatus
 from rose.scheduler.rollout.watch import Watch
 from rose.scheduler.rollout.worker import Worker
 from tests.scheduler.rollout.conftest import StartRouter
-from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
+from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -113,3 +113,39 @@ async def test_turns_wait_while_all_workers_change_their_weights(start_router: S
         worker.is_updating, worker.version = False, "run/2"
         (choice,) = (await turn)["choices"]
         assert [span["weight_version"] for span in choice["rose"]["spans"]] == ["run/2"]
+
+
+@pytest.mark.parametrize("after", [0, 4])
+async def test_a_pinned_turn_leaves_a_worker_that_gets_other_weights(
+    start_router: StartRouter, after: int
+) -> None:
+    async with (
+        ScriptedWorker(version="run/1") as changing,
+        ScriptedWorker(version="run/1") as other,
+        start_router(changing, (other, "serving"), version_mode="pinned") as client,
+    ):
+        changing.faults.append(Fault(kind="hold", after_tokens=after))
+        turn = asyncio.create_task(client.complete(BODY, X_Session_ID="s"))
+        known = client.router.plane.registry.get(changing.id)
+        assert known is not None
+        await until(lambda: changing.is_held and known.num_tokens == after)
+        changing.version = "run/2"
+        (choice,) = (await turn)["choices"]
+        assert choice["token_ids"] == expected_tokens(PROMPT, 9)
+        assert {span["weight_version"] for span in choice["rose"]["spans"]} == {"run/1"}
+        assert client.counters()["reroutes"] == {"outdated": 1}
+
+
+async def test_a_pinned_turn_whose_version_is_gone_everywhere_is_an_error(start_router: StartRouter) -> None:
+    async with (
+        ScriptedWorker(version="run/1") as worker,
+        start_router(worker, version_mode="pinned") as client,
+    ):
+        worker.faults.append(Fault(kind="hold", after_tokens=4))
+        turn = asyncio.create_task(client.post("/v1/completions", BODY))
+        known = client.router.plane.registry.get(worker.id)
+        assert known is not None
+        await until(lambda: known.num_tokens == 4)
+        worker.version = "run/2"
+        status, answer = await turn
+        assert (status, "run/1" in answer["error"]["message"]) == (503, True)
