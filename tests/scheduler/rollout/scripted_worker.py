@@ -90,10 +90,6 @@ class ScriptedWorker:
         self._may_go_on.set()
 
     @property
-    def is_held(self) -> bool:
-        return not self._may_go_on.is_set()
-
-    @property
     def id(self) -> str:
         return self.url.removeprefix("http://")
 
