@@ -7,6 +7,9 @@ waits for the engine, and that changes of weights, activation and profiling come
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import time
 from dataclasses import astuple
 
 from prometheus_client import REGISTRY
@@ -30,6 +33,10 @@ from rose.messages import ActivationChange, GateStatus, Profile, WeightUpdate, W
 from rose.types import GateMode, Role
 
 GATE_MODES = list(GateMode)
+ASKED_WITHIN_S = 0.6
+"""A router asks for the status every half second, and more often once it knows of an update."""
+STILL_ASKED_S = 2.0
+"""Who has not asked for so long is gone."""
 
 
 class EngineControl:
@@ -41,6 +48,8 @@ class EngineControl:
         self._model = model
         self._weight_version: str | None = None
         self._is_updating = False
+        self._asked = asyncio.Event()
+        self._asked_at_s = -math.inf
         self._exclusive = asyncio.Lock()
         """Held while weights change, leave or return, and while the engine is profiled."""
         size = describe_pool(settings.pool) if settings.pool is not None else None
@@ -109,6 +118,12 @@ class EngineControl:
             device_fixed_bytes=self._activation.fixed_bytes(),
         )
 
+    def asked_status(self) -> WorkerStatus:
+        """The status, for somebody who follows this engine."""
+        self._asked_at_s = time.monotonic()
+        self._asked.set()
+        return self.status()
+
     def begin_rl_step(self, step: int) -> None:
         self._page.put(Field.RL_STEP, step)
 
@@ -142,12 +157,22 @@ class EngineControl:
             try:
                 await self._update_weights(update)
                 await self._client.reset_prefix_cache(reset_running_requests=True)
-                # Ahead of the first token of these weights: who asks between the two would tag it wrongly.
                 self._weight_version = update.version
+                await self._until_asked()
             finally:
                 await self._client.resume_generation()
         finally:
             self._is_updating = False
+
+    async def _until_asked(self) -> None:
+        """Wait a moment for who follows this engine to learn its version, before the first token of it: a router
+        tags tokens with the version that it knows of."""
+        if time.monotonic() - self._asked_at_s > STILL_ASKED_S:
+            return
+        self._asked.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ASKED_WITHIN_S):
+                await self._asked.wait()
 
     async def _update_weights(self, update: WeightUpdate) -> None:
         # Where update_weights fails, vLLM closes the session itself.

@@ -58,7 +58,7 @@ router = APIRouter(prefix="/rose/v1")
 
 @router.get("/status")
 async def get_status(request: Request) -> WorkerStatus:
-    return _control(request).status()
+    return _control(request).asked_status()
 
 
 @router.post("/rl_step")

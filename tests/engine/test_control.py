@@ -134,6 +134,23 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
     assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
 
 
+@pytest.mark.asyncio
+async def test_steps_go_on_once_a_router_knows_of_the_new_version(page: StatusPage) -> None:
+    client = UpdatedClient()
+    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
+    client.status = control.status
+    control.asked_status()
+    update = asyncio.create_task(
+        control.apply_weights(WeightUpdate(version="run/1", path="p", state_hash="0"))
+    )
+    while (status := control.status()).weight_version != "run/1":
+        await asyncio.sleep(0)
+    assert status.is_updating and client.seen[-1][0] != "resume_generation"
+    control.asked_status()
+    await update
+    assert client.seen[-1] == ("resume_generation", True, "run/1")
+
+
 def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_first_one_back(
     page: StatusPage,
 ) -> None:
