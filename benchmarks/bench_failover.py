@@ -41,8 +41,6 @@ from rose.types import GateMode, Role
 ROUTER_START_S = 30.0
 
 
-
-
 def measure(args: argparse.Namespace) -> list[Figure]:
     """All phases on the same two engines; after a SIGKILL the dead one is replaced."""
     samples = Samples()
@@ -117,7 +115,6 @@ async def _replace(client: RouterClient, rig: Rig, dead: Engine, name: str, weig
     await give(client, engine, weights, 3)
     await client.add(engine.control.url)
     return engine
-
 
 
 def _figures(samples: Samples) -> list[Figure]:

@@ -39,7 +39,11 @@ async def update(
         if not turn.is_whole(LONG_TOKENS if turn in running else SHORT_TOKENS):
             raise WorkerError(f"a turn failed while weights changed: {turn.error or turn.finish_reason}")
         made_by = await _true_weights(client, engines, turn)
-        known = [(tag, is_other) for tag, is_other in zip(turn.versions, made_by, strict=True) if is_other is not None]
+        known = [
+            (tag, is_other)
+            for tag, is_other in zip(turn.versions, made_by, strict=True)
+            if is_other is not None
+        ]
         samples.num_untold += len(made_by) - len(known)
         samples.tags += [(tag == "bench/2") == is_other for tag, is_other in known]
         if turn not in running:

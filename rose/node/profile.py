@@ -85,9 +85,7 @@ def _profile_concurrency(
         engine,
         settings,
         console,
-        lambda control: concurrency.measure_concurrency(
-            control, max_concurrency=max_concurrency, gpus=gpus
-        ),
+        lambda control: concurrency.measure_concurrency(control, max_concurrency=max_concurrency, gpus=gpus),
     )
     name = re.sub(r"[^A-Za-z0-9.]+", "-", str(Path(engine.model).name)).strip("-")
     path = settings.profile_dir / f"concurrency-{name}.json"
@@ -185,7 +183,9 @@ def _read_flags(argv: Sequence[str]) -> _Flags:
         if arguments.concurrency < 1:
             parser.error(f"--concurrency {arguments.concurrency}: want at least 1 turn at once")
         if arguments.role is Role.SERVING or arguments.plot is not None:
-            parser.error("--concurrency is about rollouts and has no plot: leave out --role serving and --plot")
+            parser.error(
+                "--concurrency is about rollouts and has no plot: leave out --role serving and --plot"
+            )
     default = Role.SERVING if arguments.concurrency is None else Role.ROLLOUT
     role = arguments.role if arguments.role is not None else default
     given = {"model": arguments.model, "role": role, "port": checks.free_port()}

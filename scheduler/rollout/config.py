@@ -75,7 +75,9 @@ class RouterConfig(_Settings):
     job_idle_s: float = Field(default=60.0, gt=0, description="a job without work gives its GPUs back then")
     max_body_bytes: int = Field(default=256 * 2**20, ge=1024, description="larger bodies are answered 413")
     body_s: float = Field(default=60.0, gt=0, description="time for a client's body to arrive; then 408")
-    idle_s: float = Field(default=75.0, gt=0, description="a connection without a whole request head is closed")
+    idle_s: float = Field(
+        default=75.0, gt=0, description="a connection without a whole request head is closed"
+    )
     max_queued_per_job: int = Field(default=4096, ge=1, description="more are answered 429")
     deadline_s: float = Field(default=3600.0, gt=0, description="a turn's time, queueing included; then 504")
     stall_s: float = Field(default=2.0, gt=0, description="no token for so long: reroute (ROSE §4.3)")
