@@ -1,19 +1,19 @@
-"""A rollout engine that dies or hangs costs its turns seconds, not their tokens: two real engines, one router.
+"""A rollout engine that dies or hangs costs its turns seconds, not their tokens: on two real engines.
 
 Two rollout engines with the same weights in float32 stand behind `rose router`, a process of its own. Turns
-stream greedily through it; every answer is compared with what an engine answers that nobody disturbed. In this
-order: forced migrations (the worker that has the turn is taken out of the router three times), SIGSTOP of one
-engine's processes, new weights under running turns, SIGKILL of one engine's processes.
+stream greedily through it. In this order: forced migrations (the worker that has the turn is taken out of the
+router three times), SIGSTOP of one engine's processes, new weights under running turns, SIGKILL of one engine's
+processes.
 
   migrated_greedy_equal   share of turns whose tokens equal those of the same turn left alone
-  sigstop_reroute_s       the longest that a turn waited for its next token: turns that ran on the stopped engine,
-                          from the signal on, and new ones that were sent to it, from their begin
+  sigstop_reroute_s       the longest that a turn waited for its next token: turns that ran on the stopped
+                          engine, from the signal on, and new turns, from their begin
   sigstop_new_turns       new turns sent to the stopped engine after the first of its turns was rerouted
-  version_tagged          share of tokens tagged with the weights that made them. The truth comes from both weights'
-                          log-probabilities of each token: the one that the answer carries is one of them
-  version_tagged[stale]   tokens of other weights than their session's, in mode pinned: second turns that begin
-                          while one engine gets new weights, and right after it
-  sigkill_failed_turns    turns that did not end with the undisturbed answer
+  version_tagged          share of tokens tagged with the weights that made them. The truth: which of the two
+                          weights gives the token the log-probability that the answer carries
+  version_tagged[stale]   tokens of other weights than their session's, in mode pinned: second turns that
+                          begin while one engine gets new weights, and right after it
+  sigkill_failed_turns    turns that did not end with the answer of an engine that nobody disturbed
   sigkill_lost_tokens     tokens that the killed engine had made and the router never got, per turn on it
 
     python benchmarks/bench_failover.py --json failover.json

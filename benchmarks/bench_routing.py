@@ -11,8 +11,8 @@ trajectories): the same load per engine.
   cost_over_paper[sweep]    the smallest such median over MODEL and serving's mean share of its GPUs
   cost_over_paper[MODEL,busy=B]   the sweep itself
   cost_with_wrong_share[8B] the same where workers claim a whole GPU whatever serving takes
-  prefix_hit_gap[POLICY,MODEL]   percentage points of prompt tokens that were computed before in the same trajectory
-                            and had to be prefilled again: evicted, out of lease, or on another worker
+  prefix_hit_gap[POLICY,MODEL]   percentage points of prompt tokens that were computed before in the same
+                            trajectory and prefilled again: evicted, out of lease, or on another worker
   prefix_hit_gap[POLICY,MODEL,no key]   the same where clients send no session key
 
     python benchmarks/bench_routing.py --json routing.json

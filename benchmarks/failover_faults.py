@@ -1,6 +1,7 @@
 """Migrations, SIGSTOP and SIGKILL under streaming turns, for bench_failover.py.
 
-Owns what is done to the engines and what is noted of it. Promises that a stopped engine goes on, also on an error.
+Owns what is done to the engines and what is noted of it. Promises that a stopped engine goes on, also on an
+error.
 """
 
 import asyncio

@@ -16,8 +16,8 @@ from rose.messages import WeightUpdate
 from rose.transfer.checkpoint import checkpoint_state_hash
 
 SAME_LOGPROB = 1e-4
-"""Two log-probabilities of the same weights differ by less, those of a token under other weights by more: where
-they don't, the token doesn't tell."""
+"""Two log-probabilities of the same weights differ by less, those of a token under other weights by more:
+where they don't, the token doesn't tell."""
 
 
 async def update(

@@ -165,8 +165,10 @@ class EngineControl:
             self._is_updating = False
 
     async def _until_asked(self) -> None:
-        """Wait a moment for who follows this engine to learn its version, before the first token of it: a router
-        tags tokens with the version that it knows of."""
+        """Wait a moment for who follows this engine to learn its version, before the first token of it.
+
+        A router tags tokens with the version that it knows of.
+        """
         if time.monotonic() - self._asked_at_s > STILL_ASKED_S:
             return
         self._asked.clear()

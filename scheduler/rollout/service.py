@@ -51,7 +51,7 @@ class RunningRouter:
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=1.0,
-            # From its opening or its last answer on, so that a head that trickles in doesn't hold it for ever.
+            # From its opening or last answer on, so that a head that trickles in doesn't hold it for ever.
             keepalive_timeout=self._config.idle_s,
         )
         await self._runner.setup()

@@ -1,8 +1,8 @@
 """The stall clock of what runs on a worker.
 
 Owns: Watch.
-Promises: running out is a TimeoutError, at once when the worker is lost or gets weights that won't do; while the
-worker's weights are being changed, only the deadline counts.
+Promises: running out is a TimeoutError, at once when the worker is lost or gets weights that won't do; while
+the worker's weights are being changed, only the deadline counts.
 Never does: know what a stall means for the worker (attempt.py, dataplane.py).
 """
 
@@ -35,8 +35,10 @@ class Watch:
     def __init__(
         self, worker: Watched, deadline: float = math.inf, version: WeightVersion | None = None
     ) -> None:
-        """`deadline`: monotonic time at which it runs out whatever is allowed. `version`: it also runs out when
-        the worker gets other weights than these; None: any will do."""
+        """`deadline`: monotonic time at which it runs out whatever is allowed.
+
+        `version`: it also runs out when the worker gets other weights than these; None: any will do.
+        """
         self.worker = worker
         self.deadline = deadline
         self.is_lost = False

@@ -51,7 +51,7 @@ class Worker:
         self.is_active = True
         self.is_updating = False
         self.updated_at = -math.inf
-        """When its weights last changed, as far as its status tells; tokens before and after tell no speed."""
+        """When its weights last changed, as its status tells; tokens before and after tell no speed."""
         self.is_on_probation = False
         self.is_draining = False
         self.has_rose_routes = True
@@ -195,7 +195,7 @@ class Worker:
         self.status, self._status_at = status, now
 
     def _take_weights(self, status: WorkerStatus, now: float) -> None:
-        """A change of weights is no stall. After it, what runs is computed anew, as long as a first token takes.
+        """A change of weights is no stall. After it, what runs is computed anew, as for a first token.
 
         A short one may show by its new version alone.
         """

@@ -1,4 +1,4 @@
-"""`rose profile --concurrency`: the cap that is picked, the page, the flags, and a real engine's measurement."""
+"""`rose profile --concurrency`: the cap that is picked, the page, the flags, a real engine."""
 
 import io
 from pathlib import Path

@@ -1,7 +1,7 @@
 """What the simulated trajectories say, for clients that send no session key.
 
-Owns: the token ids of every trajectory. Promises: a group has one first prompt, and its trajectories part with
-the first token that they generate; the same seed gives the same ids. Never: a meaning.
+Owns: the token ids of every trajectory. Promises: a group has one first prompt, and its trajectories part
+with the first token that they generate; the same seed gives the same ids. Never: a meaning.
 """
 
 import random
