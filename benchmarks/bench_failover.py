@@ -2,8 +2,8 @@
 
 Two rollout engines with the same weights in float32 stand behind `rose router`, a process of its own. Turns
 stream greedily through it. In this order: forced migrations (the worker that has the turn is taken out of the
-router three times), SIGSTOP of one engine's processes, new weights under running turns, SIGKILL of one engine's
-processes.
+router three times), SIGSTOP of all processes of one engine, new weights under running turns, SIGKILL of all
+processes of one engine.
 
   migrated_greedy_equal   share of turns whose tokens equal those of the same turn left alone
   sigstop_reroute_s       the longest that a turn waited for its next token: turns that ran on the stopped

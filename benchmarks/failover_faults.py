@@ -58,7 +58,7 @@ async def stop(client: RouterClient, victim: Engine, name: str, samples: Samples
     samples.num_sent_unaware += num_then - num_before
     samples.num_sent_aware += num_after - num_then
     for turn in turns:
-        if turn.workers[0] == victim.id:
+        if turn.workers[0] == victim.id and len(turn.workers) > 1:
             samples.reroutes_s.append(turn.times_s[turn.rose["spans"][0]["tokens"]] - stopped_s)
     samples.reroutes_s += [turn.times_s[0] - turn.begun_s for turn in ended[len(turns) :]]
     await _rehabilitate(client, victim)

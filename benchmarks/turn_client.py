@@ -65,7 +65,7 @@ class Turn:
             if choice.get("logprobs") is not None:
                 self.logprobs.extend(choice["logprobs"]["token_logprobs"])
             if choice.get("finish_reason") is not None:
-                self.finish_reason, self.rose = choice["finish_reason"], choice["rose"]
+                self.finish_reason, self.rose = choice["finish_reason"], choice.get("rose", {})
 
 
 class RouterClient:
