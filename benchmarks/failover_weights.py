@@ -85,7 +85,9 @@ async def give(client: RouterClient, engine: Engine, weights: Path, number: int)
 async def sees(client: RouterClient, engines: Sequence[Engine], number: int) -> None:
     async def is_so() -> bool:
         workers = [await client.worker(engine.id) for engine in engines]
-        return all(worker["weight_version"] == f"bench/{number}" for worker in workers)
+        # The new version is told while the update still is: only after it are there turns for the worker.
+        has_version = all(worker["weight_version"] == f"bench/{number}" for worker in workers)
+        return has_version and not any(worker["updating"] for worker in workers)
 
     await until_so(is_so, f"the router knows of version {number}")
 
