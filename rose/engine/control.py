@@ -26,6 +26,7 @@ from rose.engine.profiling import run_shapes, shapes_for, warm_up
 from rose.engine.recorder import profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
+from rose.engine.streams import send_held_back
 from rose.errors import ConfigError, WorkerError
 from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient, describe_pool
@@ -155,6 +156,7 @@ class EngineControl:
         try:
             await self._client.pause_generation(mode="keep", clear_cache=False)
             try:
+                send_held_back(self._client.output_processor)
                 await self._update_weights(update)
                 await self._client.reset_prefix_cache(reset_running_requests=True)
                 self._weight_version = update.version

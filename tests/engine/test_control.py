@@ -101,6 +101,8 @@ async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_i
 class UpdatedClient(Client):
     """Notes at each call whether the engine's status speaks of an update, and of which weights."""
 
+    output_processor = SimpleNamespace(request_states={})
+
     def __init__(self) -> None:
         self.seen: list[tuple[str, bool, str | None]] = []
         self.status: Callable[[], WorkerStatus]
