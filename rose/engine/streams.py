@@ -1,7 +1,7 @@
 """What streams hold back until their interval is full, sent at once.
 
-Owns one reach into vLLM's output processor (0.32), which has no public way to do it. Promises that no token is
-sent twice or out of order. Runs on the API server's event loop.
+Owns one reach into vLLM's output processor (as of 0.32), which has no public way to do it. Promises that no
+token is sent twice or out of order. Runs on the API server's event loop.
 """
 
 from __future__ import annotations
