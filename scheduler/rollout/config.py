@@ -72,7 +72,7 @@ class RouterConfig(_Settings):
     max_fingerprints: int = Field(default=8192, ge=1)
 
     jobs: dict[str, JobSpec] = Field(default_factory=dict, description="limits by X-Rose-Job")
-    job_idle_s: float = Field(default=60.0, gt=0, description="a job without work gives its GPUs back then")
+    job_idle_s: float = Field(default=60.0, gt=0, description="a job without work is forgotten then")
     max_body_bytes: int = Field(default=256 * 2**20, ge=1024, description="larger bodies are answered 413")
     body_s: float = Field(default=60.0, gt=0, description="time for a client's body to arrive; then 408")
     idle_s: float = Field(
