@@ -7,9 +7,6 @@ waits for the engine, and that changes of weights, activation and profiling come
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
-import time
 from dataclasses import astuple
 
 from prometheus_client import REGISTRY
@@ -21,12 +18,13 @@ from rose.admission.board import announce_arrival, snapshot
 from rose.admission.profile import load_measured_profile
 from rose.config import Settings
 from rose.engine.activation import INACTIVE, Activation
+from rose.engine.followers import Followers
 from rose.engine.metrics import RoseCollector
 from rose.engine.profiling import run_shapes, shapes_for, warm_up
 from rose.engine.recorder import profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
-from rose.engine.streams import send_held_back
+from rose.engine.streams import check_output_processor, send_held_back
 from rose.errors import ConfigError, WorkerError
 from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient, describe_pool
@@ -34,23 +32,19 @@ from rose.messages import ActivationChange, GateStatus, Profile, WeightUpdate, W
 from rose.types import GateMode, Role
 
 GATE_MODES = list(GateMode)
-ASKED_WITHIN_S = 0.6
-"""A router asks for the status every half second, and more often once it knows of an update."""
-STILL_ASKED_S = 2.0
-"""Who has not asked for so long is gone."""
 
 
 class EngineControl:
     """What the routes share for one engine: its client, its settings, its status page."""
 
     def __init__(self, client: EngineClient, settings: EngineSettings, model: str) -> None:
+        check_output_processor()
         self._client = client
         self._settings = settings
         self._model = model
         self._weight_version: str | None = None
         self._is_updating = False
-        self._asked = asyncio.Event()
-        self._asked_at_s = -math.inf
+        self.followers = Followers()
         self._exclusive = asyncio.Lock()
         """Held while weights change, leave or return, and while the engine is profiled."""
         size = describe_pool(settings.pool) if settings.pool is not None else None
@@ -119,12 +113,6 @@ class EngineControl:
             device_fixed_bytes=self._activation.fixed_bytes(),
         )
 
-    def asked_status(self) -> WorkerStatus:
-        """The status, for somebody who follows this engine."""
-        self._asked_at_s = time.monotonic()
-        self._asked.set()
-        return self.status()
-
     def begin_rl_step(self, step: int) -> None:
         self._page.put(Field.RL_STEP, step)
 
@@ -160,23 +148,11 @@ class EngineControl:
                 await self._update_weights(update)
                 await self._client.reset_prefix_cache(reset_running_requests=True)
                 self._weight_version = update.version
-                await self._until_asked()
+                await self.followers.until_told(update.version)
             finally:
                 await self._client.resume_generation()
         finally:
             self._is_updating = False
-
-    async def _until_asked(self) -> None:
-        """Wait a moment for who follows this engine to learn its version, before the first token of it.
-
-        A router tags tokens with the version that it knows of.
-        """
-        if time.monotonic() - self._asked_at_s > STILL_ASKED_S:
-            return
-        self._asked.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ASKED_WITHIN_S):
-                await self._asked.wait()
 
     async def _update_weights(self, update: WeightUpdate) -> None:
         # Where update_weights fails, vLLM closes the session itself.

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable, Mapping
 
 import aiohttp
@@ -48,6 +49,8 @@ class Registry:
         self._changed = changed
         self._workers: dict[str, Worker] = {}
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
+        self._name = f"router-{uuid.uuid4().hex}"
+        """An engine tells its followers of new weights before it goes on: tokens are tagged by what we know."""
 
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
@@ -144,7 +147,11 @@ class Registry:
         timeout = aiohttp.ClientTimeout(total=self._patience_s(worker))
         if worker.has_rose_routes:
             url = f"{worker.spec.url}/rose/v1/status"
-            async with self._http.get(url, headers=rose_headers(self._config), timeout=timeout) as response:
+            follows = {"follower": self._name, "every_s": str(self._config.heartbeat_s)}
+            if worker.weight_version is not None:
+                follows["knows"] = str(worker.weight_version)
+            headers = rose_headers(self._config)
+            async with self._http.get(url, params=follows, headers=headers, timeout=timeout) as response:
                 if response.status == 200:
                     return WorkerStatus.model_validate(await response.json())
                 if response.status not in _NO_ROSE_ROUTES:

@@ -141,14 +141,18 @@ async def test_steps_go_on_once_a_router_knows_of_the_new_version(page: StatusPa
     client = UpdatedClient()
     control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
     client.status = control.status
-    control.asked_status()
+    control.followers.asked("router", None, 3600)
+    control.followers.asked("gone", None, 1e-9)
     update = asyncio.create_task(
         control.apply_weights(WeightUpdate(version="run/1", path="p", state_hash="0"))
     )
-    while (status := control.status()).weight_version != "run/1":
+    while control.status().weight_version != "run/1":
         await asyncio.sleep(0)
-    assert status.is_updating and client.seen[-1][0] != "resume_generation"
-    control.asked_status()
+    for _ in range(3):
+        assert control.status().is_updating and client.seen[-1][0] != "resume_generation"
+        control.followers.asked("router", "run/0", 3600)
+        await asyncio.sleep(0)
+    control.followers.asked("router", "run/1", 3600)
     await update
     assert client.seen[-1] == ("resume_generation", True, "run/1")
 

@@ -11,7 +11,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-from rose.engine.streams import send_held_back
+from rose.engine.streams import check_output_processor, send_held_back
+from rose.errors import ConfigError
 
 INTERVAL = 4
 
@@ -76,3 +77,16 @@ def test_answers_that_come_whole_are_left_alone() -> None:
     send_held_back(processor)
     step(processor, 12, FinishReason.LENGTH)
     assert taken(queue) == [10, 11, 12]
+
+
+def test_a_vllm_whose_output_processor_is_another_is_refused_with_what_it_lacks() -> None:
+    class Other:
+        def __init__(self) -> None:
+            self.queue = self.detokenizer = self.output_kind = self.stream_interval = None
+
+        def make_request_output(self, new_token_ids: list[int]) -> None: ...
+
+    check_output_processor()
+    lacking = r"Other.sent_tokens_offset, Other.request_states, Other.make_request_output\(new_token_ids, .*\)"
+    with pytest.raises(ConfigError, match=f"vLLM has no {lacking}: this version is not supported by rose"):
+        check_output_processor(Other, Other)
