@@ -1,7 +1,7 @@
 """Who follows an engine's status, and what each knows of its weights.
 
-Owns the routers that ask for the status under a name of their own. Promises that a wait for them ends: who has
-gone, or never learns, is not waited for. Never reads the status itself. Runs on the API server's event loop.
+Owns the routers that ask for the status under a name of their own. Promises that a wait for them ends: who
+has gone, or never learns, is not waited for. Never reads the status itself. Runs on the API server's event loop.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Followers:
     def _patience_s(self, version: str) -> float | None:
         """Until the first of those who don't know yet would be gone; None where there is none."""
         now = time.monotonic()
-        behind = [each for each in self._followers.values() if each.knows != version and not each.is_gone(now)]
+        behind = [
+            each for each in self._followers.values() if each.knows != version and not each.is_gone(now)
+        ]
         left = [each.asked_at_s + GONE_AFTER_INTERVALS * each.every_s - now for each in behind]
         return min(left, default=None)

@@ -167,7 +167,7 @@ class Placement:
             worker.owner = self._entitled[worker.id]
 
     def _lend_idle(self, members: Mapping[str, Worker]) -> bool:
-        """Let turns that still wait have serving GPUs that other jobs leave idle; whether any changed hands."""
+        """Lend what jobs leave idle to those whose turns still wait; whether any GPU changed hands."""
         if len(self._jobs) < 2:
             return False
         found = [self._jobs.find(name) for name in self._queue.lengths()]

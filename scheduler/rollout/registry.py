@@ -50,7 +50,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self._name = f"router-{uuid.uuid4().hex}"
-        """An engine tells its followers of new weights before it goes on: tokens are tagged by what we know."""
+        """Engines wait until those who ask by name know of new weights: tokens are tagged by what we know."""
 
     def workers(self) -> list[Worker]:
         return list(self._workers.values())

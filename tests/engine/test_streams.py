@@ -87,6 +87,6 @@ def test_a_vllm_whose_output_processor_is_another_is_refused_with_what_it_lacks(
         def make_request_output(self, new_token_ids: list[int]) -> None: ...
 
     check_output_processor()
-    lacking = r"Other.sent_tokens_offset, Other.request_states, Other.make_request_output\(new_token_ids, .*\)"
-    with pytest.raises(ConfigError, match=f"vLLM has no {lacking}: this version is not supported by rose"):
+    lacking = r"Other.sent_tokens_offset, Other.request_states, Other.make_request_output\(new_token_ids, "
+    with pytest.raises(ConfigError, match=f"vLLM has no {lacking}.*: this version is not supported by rose"):
         check_output_processor(Other, Other)
