@@ -1,7 +1,8 @@
 """Who follows an engine's status, and what each knows of its weights.
 
 Owns the routers that ask for the status under a name of their own. Promises that a wait for them ends: who
-has gone, or never learns, is not waited for. Never reads the status itself. Runs on the API server's event loop.
+has gone, or never learns, is not waited for. Never reads the status itself. Runs on the API server's event
+loop.
 """
 
 from __future__ import annotations

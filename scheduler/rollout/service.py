@@ -50,6 +50,7 @@ class RunningRouter:
             self._service.build_app(),
             handler_cancellation=True,
             access_log=None,
+            read_bufsize=_READ_BYTES,  # a long prompt comes in one go, the connection isn't stopped for it
             shutdown_timeout=1.0,
             # From its opening or last answer on, so that a head that trickles in doesn't hold it for ever.
             keepalive_timeout=self._config.idle_s,
