@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 _INTERVALS_PER_STALL = 4
 """A worker's chunk has to come well within the stall time even when the gate slows its steps."""
-_GRACE_FOR_OWN_REPORT = 1.25
-"""An engine reports its stalls after 2 s; half a second more, and a turn on one that is stopped still goes on
-elsewhere within 3 s."""
+_OWN_REPORT_S = 0.5
+"""An engine's report of a stall, after as long as ours, takes time to arrive, however long a stall is. With 2 s a
+turn on a worker that was stopped still goes on elsewhere within 3 s."""
 _UNSEEN = frozenset(("_view", "last_seen", "num_tokens", "num_turns", "seconds_per_token", "problem"))
 """What a policy doesn't see."""
 _SHARE_MEMORY_S = 15.0
@@ -137,7 +137,7 @@ class Worker:
 
     def stall_allowance_s(self, config: RouterConfig) -> float:
         """The time without a token that is a stall. An engine with ROSE may report its own first."""
-        return config.stall_s * (_GRACE_FOR_OWN_REPORT if self.has_rose_routes else 1.0)
+        return config.stall_s + (_OWN_REPORT_S if self.has_rose_routes else 0.0)
 
     def made_tokens(self, num_tokens: int, now: float, took_s: float | None) -> None:
         """Progress is the proof of life that counts: it ends a probation.
