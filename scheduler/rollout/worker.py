@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 _INTERVALS_PER_STALL = 4
 """A worker's chunk has to come well within the stall time even when the gate slows its steps."""
 _OWN_REPORT_S = 0.5
-"""An engine that reports its stalls needs time for it, however long a stall is. With 2 s a turn on a worker that
-was stopped still goes on elsewhere within 3 s."""
+"""An engine that reports its stalls needs time for it, however long a stall is. With 2 s a turn on a stopped
+worker still goes on elsewhere within 3 s."""
 _UNSEEN = frozenset(("_view", "last_seen", "num_tokens", "num_turns", "seconds_per_token", "problem"))
 """What a policy doesn't see."""
 _SHARE_MEMORY_S = 15.0
