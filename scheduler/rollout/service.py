@@ -6,6 +6,7 @@ Never does: handle requests (api.py).
 """
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -29,6 +30,11 @@ from rose.scheduler.rollout.dataplane import POLICIES, DataPlane
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 2**20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""From glibc's malloc.h."""
+_MAPPED_BYTES = 2**25
+"""The largest that glibc takes."""
+_KEPT_BYTES = 2**28
 
 
 class RunningRouter:
@@ -108,11 +114,24 @@ def main(argv: Sequence[str]) -> int:
     """Serves until a stop signal. Raises: ConfigError for bad input."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config = _parse_arguments(argv)
+    _keep_freed_memory()
     gc.collect()
     gc.freeze()  # what is there now stays: looking through it again and again shows in the slowest turns
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run_router(config, ready=lambda url: print(f"rose router ready {url}", flush=True)))
     return 0
+
+
+def _keep_freed_memory() -> None:
+    """Let the memory of a long body serve the next one.
+
+    glibc gives it back to the system with each request: about 50 page faults for 190 KB, a fifth of the
+    request's CPU. Without glibc nothing is changed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
