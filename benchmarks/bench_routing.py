@@ -11,6 +11,9 @@ trajectories): the same load per engine.
   cost_over_paper[sweep]    the smallest such median over MODEL and serving's mean share of its GPUs
   cost_over_paper[MODEL,busy=B]   the sweep itself
   cost_with_wrong_share[8B] the same where workers claim a whole GPU whatever serving takes
+  prefix_hit_gap[POLICY,MODEL]   percentage points of prompt tokens that were computed before in the same
+                            trajectory and prefilled again: evicted, out of lease, or on another worker
+  prefix_hit_gap[POLICY,MODEL,no key]   the same where clients send no session key
 
     python benchmarks/bench_routing.py --json routing.json
 """
@@ -57,6 +60,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     figures += sweep
     worst = min(figure.value for figure in sweep if figure.value is not None)
     figures.append(_figure("cost_over_paper[sweep]", [worst], ">= 0.98"))
+    for scenario in SCENARIOS:
+        figures += _hit_gaps(scenario, seeds)
     return [*figures, _wrong_share(QWEN3_8B, seeds)]
 
 
@@ -107,6 +112,34 @@ def _wrong_share(scenario: Scenario, seeds: Sequence[int]) -> Figure:
     paper = _times(scenario, "paper", seeds)
     ratios = _ratios(paper, _times(scenario, "cost", seeds, claims_whole_gpus=True))
     return _figure(f"cost_with_wrong_share[{scenario.name}]", ratios, None)
+
+
+def _hit_gaps(scenario: Scenario, seeds: Sequence[int]) -> list[Figure]:
+    figures = []
+    for policy in ("paper", "cost"):
+        for suffix, has_keys in (("", True), (",no key", False)):
+            runs = [(scenario, policy, seed, has_keys) for seed in seeds]
+            with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                shares = list(pool.map(_hit_shares, *zip(*runs, strict=True)))
+            gaps = [100.0 * (ideal - hit) for hit, ideal in shares]
+            figures.append(
+                Figure(
+                    name=f"prefix_hit_gap[{policy},{scenario.name}{suffix}]",
+                    value=statistics.median(gaps),
+                    unit="points",
+                    target="<= 2",
+                    kind="simulated",
+                    peers={"ideal, %": 100.0 * statistics.median(ideal for _, ideal in shares)},
+                    spread=(min(gaps), max(gaps)),
+                )
+            )
+    return figures
+
+
+def _hit_shares(scenario: Scenario, policy: str, seed: int, has_keys: bool) -> tuple[float, float]:
+    """Of all prompt tokens: those found cached, those that could have been."""
+    outcome = Simulation(scenario, POLICIES[policy](), seed, has_keys=has_keys).run()
+    return outcome.hit_share, outcome.ideal_hit_share
 
 
 def _ratios(slower: Sequence[float], faster: Sequence[float]) -> list[float]:

@@ -109,6 +109,10 @@ class Rig:
         self._controls.append(control)
         return control
 
+    def pid(self, name: str) -> int:
+        """Of an engine's API server, which is also its process group."""
+        return self._starting[name][0].pid
+
     def start_stock_engine(self, name: str, role: Role, *vllm_args: str) -> ServerProcess:
         """vLLM without ROSE, as it comes, with a KV cache of its own. Wait for it with ``wait_stock``."""
         argv = [

@@ -53,6 +53,8 @@ class WorkerStatus(BaseModel):
     """Serving's part of the pool's slabs, 0 to 1."""
     is_active: bool
     """Whether the weights are on the device; an inactive engine refuses turns with 503."""
+    is_updating: bool = False
+    """Between two versions of the weights: no step runs, which is no stall."""
     activated_at_s: float
     """Unix time of the last activation, or of the start."""
     device_weights_bytes: int
@@ -109,3 +111,27 @@ class Profile(BaseModel):
     model: dict[str, float]
     observations: list[tuple[int, int, int, float]]
     """Of each step: prefill tokens, decodes, their context tokens, seconds."""
+
+
+class ConcurrencyPoint(BaseModel):
+    """Rollout throughput at one number of concurrent turns."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    concurrency: int = Field(ge=1)
+    tokens_per_s: float = Field(ge=0)
+
+
+class ConcurrencyProfile(BaseModel):
+    """What ``rose profile --concurrency`` stores, and a router's cap is read from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    model: str
+    context_tokens: int
+    """Of each turn's prompt."""
+    new_tokens: int
+    gpus: int = Field(ge=1)
+    """Of the engine that was measured."""
+    points: tuple[ConcurrencyPoint, ...]
+    cap: int = Field(ge=1)
+    """Concurrent turns on the whole engine."""
+    turns_per_gpu: int = Field(ge=1)

@@ -18,11 +18,13 @@ from rose.admission.board import announce_arrival, snapshot
 from rose.admission.profile import load_measured_profile
 from rose.config import Settings
 from rose.engine.activation import INACTIVE, Activation
+from rose.engine.followers import Followers
 from rose.engine.metrics import RoseCollector
 from rose.engine.profiling import run_shapes, shapes_for, warm_up
 from rose.engine.recorder import profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
+from rose.engine.streams import check_output_processor, send_held_back
 from rose.errors import ConfigError, WorkerError
 from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient, describe_pool
@@ -36,10 +38,13 @@ class EngineControl:
     """What the routes share for one engine: its client, its settings, its status page."""
 
     def __init__(self, client: EngineClient, settings: EngineSettings, model: str) -> None:
+        check_output_processor()
         self._client = client
         self._settings = settings
         self._model = model
         self._weight_version: str | None = None
+        self._is_updating = False
+        self.followers = Followers()
         self._exclusive = asyncio.Lock()
         """Held while weights change, leave or return, and while the engine is profiled."""
         size = describe_pool(settings.pool) if settings.pool is not None else None
@@ -102,6 +107,7 @@ class EngineControl:
             serving_busy_s=snapshot(pool.board_words).serving.busy_s if pool is not None else None,
             serving_kv_usage=pool.ledger.serving_used_slabs / pool.num_slabs if pool is not None else None,
             is_active=self._activation.is_active,
+            is_updating=self._is_updating,
             activated_at_s=self._activation.activated_at_s,
             device_weights_bytes=self._activation.weights_bytes,
             device_kv_bytes=get(Field.KV_SLABS_OWNED) * self._slab_bytes,
@@ -129,15 +135,26 @@ class EngineControl:
         async with self._exclusive:
             if not self._activation.is_active:
                 await self._update_weights(update)
+                self._weight_version = update.version
             else:
-                await self._client.pause_generation(mode="keep", clear_cache=False)
-                try:
-                    await self._update_weights(update)
-                    await self._client.reset_prefix_cache(reset_running_requests=True)
-                finally:
-                    await self._client.resume_generation()
-            self._weight_version = update.version
+                await self._update_between_steps(update)
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
+
+    async def _update_between_steps(self, update: WeightUpdate) -> None:
+        # Told before the first step is held back, so that nobody takes the pause for a stall.
+        self._is_updating = True
+        try:
+            await self._client.pause_generation(mode="keep", clear_cache=False)
+            try:
+                send_held_back(self._client.output_processor)
+                await self._update_weights(update)
+                await self._client.reset_prefix_cache(reset_running_requests=True)
+                self._weight_version = update.version
+                await self.followers.until_told(update.version)
+            finally:
+                await self._client.resume_generation()
+        finally:
+            self._is_updating = False
 
     async def _update_weights(self, update: WeightUpdate) -> None:
         # Where update_weights fails, vLLM closes the session itself.

@@ -10,9 +10,9 @@ import hmac
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from starlette.datastructures import State
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -57,8 +57,17 @@ router = APIRouter(prefix="/rose/v1")
 
 
 @router.get("/status")
-async def get_status(request: Request) -> WorkerStatus:
-    return _control(request).status()
+async def get_status(
+    request: Request,
+    follower: str | None = None,
+    knows: str | None = None,
+    every_s: Annotated[float, Query(gt=0)] = 0.5,
+) -> WorkerStatus:
+    """Who names itself is a router that asks again every so often, and has to know the version in time."""
+    control = _control(request)
+    if follower is not None:
+        control.followers.asked(follower, knows, every_s)
+    return control.status()
 
 
 @router.post("/rl_step")

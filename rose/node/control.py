@@ -74,6 +74,10 @@ class EngineControl:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         return [(choice["token_ids"], choice["finish_reason"]) for choice in choices]
 
+    def max_model_len(self) -> int:
+        """The context of the model that it serves, in tokens."""
+        return int(self._call("GET", "/v1/models")["data"][0]["max_model_len"])
+
     def close(self) -> None:
         self._client.close()
 

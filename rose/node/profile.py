@@ -1,4 +1,5 @@
-"""`rose profile`: measures a model's step times on this machine, for the gate to start from.
+"""`rose profile`: measures a model's step times on this machine, for the gate to start from; or how many
+rollouts it should run at once, for the router.
 
 Owns: the flags and the life of the engine that is measured. Promises: the engine has no pool and no
 co-runner, and is stopped also on an error; the profile is stored where `rose serve` looks for it.
@@ -6,11 +7,14 @@ Never: fits anything itself: the engine measures its own steps (rose/engine/prof
 """
 
 import logging
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -20,8 +24,8 @@ from rose.admission.step_time import StepTimeModel
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings, parse_config
 from rose.errors import ConfigError
-from rose.messages import Profile
-from rose.node import checks, launch
+from rose.messages import ConcurrencyProfile
+from rose.node import checks, concurrency, launch
 from rose.node.config import EngineConfig
 from rose.node.control import EngineControl
 from rose.node.processes import ProcessGroup
@@ -31,36 +35,73 @@ from rose.types import Role
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 PROFILE_TIMEOUT_S = 1800.0
 """A large model on a CPU takes seconds for each of its longest steps."""
+_TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "-tp")
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flags:
+    engine: EngineConfig
+    plot: Path | None
+    max_concurrency: int | None
+    """None: step times are measured, not concurrency."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the fitted model and its file; 130 when a signal came first. Raises: RoseError."""
+    """Prints what was measured and its file; 130 when a signal came first. Raises: RoseError."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
-    engine, plot_path = _read_flags(argv)
+    flags = _read_flags(argv)
     settings = Settings.from_environment()
-    if plot_path is not None:
-        _check_plot(plot_path)
+    if flags.plot is not None:
+        _check_plot(flags.plot)
     checks.check_vllm()
-    checks.check_model(engine.model)
+    checks.check_model(flags.engine.model)
     console = Console()
     with StopOnSignals():
-        profile = measure(engine, settings, console)
-        console.print(profile_page(profile.model))
-        console.print(f"stored: {settings.profile_dir / profile.file}", soft_wrap=True)
-        if plot_path is not None:
-            observations = [observation_of(one) for one in profile.observations]
-            plot_profile(StepTimeModel.from_json(profile.model), observations, plot_path)
-            console.print(f"plotted: {plot_path}", soft_wrap=True)
+        if flags.max_concurrency is not None:
+            _profile_concurrency(flags.engine, flags.max_concurrency, settings, console)
+        else:
+            _profile_steps(flags.engine, flags.plot, settings, console)
         return 0
     return 130  # a signal
 
 
-def measure(engine: EngineConfig, settings: Settings, console: Console) -> Profile:
-    """Starts the engine, has it profile itself, stops it. Raises: WorkerError with the end of its log."""
+def _profile_steps(engine: EngineConfig, plot: Path | None, settings: Settings, console: Console) -> None:
+    profile = measure(engine, settings, console, lambda control: control.profile(PROFILE_TIMEOUT_S))
+    console.print(profile_page(profile.model))
+    console.print(f"stored: {settings.profile_dir / profile.file}", soft_wrap=True)
+    if plot is not None:
+        observations = [observation_of(one) for one in profile.observations]
+        plot_profile(StepTimeModel.from_json(profile.model), observations, plot)
+        console.print(f"plotted: {plot}", soft_wrap=True)
+
+
+def _profile_concurrency(
+    engine: EngineConfig, max_concurrency: int, settings: Settings, console: Console
+) -> None:
+    gpus = _num_gpus(engine.vllm_args)
+    profile = measure(
+        engine,
+        settings,
+        console,
+        lambda control: concurrency.measure_concurrency(control, max_concurrency=max_concurrency, gpus=gpus),
+    )
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", str(Path(engine.model).name)).strip("-")
+    path = settings.profile_dir / f"concurrency-{name}.json"
+    concurrency.store(profile, path)
+    console.print(concurrency_page(profile))
+    console.print(f"stored: {path}  (rose router --concurrency-profile {path})", soft_wrap=True)
+
+
+def measure(
+    engine: EngineConfig, settings: Settings, console: Console, ask: Callable[[EngineControl], Found]
+) -> Found:
+    """Starts the engine, asks it, stops it. Raises: WorkerError with the end of its log."""
     log_path = settings.make_runtime_dir() / "logs" / f"profile-{engine.port}.log"
     server = launch.engine_process(engine, log_path)
     with (
-        closing(EngineControl(engine.url, engine.model)) as control,
+        closing(EngineControl(engine.url, _served_name(engine))) as control,
         ExitStack() as stack,
         ProcessGroup() as group,
     ):
@@ -68,8 +109,8 @@ def measure(engine: EngineConfig, settings: Settings, console: Console) -> Profi
             group.start(server)
             stack.callback(launch.remove_status_page, engine, server, settings)
             launch.wait_engine_ready(server, engine, settings)
-        with console.status("measuring steps of many shapes; keep the machine quiet"):
-            return control.profile(PROFILE_TIMEOUT_S)
+        with console.status("measuring; keep the machine quiet"):
+            return ask(control)
 
 
 def profile_page(model: Mapping[str, float]) -> Table:
@@ -89,6 +130,18 @@ def profile_page(model: Mapping[str, float]) -> Table:
     return table
 
 
+def concurrency_page(profile: ConcurrencyProfile) -> Table:
+    """Throughput by concurrent turns, and the cap."""
+    title = f"rollout throughput, {profile.context_tokens} tokens of context each"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("concurrent turns", "tokens/s", ""):
+        table.add_column(column, justify="right" if column else "left")
+    for point in profile.points:
+        note = f"cap: {profile.turns_per_gpu} per GPU" if point.concurrency == profile.cap else ""
+        table.add_row(str(point.concurrency), f"{point.tokens_per_s:.1f}", note)
+    return table
+
+
 def _check_plot(path: Path) -> None:
     """Raises: ConfigError before minutes are spent on measuring."""
     if path.suffix not in PLOT_SUFFIXES:
@@ -99,13 +152,45 @@ def _check_plot(path: Path) -> None:
         raise ConfigError("--plot needs matplotlib, which is not installed; run: pip install matplotlib")
 
 
-def _read_flags(argv: Sequence[str]) -> tuple[EngineConfig, Path | None]:
+def _served_name(engine: EngineConfig) -> str:
+    """What a completion has to call the model."""
+    named = _flag_value(engine.vllm_args, ("--served-model-name",))
+    return named if named is not None else engine.model
+
+
+def _num_gpus(vllm_args: Sequence[str]) -> int:
+    """The engine's tensor-parallel ranks. vLLM refuses a value that is no number when it starts."""
+    given = _flag_value(vllm_args, _TENSOR_PARALLEL_FLAGS)
+    return int(given) if given is not None and given.isdigit() and int(given) > 0 else 1
+
+
+def _flag_value(vllm_args: Sequence[str], names: Sequence[str]) -> str | None:
+    """Of the last such flag, written with a space or with =."""
+    found = None
+    for index, argument in enumerate(vllm_args):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            found = value if equals else next(iter(vllm_args[index + 1 : index + 2]), None)
+    return found
+
+
+def _read_flags(argv: Sequence[str]) -> _Flags:
     parser = _parser()
     arguments, vllm_args = parser.parse_known_args(argv)
     if argv[0] != arguments.model:
         parser.error("MODEL comes first: rose profile MODEL ... (flags of vLLM would swallow it)")
-    given = {"model": arguments.model, "role": arguments.role, "port": checks.free_port()}
-    return parse_config({**given, "vllm_args": vllm_args}, EngineConfig, "flags"), arguments.plot
+    if arguments.concurrency is not None:
+        if arguments.concurrency < 1:
+            parser.error(f"--concurrency {arguments.concurrency}: want at least 1 turn at once")
+        if arguments.role is Role.SERVING or arguments.plot is not None:
+            parser.error(
+                "--concurrency is about rollouts and has no plot: leave out --role serving and --plot"
+            )
+    default = Role.SERVING if arguments.concurrency is None else Role.ROLLOUT
+    role = arguments.role if arguments.role is not None else default
+    given = {"model": arguments.model, "role": role, "port": checks.free_port()}
+    engine = parse_config({**given, "vllm_args": vllm_args}, EngineConfig, "flags")
+    return _Flags(engine=engine, plot=arguments.plot, max_concurrency=arguments.concurrency)
 
 
 def _parser() -> CommandParser:
@@ -116,8 +201,19 @@ def _parser() -> CommandParser:
         "rose profile ./models/chat --role serving --max-model-len 2048",
     )
     parser.add_argument("model", metavar="MODEL", help="a model directory or hub id; comes first")
-    parser.add_argument("--role", choices=list(Role), default=Role.SERVING, help="default %(default)s")
+    parser.add_argument(
+        "--role", type=Role, choices=list(Role), help="default serving; with --concurrency rollout"
+    )
     parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw observed and fitted step times")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        nargs="?",
+        const=concurrency.MAX_CONCURRENCY,
+        metavar="MAX",
+        help="measure rollout throughput at 1, 2, 4, ... MAX turns at once (default %(const)s) and pick the "
+        "router's cap, instead of step times",
+    )
     return parser
 
 

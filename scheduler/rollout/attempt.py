@@ -42,6 +42,8 @@ class EndKind(StrEnum):
     """The engine aborted it: the gate admitted no step for too long."""
     DEACTIVATED = "deactivated"
     """The engine aborted it: its weights leave the GPU until the next rollout phase."""
+    OUTDATED = "outdated"
+    """The worker got other weights than the turn's session is pinned to."""
     STALLED = "stalled"
     """No token came for too long."""
     LOST = "lost"
@@ -79,12 +81,16 @@ class _Seen:
 class Attempt:
     """Runs once. Lives on the router's event loop."""
 
-    def __init__(self, place: Place, wire: Wire, config: RouterConfig) -> None:
+    def __init__(
+        self, place: Place, wire: Wire, config: RouterConfig, version: WeightVersion | None = None
+    ) -> None:
+        """`version`: it ends when the worker gets other weights; None: any will do."""
         self._worker = place.worker
         self._wire = wire
         self._config = config
         self._seen = _Seen()
         self._place = place
+        self._version = version
 
     @property
     def cached_tokens(self) -> int | None:
@@ -102,13 +108,15 @@ class Attempt:
             DeadlineExceeded: `deadline` (monotonic time) passed first.
         """
         name = self._worker.id
-        watch = Watch(self._worker, deadline)
+        watch = Watch(self._worker, deadline, self._version)
         try:
             async with watch:
                 return await self._run(watch, self._streaming(body), take)
         except TimeoutError:
             if watch.is_lost:
                 return Ending(kind=EndKind.LOST, detail=f"{name} was lost")
+            if watch.is_outdated:
+                return Ending(kind=EndKind.OUTDATED, detail=f"{name} has other weights now")
             if watch.is_over:
                 raise DeadlineExceeded(f"the turn's time is over while {name} was generating") from None
             return Ending(kind=EndKind.STALLED, detail=f"{name} made no token in time")
@@ -152,7 +160,8 @@ class Attempt:
                 continue
             if chunk.token_ids:
                 now = time.monotonic()
-                took_s = now - before if before is not None else None
+                is_paced = before is not None and before > self._worker.updated_at
+                took_s = now - before if before is not None and is_paced else None
                 if before is None:
                     self._place.first_token(now - began)
                 self._worker.made_tokens(len(chunk.token_ids), now, took_s)

@@ -10,8 +10,9 @@ lowest recent KVC usage over a fixed window are selected, and each is assigned t
 whose bounds exceed what is there share it by weight.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from rose.scheduler.rollout.views import NOBODY
@@ -84,15 +85,54 @@ def assign(
     return owners
 
 
+def lend_idle(
+    waiting: Sequence[Borrower],
+    lendables: Sequence[Lendable],
+    entitled: Mapping[str, str],
+    owners: Mapping[str, str],
+    busy: AbstractSet[str],
+) -> dict[str, str]:
+    """Worker -> job for now. What its owner leaves idle goes to a job whose turns wait.
+
+    `waiting`: jobs with turns for which there was no place. `entitled`: what `assign` gave. `owners`: who has
+    each GPU now. `busy`: workers on which their owner has turns running.
+
+    Who is entitled to a GPU gets it back as soon as it waits; the other's turns there run to their ends.
+    """
+    lent = dict(owners)
+    held: Counter[str] = Counter()
+    for each in lendables:
+        held[owners[each.worker]] += each.gpus
+    by_job = {borrower.job: borrower for borrower in waiting}
+    by_usage = sorted(lendables, key=lambda each: (each.kv_usage, each.worker))
+
+    def hand(each: Lendable, job: str) -> None:
+        held[lent[each.worker]] -= each.gpus
+        held[job] += each.gpus
+        lent[each.worker] = job
+
+    for each in by_usage:
+        home = by_job.get(entitled[each.worker])
+        if home is not None and home.job != lent[each.worker] and _fits(home, held[home.job] + each.gpus):
+            hand(each, home.job)
+    for each in by_usage:
+        if each.worker in busy or lent[each.worker] in by_job:
+            continue
+        fitting = [b for b in waiting if _fits(b, held[b.job] + each.gpus)]
+        if fitting:
+            hand(each, min(fitting, key=lambda b: ((held[b.job] + each.gpus) / b.weight, b.job)).job)
+    return lent
+
+
+def _fits(borrower: Borrower, gpus: int) -> bool:
+    return borrower.max_serving_gpus is None or gpus <= borrower.max_serving_gpus
+
+
 def _entitlements(borrowers: Sequence[Borrower], lendables: Sequence[Lendable]) -> dict[str, int]:
     """GPUs per job: shared by weight, none above its bound, what one can't use goes to the others."""
     given = {each.job: 0 for each in borrowers}
     for each in lendables:
-        open_ = [
-            b
-            for b in borrowers
-            if b.max_serving_gpus is None or given[b.job] + each.gpus <= b.max_serving_gpus
-        ]
+        open_ = [b for b in borrowers if _fits(b, given[b.job] + each.gpus)]
         if open_:
             poorest = min(open_, key=lambda b: ((given[b.job] + each.gpus) / b.weight, b.job))
             given[poorest.job] += each.gpus

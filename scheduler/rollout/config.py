@@ -6,6 +6,7 @@ Never does: start anything.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rose.config import Settings
 from rose.errors import ConfigError
+from rose.messages import ConcurrencyProfile
 from rose.scheduler.rollout.versions import VersionMode
 from rose.scheduler.rollout.views import WorkerKind
 
@@ -63,13 +65,19 @@ class RouterConfig(_Settings):
     version_mode: VersionMode = VersionMode.LATEST
     max_lag: int = Field(default=1, ge=0, description="for version_mode max-lag")
     turns_per_gpu: int = Field(default=16, ge=1, description="concurrent turns on one GPU (ROSE §4.3)")
+    concurrency_profile: Path | None = Field(
+        default=None, description="turns_per_gpu from a file of rose profile --concurrency (ROSE Appendix A)"
+    )
     max_sessions: int = Field(default=65536, ge=1)
     max_fingerprints: int = Field(default=8192, ge=1)
 
     jobs: dict[str, JobSpec] = Field(default_factory=dict, description="limits by X-Rose-Job")
-    job_idle_s: float = Field(default=60.0, gt=0, description="a job without work gives its GPUs back then")
+    job_idle_s: float = Field(default=60.0, gt=0, description="a job without work is forgotten then")
     max_body_bytes: int = Field(default=256 * 2**20, ge=1024, description="larger bodies are answered 413")
     body_s: float = Field(default=60.0, gt=0, description="time for a client's body to arrive; then 408")
+    idle_s: float = Field(
+        default=75.0, gt=0, description="a connection without a whole request head is closed"
+    )
     max_queued_per_job: int = Field(default=4096, ge=1, description="more are answered 429")
     deadline_s: float = Field(default=3600.0, gt=0, description="a turn's time, queueing included; then 504")
     stall_s: float = Field(default=2.0, gt=0, description="no token for so long: reroute (ROSE §4.3)")
@@ -79,7 +87,7 @@ class RouterConfig(_Settings):
     avoid_s: float = Field(default=1.0, ge=0, description="a worker that failed gets no new turn for so long")
 
     heartbeat_s: float = Field(default=0.5, gt=0)
-    lost_after_s: float = Field(default=3.0, gt=0, description="no sign of life for so long: dead")
+    lost_after_s: float = Field(default=2.5, gt=0, description="no sign of life for so long: dead")
     telemetry_max_age_s: float = Field(default=2.0, gt=0, description="older shares: paper instead of cost")
     kv_window_s: float = Field(default=3600.0, gt=0, description="window of serving's KV usage (ROSE §4)")
     lease_s: float = Field(default=10.0, ge=0, description="serving GPUs keep prefix KV so long (ROSE §4.1)")
@@ -123,12 +131,28 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
     try:
         keys = {name: key for name, key in found.items() if key is not None}
         config = RouterConfig.model_validate({**keys, **fields})
+        if config.concurrency_profile is not None:
+            if "turns_per_gpu" in fields:
+                raise ConfigError(f"{source}: give turns_per_gpu or concurrency_profile, not both")
+            turns_per_gpu = _profiled_cap(config.concurrency_profile, source)
+            config = config.model_copy(update={"turns_per_gpu": turns_per_gpu})
     except ValidationError as error:
         raise ConfigError(f"{source}: {_first_problem(error)}") from error
     ids = [worker.id for worker in config.workers]
     if twice := sorted({i for i in ids if ids.count(i) > 1}):
         raise ConfigError(f"{source}: workers: {twice[0]} is given twice")
     return config
+
+
+def _profiled_cap(path: Path, source: str) -> int:
+    where = f"{source}: concurrency_profile {path}"
+    try:
+        return ConcurrencyProfile.model_validate_json(path.read_bytes()).turns_per_gpu
+    except OSError as error:
+        raise ConfigError(f"{where}: can't be read ({error.strerror}); check the path") from error
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise ConfigError(f"{where}: not made by rose profile --concurrency ({problem})") from error
 
 
 def _first_problem(error: ValidationError) -> str:

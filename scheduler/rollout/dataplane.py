@@ -30,7 +30,7 @@ from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePol
 from rose.scheduler.rollout.registry import Registry
 from rose.scheduler.rollout.resume import Chunk, must_restart
 from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
-from rose.scheduler.rollout.versions import VersionRule
+from rose.scheduler.rollout.versions import VersionMode, VersionRule
 from rose.scheduler.rollout.views import Policy, Turn, WorkerKind
 from rose.scheduler.rollout.wire import Wire
 from rose.scheduler.rollout.worker import Worker
@@ -208,7 +208,9 @@ class DataPlane:
             elif sink is not None and (chunk.token_ids or chunk.text):
                 await sink.chunk(single, chunk, model)
 
-        attempt, before = Attempt(place, self.wire, self.config), generation.num_tokens
+        is_pinned = self.versions.mode is VersionMode.PINNED
+        attempt = Attempt(place, self.wire, self.config, worker.weight_version if is_pinned else None)
+        before = generation.num_tokens
         body = {**generation.next_body(), "request_id": f"{generation.request['request_id']}-{epoch}"}
         ending = await attempt.run(body, take, journey.route.deadline)
         if ending.kind is EndKind.FINISHED and attempt.prompt_tokens is not None:

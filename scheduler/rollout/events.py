@@ -59,9 +59,10 @@ async def read_events(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[Event
         pieces.append(data)
         if b"\n" not in data:
             continue
-        *complete, rest = b"".join(pieces).split(b"\n")  # one event a line; JSON holds no bare line feed
-        pieces = [rest] if rest else []
-        for line in complete:
+        text, start = b"".join(pieces), 0
+        # One event a line: JSON holds no bare line feed. Not split(), which looks at each byte by itself.
+        while (end := text.find(b"\n", start)) >= 0:
+            line, start = text[start:end], end + 1
             if not line.startswith(_DATA):
                 continue
             if line.endswith(_DONE) and line[len(_DATA) :].strip() == _DONE:
@@ -71,4 +72,5 @@ async def read_events(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[Event
                 line, prompt_token_ids = cut
                 has_prompt = True
             yield _decode(memoryview(line)[len(_DATA) :]), prompt_token_ids
+        pieces = [text[start:]] if start < len(text) else []
     raise ConnectionError("the stream broke off")

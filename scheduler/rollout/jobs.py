@@ -70,6 +70,9 @@ class JobTable:
         self.revision = 0
         """Grows when a job comes, goes or gets other limits."""
 
+    def __len__(self) -> int:
+        return len(self._jobs)
+
     def __iter__(self) -> Iterator[Job]:
         return iter(list(self._jobs.values()))
 

@@ -7,15 +7,15 @@ simulator drive the same object.
 Never does: I/O, wait, choose a worker (policy.py, cost.py).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rose.errors import NoWorkerError
-from rose.scheduler.rollout.borrowing import Lendable, assign
+from rose.scheduler.rollout.borrowing import Lendable, assign, lend_idle
 from rose.scheduler.rollout.fairness import FairQueue
 from rose.scheduler.rollout.jobs import Job, JobTable
 from rose.scheduler.rollout.sessions import Session
-from rose.scheduler.rollout.views import Policy, Turn, WorkerKind, WorkerView
+from rose.scheduler.rollout.views import NOBODY, Policy, Turn, WorkerKind, WorkerView
 from rose.scheduler.rollout.worker import Worker
 
 _EXPIRE_EVERY_S = 1.0
@@ -83,6 +83,7 @@ class Placement:
         self._jobs = jobs
         self._queue: FairQueue[Waiter] = FairQueue()
         self._lent_to: tuple[object, ...] = ()
+        self._entitled: dict[str, str] = {}
         self._expire_at = 0.0
         self.is_paused = False
         """Nothing is placed; what runs, runs on."""
@@ -127,6 +128,11 @@ class Placement:
             return
         members = self._members()
         self._lend(members, now)
+        self._place(members, now)
+        if len(self._queue) and self._lend_idle(members):
+            self._place(members, now)
+
+    def _place(self, members: Mapping[str, Worker], now: float) -> None:
         views = {worker_id: worker.view() for worker_id, worker in members.items()}
         while any(view.has_room for view in views.values()):
             taken = self._queue.take(_Asking(self._policy, list(views.values()), now))
@@ -154,12 +160,26 @@ class Placement:
         if key == self._lent_to:
             return
         self._lent_to = key
-        serving = [worker for worker in members.values() if worker.spec.kind is WorkerKind.SERVING]
-        lendables = [Lendable(worker=w.id, gpus=w.spec.gpus, kv_usage=w.kv_usage.mean()) for w in serving]
+        serving = _serving(members)
         held = {worker.id: worker.owner for worker in serving if worker.owner is not None}
-        owners = assign([job.borrower() for job in self._jobs], lendables, held)
+        self._entitled = assign([job.borrower() for job in self._jobs], _lendables(serving), held)
         for worker in serving:
-            worker.owner = owners[worker.id]
+            worker.owner = self._entitled[worker.id]
+
+    def _lend_idle(self, members: Mapping[str, Worker]) -> bool:
+        """Lend what jobs leave idle to those whose turns still wait; whether any GPU changed hands."""
+        if len(self._jobs) < 2:
+            return False
+        found = [self._jobs.find(name) for name in self._queue.lengths()]
+        waiting = [job.borrower() for job in found if job is not None and job.may_start]
+        serving = _serving(members)
+        owners = {worker.id: worker.owner or NOBODY for worker in serving}
+        busy = {worker.id for worker in serving if worker.tenants[worker.owner or NOBODY]}
+        lent = lend_idle(waiting, _lendables(serving), self._entitled, owners, busy)
+        for worker in serving:
+            if worker.owner != lent[worker.id]:  # an assignment makes its view anew
+                worker.owner = lent[worker.id]
+        return lent != owners
 
     def lend_anew(self, now: float) -> None:
         """Select the serving GPUs by their usage of late; for the begin of an RL step."""
@@ -168,6 +188,14 @@ class Placement:
         for worker in members.values():
             worker.owner = None
         self._lend(members, now)
+
+
+def _serving(members: Mapping[str, Worker]) -> list[Worker]:
+    return [worker for worker in members.values() if worker.spec.kind is WorkerKind.SERVING]
+
+
+def _lendables(serving: Iterable[Worker]) -> list[Lendable]:
+    return [Lendable(worker=w.id, gpus=w.spec.gpus, kv_usage=w.kv_usage.mean()) for w in serving]
 
 
 class _Asking:

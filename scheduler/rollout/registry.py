@@ -7,7 +7,9 @@ Never does: place turns (policy.py), keep a worker's state (worker.py).
 
 import asyncio
 import logging
+import math
 import time
+import uuid
 from collections.abc import Callable, Mapping
 
 import aiohttp
@@ -21,6 +23,10 @@ from rose.scheduler.rollout.worker import Worker
 logger = logging.getLogger(__name__)
 
 _NO_ROSE_ROUTES = (404, 405, 501)
+_CLOCK_S = 0.01
+"""The event loop's timers may be early by so much."""
+_UPDATING_S = 0.05
+"""Between heartbeats of a worker that changes its weights: turns wait for its new version."""
 
 
 class _Model(BaseModel):
@@ -43,6 +49,8 @@ class Registry:
         self._changed = changed
         self._workers: dict[str, Worker] = {}
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
+        self._name = f"router-{uuid.uuid4().hex}"
+        """Engines wait until those who ask by name know of new weights: tokens are tagged by what we know."""
 
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
@@ -89,7 +97,8 @@ class Registry:
             started = time.monotonic()
             await self.beat(worker)
             self._changed()
-            await asyncio.sleep(max(0.0, self._config.heartbeat_s - (time.monotonic() - started)))
+            every_s = min(self._config.heartbeat_s, _UPDATING_S if worker.is_updating else math.inf)
+            await asyncio.sleep(max(0.0, every_s - (time.monotonic() - started)))
 
     async def beat(self, worker: Worker) -> None:
         """Ask one worker how it is, and take down the answer or its absence."""
@@ -126,12 +135,23 @@ class Registry:
                 card.id: card.max_model_len for card in _Models.model_validate(await response.json()).data
             }
 
+    def _patience_s(self, worker: Worker) -> float:
+        """The time to wait for an answer: until the worker counts as lost, and not for a second such time."""
+        if worker.last_seen is None:
+            return self._config.lost_after_s
+        left_s = worker.last_seen + self._config.lost_after_s - time.monotonic()
+        return max(self._config.heartbeat_s, left_s + _CLOCK_S)
+
     async def _ask_status(self, worker: Worker) -> WorkerStatus | None:
         """The worker's status; None from a stock vLLM, which only has /health."""
-        timeout = aiohttp.ClientTimeout(total=self._config.lost_after_s)
+        timeout = aiohttp.ClientTimeout(total=self._patience_s(worker))
         if worker.has_rose_routes:
             url = f"{worker.spec.url}/rose/v1/status"
-            async with self._http.get(url, headers=rose_headers(self._config), timeout=timeout) as response:
+            follows = {"follower": self._name, "every_s": str(self._config.heartbeat_s)}
+            if worker.weight_version is not None:
+                follows["knows"] = str(worker.weight_version)
+            headers = rose_headers(self._config)
+            async with self._http.get(url, params=follows, headers=headers, timeout=timeout) as response:
                 if response.status == 200:
                     return WorkerStatus.model_validate(await response.json())
                 if response.status not in _NO_ROSE_ROUTES:

@@ -30,6 +30,8 @@ class WorkerStatus(BaseModel):
     gate: GateStatus | None = None
     is_active: bool = True
     """False: its weights are off the GPU until the next rollout phase, and it refuses turns."""
+    is_updating: bool = False
+    """Its weights are being changed: it makes no token meanwhile, and takes no new turn."""
     serving_busy_s: float | None = None
     """Seconds that serving's steps have taken on this GPU so far; None where no serving engine shares it."""
     serving_kv_usage: float | None = None

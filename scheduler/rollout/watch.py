@@ -1,7 +1,8 @@
 """The stall clock of what runs on a worker.
 
 Owns: Watch.
-Promises: running out is a TimeoutError, at once when the worker is lost.
+Promises: running out is a TimeoutError, at once when the worker is lost or gets weights that won't do; while
+the worker's weights are being changed, only the deadline counts.
 Never does: know what a stall means for the worker (attempt.py, dataplane.py).
 """
 
@@ -9,11 +10,19 @@ import asyncio
 import math
 from typing import Any, Protocol, Self
 
+from rose.types import WeightVersion
+
 
 class Watched(Protocol):
-    """Has the clocks that are to be told when it is lost."""
+    """Has the clocks that are to be told when it is lost, or its weights change."""
 
     watches: "set[Watch]"
+
+    @property
+    def is_updating(self) -> bool: ...
+
+    @property
+    def weight_version(self) -> WeightVersion | None: ...
 
 
 class Watch:
@@ -23,14 +32,22 @@ class Watch:
     there was progress: cheap, as the timer is not set anew each time.
     """
 
-    def __init__(self, worker: Watched, deadline: float = math.inf) -> None:
-        """`deadline`: monotonic time at which it runs out whatever is allowed."""
+    def __init__(
+        self, worker: Watched, deadline: float = math.inf, version: WeightVersion | None = None
+    ) -> None:
+        """`deadline`: monotonic time at which it runs out whatever is allowed.
+
+        `version`: it also runs out when the worker gets other weights than these; None: any will do.
+        """
         self.worker = worker
         self.deadline = deadline
         self.is_lost = False
+        self.is_outdated = False
+        self._version = version
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
         self._until = math.inf
+        self._is_paused = False
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
@@ -46,16 +63,23 @@ class Watch:
 
     def allow(self, seconds: float) -> None:
         """So long from now until the time is out, whatever was allowed before."""
-        self._until = min(self._loop.time() + seconds, self.deadline)
-        if self._timer is not None and self._timer.when() > self._until:
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._until, self._look)
+        self._is_paused = False
+        if self.worker.is_updating:
+            seconds = math.inf
+        self._set(min(self._loop.time() + seconds, self.deadline))
 
     def pause(self) -> None:
         """No clock but the deadline until the next allow()."""
-        self._until = self.deadline
+        self._is_paused = True
+        self._set(self.deadline)
+
+    def _set(self, until: float) -> None:
+        self._until = until
+        if self._timer is not None and self._timer.when() > until:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and until < math.inf:
+            self._timer = self._loop.call_at(until, self._look)
 
     @property
     def is_over(self) -> bool:
@@ -68,6 +92,22 @@ class Watch:
             self._timeout.reschedule(self._loop.time())
         elif self._until < math.inf:
             self._timer = self._loop.call_at(self._until, self._look)
+
+    def worker_updating(self) -> None:
+        """Its steps are held back: no clock but the deadline until they go on."""
+        self._set(self.deadline)
+        self._check_version()
+
+    def worker_updated(self, seconds: float) -> None:
+        """It goes on, and has so long to make its next token."""
+        if not self._is_paused:
+            self.allow(seconds)
+        self._check_version()
+
+    def _check_version(self) -> None:
+        if self._version is not None and self.worker.weight_version != self._version:
+            self.is_outdated = True
+            self._timeout.reschedule(self._loop.time())
 
     def worker_lost(self) -> None:
         self.is_lost = True

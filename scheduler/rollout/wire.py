@@ -21,8 +21,6 @@ _HEAD = b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%bCo
 _CONNECT_S = 5.0
 _MAX_BUFFERED_BYTES = 2**20
 """More than this unread, and the worker is made to wait."""
-_JOIN_BYTES = 2**14
-"""A body up to this goes out with its head in one write."""
 
 
 class Answer(asyncio.Protocol):
@@ -55,11 +53,7 @@ class Answer(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self.is_complete = self._has_head = False
         self._pieces, self._num_bytes = [], 0
-        if len(body) <= _JOIN_BYTES:
-            self._transport.write(head + body)
-        else:
-            self._transport.write(head)
-            self._transport.write(body)
+        self._transport.writelines((head, body))
         while not self._has_head:
             await self._wait()
 

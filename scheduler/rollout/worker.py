@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 _INTERVALS_PER_STALL = 4
 """A worker's chunk has to come well within the stall time even when the gate slows its steps."""
-_GRACE_FOR_OWN_REPORT = 1.5
+_OWN_REPORT_S = 0.5
+"""An engine that reports its stalls needs time for it, however long a stall is. With 2 s a turn on a stopped
+worker still goes on elsewhere within 3 s."""
 _UNSEEN = frozenset(("_view", "last_seen", "num_tokens", "num_turns", "seconds_per_token", "problem"))
 """What a policy doesn't see."""
 _SHARE_MEMORY_S = 15.0
@@ -47,6 +49,9 @@ class Worker:
         self.cap = config.turns_per_gpu * spec.gpus
         self.is_alive = False
         self.is_active = True
+        self.is_updating = False
+        self.updated_at = -math.inf
+        """When its weights last changed, as its status tells; tokens before and after tell no speed."""
         self.is_on_probation = False
         self.is_draining = False
         self.has_rose_routes = True
@@ -74,6 +79,7 @@ class Worker:
         self.kv_usage = UsageWindow(config.kv_window_s)
         self._is_dedicated = spec.kind is WorkerKind.DEDICATED
         self._telemetry_max_age_s = config.telemetry_max_age_s
+        self._first_token_s = config.first_token_s
         self._share: float | None = 1.0 if self._is_dedicated else None
         self._status_at = 0.0
 
@@ -102,7 +108,7 @@ class Worker:
         return WorkerView(
             id=self.id,
             kind=self.spec.kind,
-            alive=self.is_alive and self.is_active and not self.is_draining,
+            alive=self.is_alive and self.is_active and not (self.is_draining or self.is_updating),
             in_flight=self.in_flight,
             cap=1 if self.is_on_probation else self.cap,
             eligible=self.is_eligible,
@@ -131,7 +137,7 @@ class Worker:
 
     def stall_allowance_s(self, config: RouterConfig) -> float:
         """The time without a token that is a stall. An engine with ROSE may report its own first."""
-        return config.stall_s * (_GRACE_FOR_OWN_REPORT if self.has_rose_routes else 1.0)
+        return config.stall_s + (_OWN_REPORT_S if self.has_rose_routes else 0.0)
 
     def made_tokens(self, num_tokens: int, now: float, took_s: float | None) -> None:
         """Progress is the proof of life that counts: it ends a probation.
@@ -170,7 +176,7 @@ class Worker:
 
     def take_status(self, status: WorkerStatus, now: float) -> None:
         """Take down what the worker reports at `now`."""
-        self.weight_version = parse_version(status.weight_version)
+        self._take_weights(status, now)
         before, gate = self.status.gate if self.status is not None else None, status.gate
         self.is_gate_declining = (
             before is not None
@@ -187,6 +193,24 @@ class Worker:
         if status.serving_kv_usage is not None:
             self.kv_usage.add(status.serving_kv_usage, now)
         self.status, self._status_at = status, now
+
+    def _take_weights(self, status: WorkerStatus, now: float) -> None:
+        """A change of weights is no stall. After it, what runs is computed anew, as for a first token.
+
+        A short one may show by its new version alone.
+        """
+        version = parse_version(status.weight_version)
+        was_updating, self.is_updating = self.is_updating, status.is_updating
+        has_changed = self.status is not None and version != self.weight_version
+        self.weight_version = version
+        if not (was_updating or has_changed or self.is_updating):
+            return
+        self.updated_at = now
+        for watch in self.watches:
+            if self.is_updating:
+                watch.worker_updating()
+            else:
+                watch.worker_updated(self._first_token_s)
 
     def _take_share(self, status: WorkerStatus, now: float) -> None:
         """What serving's steps left of the GPU's time since the status before."""
@@ -216,6 +240,7 @@ class Worker:
         if self.is_alive:
             logger.warning("worker lost worker=%s in_flight=%d reason=%s", self.id, self.in_flight, reason)
             self.is_on_probation = True
+            self.is_updating = False  # whatever it was doing, it no longer says so
         elif self.problem is None:
             logger.warning("worker not reachable worker=%s reason=%s", self.id, reason)
         self.problem = reason
@@ -231,6 +256,7 @@ class Worker:
             "kind": self.spec.kind.value,
             "alive": self.is_alive,
             "active": self.is_active,
+            "updating": self.is_updating,
             "draining": self.is_draining,
             "problem": self.problem,
             "on_probation": self.is_on_probation,

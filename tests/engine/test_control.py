@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from rose.engine.serving_scheduler import ServingScheduler
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.errors import ConfigError, WorkerError
+from rose.messages import WeightUpdate, WorkerStatus
 from rose.types import Deployment, GateMode, Role
 
 KEY = ProfileKey(model="m", hardware="h", vllm_version="0", parallelism="tp1pp1")
@@ -106,6 +107,65 @@ async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_i
     obeying.cancel()
     scheduler._obey_commands()
     assert page.get(Field.GATE_MODE) == GATE_MODES.index(GateMode.DUAL)
+
+
+class UpdatedClient(Client):
+    """Notes at each call whether the engine's status speaks of an update, and of which weights."""
+
+    output_processor = SimpleNamespace(request_states={})
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bool, str | None]] = []
+        self.status: Callable[[], WorkerStatus]
+        self.is_broken = False
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[None]]:
+        async def call(*_: object, **__: object) -> None:
+            status = self.status()
+            self.seen.append((name, status.is_updating, status.weight_version))
+            if self.is_broken and name == "update_weights":
+                raise WorkerError("no such weights")
+
+        return call
+
+
+@pytest.mark.asyncio
+async def test_an_update_is_told_before_steps_are_held_back_and_its_version_before_they_go_on(
+    page: StatusPage,
+) -> None:
+    client = UpdatedClient()
+    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
+    client.status = control.status
+    await control.apply_weights(WeightUpdate(version="run/1", path="p", state_hash="0"))
+    assert client.seen[0] == ("pause_generation", True, None)
+    assert client.seen[-1] == ("resume_generation", True, "run/1")
+    assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
+    client.is_broken = True
+    with pytest.raises(WorkerError, match="no such weights"):
+        await control.apply_weights(WeightUpdate(version="run/2", path="p", state_hash="0"))
+    assert client.seen[-1] == ("resume_generation", True, "run/1")
+    assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
+
+
+@pytest.mark.asyncio
+async def test_steps_go_on_once_a_router_knows_of_the_new_version(page: StatusPage) -> None:
+    client = UpdatedClient()
+    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
+    client.status = control.status
+    control.followers.asked("router", None, 3600)
+    control.followers.asked("gone", None, 1e-9)
+    update = asyncio.create_task(
+        control.apply_weights(WeightUpdate(version="run/1", path="p", state_hash="0"))
+    )
+    while control.status().weight_version != "run/1":
+        await asyncio.sleep(0)
+    for _ in range(3):
+        assert control.status().is_updating and client.seen[-1][0] != "resume_generation"
+        control.followers.asked("router", "run/0", 3600)
+        await asyncio.sleep(0)
+    control.followers.asked("router", "run/1", 3600)
+    await update
+    assert client.seen[-1] == ("resume_generation", True, "run/1")
 
 
 def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_first_one_back(

@@ -16,8 +16,9 @@ from rose.errors import NoWorkerError
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.jobs import JobTable
 from rose.scheduler.rollout.placement import Place, Placement, Waiter, probably_cached
-from rose.scheduler.rollout.sessions import Held, SessionTable
+from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
 from rose.scheduler.rollout.sim.engine import Engine, Run
+from rose.scheduler.rollout.sim.prompts import Prompts
 from rose.scheduler.rollout.sim.scenario import Scenario, Step, busy_fractions, trajectories
 from rose.scheduler.rollout.status import WorkerStatus
 from rose.scheduler.rollout.views import DEFAULT_JOB, Policy, Turn, WorkerKind
@@ -36,6 +37,8 @@ class Outcome:
     generated_tokens: int
     prefilled_tokens: int
     prompt_tokens: int
+    context_tokens: int
+    """Prompt tokens that an earlier turn of the same trajectory has read or written."""
     serving_turns: int
     turns: int
 
@@ -43,6 +46,11 @@ class Outcome:
     def hit_share(self) -> float:
         """Prompt tokens that were found cached."""
         return 1.0 - self.prefilled_tokens / self.prompt_tokens
+
+    @property
+    def ideal_hit_share(self) -> float:
+        """The same if every turn ran where all of its trajectory's KV lies, and no cache ever dropped any."""
+        return self.context_tokens / self.prompt_tokens
 
 
 @dataclass(slots=True)
@@ -55,7 +63,7 @@ class _Trajectory:
 
 class Simulation:
     """One phase. `report_share` is what the workers tell of their share (tests of wrong telemetry change it);
-    None: the truth."""
+    None: the truth. Without `has_keys` clients send no session key, and the router goes by what they ask."""
 
     def __init__(
         self,
@@ -63,6 +71,8 @@ class Simulation:
         policy: Policy,
         seed: int,
         report_share: Callable[[float], float] | None = None,
+        *,
+        has_keys: bool = True,
     ) -> None:
         self._scenario = scenario
         self._report_share = report_share
@@ -79,12 +89,15 @@ class Simulation:
         self._jobs = JobTable(self._config)
         self._placement = Placement(self.members, policy, self._jobs)
         self._sessions = SessionTable(self._config.max_sessions)
-        self._trajectories = [_Trajectory(steps) for steps in trajectories(scenario, seed)]
+        drawn = trajectories(scenario, seed)
+        self._trajectories = [_Trajectory(steps) for steps in drawn]
+        self._prompts = None if has_keys else Prompts(scenario, drawn, seed)
+        self._keys = SessionKeys(Fingerprints(self._config.max_fingerprints))
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now_s = 0.0
         self._num_open = len(self._trajectories)
-        self._counts = {"generated": 0, "prefilled": 0, "prompt": 0, "serving": 0, "turns": 0}
+        self._counts = {"generated": 0, "prefilled": 0, "prompt": 0, "context": 0, "serving": 0, "turns": 0}
 
     def members(self) -> Mapping[str, Worker]:
         return self._workers
@@ -116,6 +129,7 @@ class Simulation:
             generated_tokens=counts["generated"],
             prefilled_tokens=counts["prefilled"],
             prompt_tokens=counts["prompt"],
+            context_tokens=counts["context"],
             serving_turns=counts["serving"],
             turns=counts["turns"],
         )
@@ -142,8 +156,9 @@ class Simulation:
         self._at(self._now_s + HEARTBEAT_S, self._heartbeat)
 
     def _begin_turn(self, index: int) -> None:
-        trajectory, key = self._trajectories[index], str(index)
+        trajectory = self._trajectories[index]
         step = trajectory.steps[trajectory.next_step]
+        key = self._key(index, trajectory.context_tokens + step.new_prompt_tokens)
         session = self._sessions.get(key)
         job = self._jobs.get(DEFAULT_JOB, self._now_s)
         turn = Turn(
@@ -161,6 +176,12 @@ class Simulation:
         self._placement.enqueue(Waiter(turn, job, turn.expected_tokens, placed))
         self._placement.pump(self._now_s)
 
+    def _key(self, index: int, prompt_tokens: int) -> str:
+        """As the router finds it: sent by the client, or from what the prompt begins with."""
+        if self._prompts is None:
+            return str(index)
+        return self._keys.key(None, self._prompts.begin(index, prompt_tokens), 0, 1)
+
     # What the engines do ---------------------------------------------------------------------------------
 
     def _start(self, index: int, step: Step, place: Place) -> None:
@@ -170,6 +191,7 @@ class Simulation:
         cached = min(prompt_tokens - 1, engine.cached_tokens(index))
         place.worker.found_cached(place.turn.cached_tokens.get(worker_id, 0.0), cached)
         self._counts["prompt"] += prompt_tokens
+        self._counts["context"] += prompt_tokens - step.new_prompt_tokens
         self._counts["prefilled"] += prompt_tokens - cached
         self._counts["serving"] += engine.is_serving
         run = Run(index, step, place, self._now_s, float(prompt_tokens - cached), prompt_tokens)
@@ -210,7 +232,11 @@ class Simulation:
         engine.keep(run.trajectory, trajectory.context_tokens)
         lease_s = self._scenario.lease_s if engine.is_serving else float("inf")
         held = Held(num_tokens=trajectory.context_tokens, version=None, until=self._now_s + lease_s)
-        self._sessions.record(str(run.trajectory), worker.id, None, held)
+        key = run.place.turn.session
+        self._sessions.record(key, worker.id, None, held)
+        if self._prompts is not None:
+            whole = self._prompts.begin(run.trajectory, trajectory.context_tokens)
+            self._keys.fingerprints.record(prefix_of(whole), key)
         run.place.job.turn_ended(num_tokens)
         self._counts["generated"] += num_tokens
         self._counts["turns"] += 1

@@ -31,7 +31,8 @@ class Fault:
     """What goes wrong with one request, after so many tokens."""
 
     kind: str
-    """abort_(reclaimed | stall | deactivated | plain), swallowed, hang, late, disconnect, error, status"""
+    """abort_(reclaimed | stall | deactivated | plain), swallowed, hang, hold (until told to go on), late,
+    disconnect, error, status"""
     after_tokens: int = 0
     status: int = 500
 
@@ -44,6 +45,7 @@ class ScriptedWorker:
     version: str | None = None
     pressure: str = "normal"
     is_active: bool = True
+    is_updating: bool = False
     has_rose_routes: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
     models: list[str] = field(default_factory=lambda: ["scripted"])
@@ -102,7 +104,8 @@ class ScriptedWorker:
         gate = {"mode": "slack", "admitted_steps": 1, "declined_steps": 0, "share": 1.0}
         status = {"weight_version": self.version, "pressure": self.pressure, "gate": gate}
         serving = {"serving_busy_s": self.serving_busy_s, "serving_kv_usage": self.serving_kv_usage}
-        return web.json_response({**status, **serving, "is_active": self.is_active})
+        weights = {"is_active": self.is_active, "is_updating": self.is_updating}
+        return web.json_response({**status, **serving, **weights})
 
     async def _rl_step(self, request: web.Request) -> web.Response:
         self.steps.append((await request.json())["step"])
@@ -190,6 +193,9 @@ class ScriptedWorker:
         assert fault is not None
         if fault.kind == "hang":
             await asyncio.sleep(3600)
+        if fault.kind == "hold":
+            self.hold()
+            return True
         if fault.kind == "late":
             await asyncio.sleep(10)
             return True

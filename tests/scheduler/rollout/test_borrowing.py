@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.scheduler.rollout.borrowing import Borrower, Lendable, UsageWindow, assign
+from rose.scheduler.rollout.borrowing import Borrower, Lendable, UsageWindow, assign, lend_idle
 from rose.scheduler.rollout.views import NOBODY
 
 FOUR = [
@@ -61,6 +61,62 @@ def test_no_job_has_more_than_its_bound_and_every_gpu_has_one_answer(
         held = sum(each.gpus for each in lendables if owners[each.worker] == borrower.job)
         assert borrower.max_serving_gpus is None or held <= borrower.max_serving_gpus
     assert set(owners.values()) <= {NOBODY, *(borrower.job for borrower in borrowers)}
+
+
+ONE = [Lendable(worker="w")]
+
+
+def test_a_turn_that_waits_takes_the_gpu_that_its_holder_leaves_idle_and_gives_it_back() -> None:
+    entitled = {"w": "a"}
+    b = Borrower(job="b")
+    assert lend_idle([b], ONE, entitled, entitled, {"w"}) == {"w": "a"}
+    taken = lend_idle([b], ONE, entitled, entitled, set())
+    assert taken == {"w": "b"}
+    assert lend_idle([b], ONE, entitled, taken, {"w"}) == {"w": "b"}
+    assert lend_idle([Borrower(job="c")], ONE, entitled, taken, {"w"}) == {"w": "b"}
+    assert lend_idle([b, Borrower(job="a")], ONE, entitled, taken, {"w"}) == {"w": "a"}
+    assert lend_idle([], ONE, entitled, taken, set()) == {"w": "b"}
+    assert lend_idle([Borrower(job="b", max_serving_gpus=0)], ONE, entitled, entitled, set()) == entitled
+
+
+JOBS = st.sampled_from("abcd")
+
+
+@given(
+    st.dictionaries(JOBS, st.tuples(st.floats(0.1, 10), st.none() | st.integers(0, 12)), max_size=4),
+    st.lists(
+        st.tuples(st.integers(1, 4), st.floats(0, 1), JOBS | st.just(NOBODY), JOBS, st.booleans()),
+        max_size=10,
+    ),
+)
+def test_idle_gpus_change_hands_only_for_turns_that_wait_and_within_their_jobs_bounds(
+    jobs: dict[str, tuple[float, int | None]], gpus: list[tuple[int, float, str, str, bool]]
+) -> None:
+    waiting = {job: Borrower(job=job, weight=w, max_serving_gpus=m) for job, (w, m) in jobs.items()}
+    lendables = [Lendable(worker=f"w{i}", gpus=n, kv_usage=u) for i, (n, u, *_) in enumerate(gpus)]
+    owners = {f"w{i}": owner for i, (_, _, owner, _, _) in enumerate(gpus)}
+    entitled = {f"w{i}": home for i, (_, _, _, home, _) in enumerate(gpus)}
+    busy = {f"w{i}" for i, (*_, is_busy) in enumerate(gpus) if is_busy}
+    lent = lend_idle(list(waiting.values()), lendables, entitled, owners, busy)
+
+    def held(of: dict[str, str], job: str) -> int:
+        return sum(each.gpus for each in lendables if of[each.worker] == job)
+
+    def has_room(job: str, more: int) -> bool:
+        bound = waiting[job].max_serving_gpus
+        return bound is None or held(lent, job) + more <= bound
+
+    assert set(lent) == set(owners)
+    for job in waiting:
+        assert has_room(job, 0) or held(lent, job) <= held(owners, job)
+    for each in lendables:
+        before, after = owners[each.worker], lent[each.worker]
+        is_left_idle = each.worker not in busy and before not in waiting
+        if before != after:
+            assert after in waiting
+            assert is_left_idle or after == entitled[each.worker]
+        elif is_left_idle:
+            assert not any(has_room(job, each.gpus) for job in waiting)
 
 
 def test_the_usage_window_forgets_what_is_older_than_it() -> None:

@@ -94,6 +94,26 @@ async def test_each_serving_gpu_works_for_one_job_and_the_idlest_go_first(start_
         assert {w["id"]: w["owner"] for w in listed["workers"]} == {idle.id: "a", busy.id: "b"}
 
 
+async def test_a_job_without_a_turn_running_keeps_no_serving_gpu_from_one_that_waits(
+    start_router: StartRouter,
+) -> None:
+    async with (
+        ScriptedWorker() as worker,
+        start_router((worker, "serving"), job_idle_s=3600) as client,
+    ):
+        for job in ("a", "b", "a", "c", "b"):
+            await client.complete(BODY, X_Rose_Job=job)
+        worker.hold()
+        running = asyncio.create_task(client.complete(BODY, X_Rose_Job="b"))
+        await until(lambda: len(worker.requests) == 6)
+        waiting = asyncio.create_task(client.complete(BODY, X_Rose_Job="c"))
+        await until(lambda: client.router.plane.dispatcher.num_queued == 1)
+        assert len(worker.requests) == 6
+        worker.go_on()
+        await running
+        await waiting
+
+
 async def test_pause_holds_new_turns_back_and_resume_lets_them_go(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         for body in ({}, {"job": "default"}):

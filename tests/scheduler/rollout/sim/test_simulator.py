@@ -104,6 +104,22 @@ def test_affinity_finds_prefixes_that_turnwise_placement_loses() -> None:
     assert hits["paper"] > hits["turnwise"] + 0.2
 
 
+def test_without_session_keys_the_same_prefixes_are_found() -> None:
+    many = replace(SMALL, num_trajectories=96, group_size=16)
+    keyed, found = (
+        Simulation(many, POLICIES["paper"](), 1, has_keys=has_keys).run() for has_keys in (True, False)
+    )
+    assert found == keyed
+    assert keyed.hit_share < keyed.ideal_hit_share < 1.0
+
+
+def test_a_trajectory_that_never_waits_for_room_finds_all_it_computed_before() -> None:
+    alone = replace(SMALL, num_dedicated=1, num_serving=0, num_trajectories=4, kv_tokens=10**7)
+    outcome = simulate(alone, POLICIES["paper"](), 1)
+    assert outcome.hit_share == pytest.approx(outcome.ideal_hit_share)
+    assert outcome.hit_share > 0.5
+
+
 def test_more_serving_gpus_make_a_phase_shorter() -> None:
     scenario = replace(SMALL, num_trajectories=96)
     alone, helped = (simulate(scenario.with_serving(n), POLICIES["cost"](), 1).makespan_s for n in (0, 6))

@@ -1,0 +1,178 @@
+"""A rollout engine that dies or hangs costs its turns seconds, not their tokens: on two real engines.
+
+Two rollout engines with the same weights in float32 stand behind `rose router`, a process of its own. Turns
+stream greedily through it. In this order: forced migrations (the worker that has the turn is taken out of the
+router three times), SIGSTOP of all processes of one engine, new weights under running turns, SIGKILL of all
+processes of one engine.
+
+  migrated_greedy_equal   share of turns whose tokens equal those of the same turn left alone
+  sigstop_reroute_s       the longest that a turn waited for its next token: turns that ran on the stopped
+                          engine, from the signal on, and new turns, from their begin
+  sigstop_new_turns       new turns sent to the stopped engine after the first of its turns was rerouted
+  version_tagged          share of tokens tagged with the weights that made them. The truth: which of the two
+                          weights gives the token the log-probability that the answer carries
+  version_tagged[stale]   tokens of other weights than their session's, in mode pinned: second turns that
+                          begin while one engine gets new weights, and right after it
+  sigkill_failed_turns    turns that did not end with the answer of an engine that nobody disturbed
+  sigkill_lost_tokens     tokens that the killed engine had made and the router never got, per turn on it
+
+    python benchmarks/bench_failover.py --json failover.json
+"""
+
+import argparse
+import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from failover_faults import CUTS, kill, migrate, stop
+from failover_parts import Engine, Samples, is_idle
+from failover_weights import give, update
+from harness import run_benchmark
+from rig import Rig
+from turn_client import RouterClient, until_so
+
+from rose.demo.figures import Figure
+from rose.errors import WorkerError
+from rose.node.checks import free_port
+from rose.types import GateMode, Role
+
+ROUTER_START_S = 30.0
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    """All phases on the same two engines; after a SIGKILL the dead one is replaced."""
+    samples = Samples()
+    with Rig() as rig:
+        for name in ("a", "b"):
+            rig.start_engine(name, Role.ROLLOUT, gate=GateMode.OFF)
+        other = _other_weights(rig)
+        engines = [_engine(rig, name) for name in ("a", "b")]
+        url = _start_router(rig, engines)
+        asyncio.run(_phases(args, rig, url, engines, other, samples))
+    return _figures(samples)
+
+
+async def _phases(
+    args: argparse.Namespace, rig: Rig, url: str, engines: list[Engine], other: Path, samples: Samples
+) -> None:
+    async with RouterClient(url, str(Role.ROLLOUT)) as client:
+        for engine in engines:
+            await until_so(lambda e=engine: is_idle(client, e), f"{engine.id} is there")  # type: ignore[misc]
+        for number in range(3 if args.quick else 10):
+            await migrate(client, f"migrate-{args.seed}-{number}", samples)
+        for number in range(2 if args.quick else 5):
+            await stop(client, engines[0], f"stop-{args.seed}-{number}", samples)
+        mine = rig.model(Role.ROLLOUT)
+        await update(client, engines, [mine, other], f"update-{args.seed}", samples)
+        num_kills = 1 if args.quick else 3
+        for number in range(num_kills):
+            await kill(client, engines, f"kill-{args.seed}-{number}", samples)
+            if number < num_kills - 1:
+                engines[0] = await _replace(client, rig, engines[0], f"a{number}", mine)
+
+
+# Processes ------------------------------------------------------------------------------------------------
+
+
+def _engine(rig: Rig, name: str) -> Engine:
+    control = rig.wait_engine(name)
+    return Engine(control=control, engine_id=control.status().engine_id, pid=rig.pid(name))
+
+
+def _start_router(rig: Rig, engines: Sequence[Engine]) -> str:
+    port = free_port()
+    argv = ["-m", "rose.scheduler.rollout.service", "--port", str(port)]
+    for engine in engines:
+        argv += ["--worker", engine.control.url]
+    process = rig.run(argv, "router")
+    url = f"http://127.0.0.1:{port}"
+    process.wait_ready(f"{url}/health", ROUTER_START_S)
+    return url
+
+
+def _other_weights(rig: Rig) -> Path:
+    """A checkpoint of the same shape. torch stays out of this process."""
+    folder = rig.folder / "other"
+    code = (
+        "import sys; from pathlib import Path; from rose.demo.models import make_rollout_model; "
+        "make_rollout_model(Path(sys.argv[1]), seed=1)"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
+    )
+    if made.returncode != 0:
+        raise WorkerError(f"the other weights could not be made:\n{made.stderr}")
+    return folder
+
+
+async def _replace(client: RouterClient, rig: Rig, dead: Engine, name: str, weights: Path) -> Engine:
+    """A new engine in the place of a dead one, with the same weights as the other."""
+    await client.remove(dead.id)
+    rig.start_engine(name, Role.ROLLOUT, gate=GateMode.OFF)
+    engine = await asyncio.to_thread(_engine, rig, name)
+    await give(client, engine, weights, 3)
+    await client.add(engine.control.url)
+    return engine
+
+
+def _figures(samples: Samples) -> list[Figure]:
+    for failed in samples.failed:
+        print(f"a turn failed when its engine was killed: {failed}")
+    return [
+        Figure(
+            name="migrated_greedy_equal",
+            value=sum(samples.is_equal) / len(samples.is_equal),
+            unit="of turns",
+            target=">= 1",
+            peers={"turns": float(len(samples.is_equal)), "migrations each": float(len(CUTS))},
+        ),
+        Figure(
+            name="sigstop_reroute_s",
+            value=max(samples.reroutes_s),
+            unit="s",
+            target="<= 3",
+            peers={"vllm-router 0.1.17, in the prototypes": 20.0},
+            spread=(min(samples.reroutes_s), max(samples.reroutes_s)),
+        ),
+        Figure(
+            name="sigstop_new_turns",
+            value=float(samples.num_sent_aware),
+            unit="turns",
+            target="<= 0",
+            peers={"sent before the first reroute": float(samples.num_sent_unaware)},
+        ),
+        Figure(
+            name="version_tagged",
+            value=sum(samples.tags) / len(samples.tags),
+            unit="of tokens",
+            target=">= 1",
+            peers={"tokens": float(len(samples.tags)), "tokens that don't tell": float(samples.num_untold)},
+        ),
+        Figure(
+            name="version_tagged[stale]",
+            value=float(samples.num_stale),
+            unit="tokens",
+            target="<= 0",
+            peers={"tokens": float(samples.num_pinned)},
+        ),
+        Figure(
+            name="sigkill_failed_turns",
+            value=float(len(samples.failed)),
+            unit="turns",
+            target="<= 0",
+            peers={"turns cut": float(samples.num_cut), "vllm-router 0.1.17, in the prototypes, of 6": 3.0},
+        ),
+        Figure(
+            name="sigkill_lost_tokens",
+            value=max(samples.lost_per_turn),
+            unit="tokens",
+            target="<= 16",
+            spread=(min(samples.lost_per_turn), max(samples.lost_per_turn)),
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__ or "", measure))

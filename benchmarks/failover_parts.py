@@ -1,0 +1,74 @@
+"""What the phases of bench_failover.py share: its engines, what they find, turns under way.
+
+Owns Engine and Samples. Never disturbs an engine.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from turn_client import RouterClient, Turn, random_prompt, until
+
+from rose.config import Settings
+from rose.engine.status import Field, StatusPage, page_path
+from rose.errors import WorkerError
+from rose.node.control import EngineControl
+
+PROMPT_TOKENS = 24
+LONG_TOKENS, SHORT_TOKENS = 900, 16
+NUM_TURNS = 6
+"""At a time, on two engines."""
+RUNNING_TOKENS = 20
+"""A turn that has so many is under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One running engine."""
+
+    control: EngineControl
+    engine_id: str
+    pid: int
+
+    @property
+    def id(self) -> str:
+        """Its name in the router."""
+        return self.control.url.removeprefix("http://")
+
+    def generated_tokens(self) -> int:
+        """As its scheduler counts them, from the page that outlives it."""
+        page = StatusPage(page_path(Settings.from_environment().runtime_dir, self.engine_id), create=False)
+        return page.get(Field.GENERATED_TOKENS)
+
+
+@dataclass(slots=True)
+class Samples:
+    """What the phases found."""
+
+    is_equal: list[bool] = field(default_factory=list)
+    reroutes_s: list[float] = field(default_factory=list)
+    num_sent_unaware: int = 0
+    num_sent_aware: int = 0
+    tags: list[bool] = field(default_factory=list)
+    num_untold: int = 0
+    num_pinned: int = 0
+    num_stale: int = 0
+    num_cut: int = 0
+    failed: list[str] = field(default_factory=list)
+    lost_per_turn: list[float] = field(default_factory=list)
+
+
+async def is_idle(client: RouterClient, engine: Engine) -> bool:
+    worker = await client.worker(engine.id)
+    return bool(worker["alive"]) and worker["in_flight"] == 0
+
+
+async def begin_turns(
+    client: RouterClient, engine: Engine, name: str
+) -> tuple[list[Turn], list[asyncio.Task[Turn]]]:
+    """Long turns, all under way, some of them on the engine. Raises: WorkerError if there are none."""
+    begun = [client.begin(random_prompt(f"{name}-{i}", PROMPT_TOKENS), LONG_TOKENS) for i in range(NUM_TURNS)]
+    turns, tasks = [turn for turn, _ in begun], [task for _, task in begun]
+    await until(lambda: all(len(turn.token_ids) >= RUNNING_TOKENS for turn in turns), "all turns run")
+    if not (await client.worker(engine.id))["in_flight"]:
+        raise WorkerError(f"no turn runs on {engine.id}")
+    return turns, tasks

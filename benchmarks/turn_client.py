@@ -1,0 +1,170 @@
+"""Streams turns through a router and keeps when each token came; asks the router about its workers.
+
+Owns the reading of the event stream and the calls of /workers and /admin. Promises that what arrived is kept
+whatever happens next, and that waiting for a condition ends with an error. Never retries, never judges.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import aiohttp
+
+from rose.demo.frozenlake import VOCAB_SIZE
+from rose.errors import WorkerError
+
+PATIENCE_S = 60.0
+POLL_S = 0.02
+_READ_BYTES = 1 << 20
+"""The first event echoes the prompt on one line."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One streamed turn, filled in place."""
+
+    prompt: Sequence[int]
+    begun_s: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    """When each token reached this process (monotonic)."""
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    rose: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> list[str]:
+        """Who made its tokens, in order."""
+        return [span["worker"] for span in self.rose.get("spans", ())]
+
+    @property
+    def versions(self) -> list[str | None]:
+        """The version that each token is tagged with."""
+        spans = self.rose.get("spans", ())
+        return [span["weight_version"] for span in spans for _ in range(span["tokens"])]
+
+    def is_whole(self, num_tokens: int) -> bool:
+        """Whether it ended as asked for."""
+        return self.error is None and (self.finish_reason, len(self.token_ids)) == ("length", num_tokens)
+
+    def take(self, event: bytes) -> None:
+        """One event of the stream."""
+        message = json.loads(event)
+        if "error" in message:
+            self.error = str(message["error"])
+            return
+        for choice in message["choices"]:
+            ids = choice.get("token_ids") or ()
+            self.token_ids.extend(ids)
+            self.times_s.extend([time.monotonic()] * len(ids))
+            if choice.get("logprobs") is not None:
+                self.logprobs.extend(choice["logprobs"]["token_logprobs"])
+            if choice.get("finish_reason") is not None:
+                self.finish_reason, self.rose = choice["finish_reason"], choice.get("rose", {})
+
+
+class RouterClient:
+    """An asynchronous context manager."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url = url
+        self._model = model
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+            read_bufsize=_READ_BYTES,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.close()
+
+    def begin(
+        self, prompt: Sequence[int], num_tokens: int, session: str | None = None
+    ) -> "tuple[Turn, asyncio.Task[Turn]]":
+        """A greedy turn that runs; await the task for its end."""
+        turn = Turn(prompt)
+        return turn, asyncio.create_task(self._stream(turn, num_tokens, session))
+
+    async def run(self, prompt: Sequence[int], num_tokens: int, session: str | None = None) -> Turn:
+        return await self.begin(prompt, num_tokens, session)[1]
+
+    async def _stream(self, turn: Turn, num_tokens: int, session: str | None) -> Turn:
+        body = {"model": self._model, "prompt": list(turn.prompt), "max_tokens": num_tokens, "stream": True}
+        body |= {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+        headers = {"X-Session-ID": session} if session is not None else {}
+        turn.begun_s = time.monotonic()
+        try:
+            url = f"{self._url}/v1/completions"
+            async with self._http.post(url, json=body, headers=headers) as response:
+                if response.status != 200:
+                    turn.error = f"HTTP {response.status}: {(await response.text())[:300]}"
+                    return turn
+                async for line in response.content:
+                    if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                        turn.take(line[6:])
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            turn.error = f"{type(error).__name__}: {error}"
+        return turn
+
+    async def status(self) -> dict[str, Any]:
+        return await self.call("GET", f"{self._url}/admin/status")
+
+    async def worker(self, worker_id: str) -> dict[str, Any]:
+        """What the router knows of one worker. Raises: WorkerError if it is not registered."""
+        for each in (await self.status())["workers"]:
+            if each["id"] == worker_id:
+                return dict(each)
+        raise WorkerError(f"the router has no worker {worker_id}")
+
+    async def add(self, url: str) -> None:
+        await self.call("POST", f"{self._url}/workers", {"url": url})
+        worker_id = url.removeprefix("http://")
+        await until_so(lambda: self._is_alive(worker_id), f"{worker_id} is alive")
+
+    async def _is_alive(self, worker_id: str) -> bool:
+        return bool((await self.worker(worker_id))["alive"])
+
+    async def remove(self, worker_id: str) -> None:
+        await self.call("DELETE", f"{self._url}/workers/{worker_id}")
+
+    async def set_version_mode(self, mode: str) -> None:
+        await self.call("PUT", f"{self._url}/admin/version", {"mode": mode})
+
+    async def call(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Any JSON call, of the router or of an engine. Raises: WorkerError unless it answers 2xx."""
+        async with self._http.request(method, url, json=body) as response:
+            if not response.ok:
+                raise WorkerError(f"{method} {url}: {response.status} {(await response.text())[:300]}")
+            return dict(await response.json())
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Raises: WorkerError once PATIENCE_S have passed."""
+
+    async def ask() -> bool:
+        return condition()
+
+    await until_so(ask, what)
+
+
+async def until_so(condition: Callable[[], Any], what: str) -> None:
+    """The same for a condition that has to be awaited."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not await condition():
+        if time.monotonic() > deadline:
+            raise WorkerError(f"not within {PATIENCE_S:.0f} s: {what}")
+        await asyncio.sleep(POLL_S)
+
+
+def random_prompt(name: str, num_tokens: int) -> list[int]:
+    """Token ids that the demo's rollout model knows, the same for the same name."""
+    rng = random.Random(name)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]

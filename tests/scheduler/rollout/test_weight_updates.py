@@ -1,0 +1,148 @@
+"""New weights on a worker: the time they take is no stall, and turns stay where they are."""
+
+import asyncio
+import time
+from math import inf
+
+import pytest
+
+from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.status import WorkerStatus
+from rose.scheduler.rollout.watch import Watch
+from rose.scheduler.rollout.worker import Worker
+from tests.scheduler.rollout.conftest import StartRouter
+from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
+from tests.scheduler.rollout.waiting import until
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = [11, 12, 13]
+BODY = {"prompt": PROMPT, "max_tokens": 9}
+UPDATING = WorkerStatus(weight_version="run/1", is_updating=True)
+MOMENT_S = 0.01
+
+
+def worker(**settings: float) -> Worker:
+    made = Worker(WorkerSpec(url="http://gpu:1"), RouterConfig(**settings))  # type: ignore[arg-type]
+    made.take_status(WorkerStatus(weight_version="run/1"), 0.0)
+    made.seen(0.0)
+    return made
+
+
+async def test_the_stall_clock_stands_still_while_weights_change() -> None:
+    one = worker()
+    async with Watch(one) as watch:
+        watch.allow(MOMENT_S)
+        one.take_status(UPDATING, 1.0)
+        await asyncio.sleep(5 * MOMENT_S)
+        watch.allow(MOMENT_S)  # a token of the old weights came late
+        await asyncio.sleep(5 * MOMENT_S)
+        watch.pause()
+        watch.allow(MOMENT_S)
+        await asyncio.sleep(5 * MOMENT_S)
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+async def test_after_it_the_next_token_may_take_as_long_as_a_first_one(is_seen: bool) -> None:
+    patient, hasty = worker(first_token_s=60), worker(first_token_s=MOMENT_S)
+    async with Watch(patient) as watch:
+        watch.allow(MOMENT_S)
+        with pytest.raises(TimeoutError):
+            async with Watch(hasty) as hasty_watch:
+                hasty_watch.allow(60)
+                for one in (patient, hasty):
+                    if is_seen:
+                        one.take_status(UPDATING, 1.0)
+                    one.take_status(WorkerStatus(weight_version="run/2"), 2.0)
+                await asyncio.sleep(60)
+        await asyncio.sleep(5 * MOMENT_S)
+
+
+async def test_the_turns_deadline_and_a_lost_worker_count_in_an_update_too() -> None:
+    for deadline, is_over in ((time.monotonic() + MOMENT_S, True), (inf, False)):
+        one = worker()
+        with pytest.raises(TimeoutError):
+            async with Watch(one, deadline) as watch:
+                watch.allow(60)
+                one.take_status(UPDATING, 1.0)
+                if not is_over:
+                    one.lost("scripted")
+                await asyncio.sleep(60)
+        assert (watch.is_over, watch.is_lost) == (is_over, not is_over)
+
+
+async def test_tokens_before_and_after_an_update_say_nothing_about_speed() -> None:
+    one = worker()
+    assert one.updated_at == -inf
+    one.take_status(UPDATING, 1.0)
+    one.take_status(WorkerStatus(weight_version="run/2"), 2.0)
+    one.take_status(WorkerStatus(weight_version="run/2"), 3.0)
+    assert one.updated_at == 2.0
+
+
+async def test_turns_stay_on_a_worker_that_changes_its_weights_and_new_ones_go_elsewhere(
+    start_router: StartRouter,
+) -> None:
+    async with (
+        ScriptedWorker(version="run/1") as changing,
+        ScriptedWorker(version="run/1") as other,
+        start_router(changing, (other, "serving"), version_mode="max-lag") as client,
+    ):
+        changing.hold()
+        turn = asyncio.create_task(client.complete(BODY))
+        await until(lambda: len(changing.requests) == 1)
+        changing.is_updating = True
+        known = client.router.plane.registry.get(changing.id)
+        assert known is not None
+        await until(lambda: known.is_updating)
+        await client.complete(BODY)
+        assert (len(changing.requests), len(other.requests)) == (1, 1)
+        changing.is_updating, changing.version = False, "run/2"
+        await until(lambda: not known.is_updating)
+        changing.go_on()
+        (choice,) = (await turn)["choices"]
+        assert choice["token_ids"] == expected_tokens(PROMPT, 9)
+        assert [span["worker"] for span in choice["rose"]["spans"]] == [changing.id]
+        assert client.counters()["reroutes"] == {}
+
+
+async def test_turns_wait_while_all_workers_change_their_weights(start_router: StartRouter) -> None:
+    async with ScriptedWorker(version="run/1", is_updating=True) as worker, start_router(worker) as client:
+        turn = asyncio.create_task(client.complete(BODY))
+        await until(lambda: client.router.plane.dispatcher.num_queued == 1)
+        worker.is_updating, worker.version = False, "run/2"
+        (choice,) = (await turn)["choices"]
+        assert [span["weight_version"] for span in choice["rose"]["spans"]] == ["run/2"]
+
+
+async def test_a_pinned_turn_leaves_a_worker_that_gets_other_weights(start_router: StartRouter) -> None:
+    async with (
+        ScriptedWorker(version="run/1") as changing,
+        ScriptedWorker(version="run/1") as other,
+        start_router(changing, (other, "serving"), version_mode="pinned") as client,
+    ):
+        changing.faults.append(Fault(kind="hold", after_tokens=4))
+        turn = asyncio.create_task(client.complete(BODY))
+        known = client.router.plane.registry.get(changing.id)
+        assert known is not None
+        await until(lambda: known.num_tokens == 4)
+        changing.version = "run/2"
+        (choice,) = (await turn)["choices"]
+        assert choice["token_ids"] == expected_tokens(PROMPT, 9)
+        assert {span["weight_version"] for span in choice["rose"]["spans"]} == {"run/1"}
+        assert client.counters()["reroutes"] == {"outdated": 1}
+
+
+async def test_a_pinned_turn_whose_version_is_gone_everywhere_is_an_error(start_router: StartRouter) -> None:
+    async with (
+        ScriptedWorker(version="run/1") as worker,
+        start_router(worker, version_mode="pinned") as client,
+    ):
+        worker.faults.append(Fault(kind="hold", after_tokens=4))
+        turn = asyncio.create_task(client.post("/v1/completions", BODY))
+        known = client.router.plane.registry.get(worker.id)
+        assert known is not None
+        await until(lambda: known.num_tokens == 4)
+        worker.version = "run/2"
+        status, answer = await turn
+        assert (status, "run/1" in answer["error"]["message"]) == (409, True)
