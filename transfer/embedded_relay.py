@@ -26,7 +26,13 @@ logger = logging.getLogger(__name__)
 DEFAULT_CAPACITY_BYTES = 8 << 30
 # A host that is gone may not even refuse; with a second copy of the relay, this is what it costs.
 _CONNECT_TIMEOUT_S = 0.8
-_TIMEOUT = httpx.Timeout(60.0, connect=_CONNECT_TIMEOUT_S)
+# Of silence, not of a whole call: a slow link may take as long as it needs while bytes flow. After the last
+# byte of a body was handed to the kernel, up to 4 MB of it are still on their way: 4 Mbit/s suffice.
+_SILENCE_S = 10.0
+_TIMEOUT = httpx.Timeout(_SILENCE_S, connect=_CONNECT_TIMEOUT_S)
+# Relays are near each other. The writer waits in silence meanwhile, so a peer that hangs is given up sooner.
+_HAND_ON_S = 2.0
+_HAND_ON_BYTES_PER_S = 20e6
 _FULL = web.HTTPInsufficientStorage.status_code
 _MISSED_HEADER = "X-Rose-Missed"
 
@@ -38,6 +44,7 @@ class ObjectStore:
         self.capacity_bytes = capacity_bytes
         self.objects: dict[str, bytes] = {}
         self.used_bytes = 0
+        self._folders: dict[str, set[str]] = {}
 
     def write(self, key: str, data: bytes, *, replace: bool) -> None:
         """Raises: web.HTTPConflict when the key exists, web.HTTPInsufficientStorage when full."""
@@ -47,6 +54,7 @@ class ObjectStore:
         grow = len(data) - (len(old) if old is not None else 0)
         self.require_room(key, grow)
         self.objects[key] = data
+        self._folders.setdefault(_folder(key), set()).add(key)
         self.used_bytes += grow
 
     def require_room(self, key: str, num_bytes: int) -> None:
@@ -59,12 +67,36 @@ class ObjectStore:
 
     def remove(self, key: str) -> None:
         """Removes the object if it is there."""
-        self.used_bytes -= len(self.objects.pop(key, b""))
+        if key not in self.objects:
+            return
+        self.used_bytes -= len(self.objects.pop(key))
+        names = self._folders[_folder(key)]
+        names.remove(key)
+        if not names:
+            del self._folders[_folder(key)]
+
+    def names(self, prefix: str) -> list[str]:
+        """The keys that start with `prefix`, in order; looks only into folders that can hold them.
+
+        Followers list a version's folder several times a second, among those of a hundred others.
+        """
+        return sorted(
+            name
+            for folder, names in self._folders.items()
+            if folder.startswith(prefix) or prefix.startswith(folder)
+            for name in names
+            if name.startswith(prefix)
+        )
 
     def check_integrity(self) -> None:
-        """Raises: AssertionError when the byte count is off."""
+        """Raises: AssertionError when the byte count or the folders are off."""
         total = sum(len(data) for data in self.objects.values())
         assert total == self.used_bytes <= self.capacity_bytes, (total, self.used_bytes)
+        assert self.names("") == sorted(self.objects)
+
+
+def _folder(key: str) -> str:
+    return key[: key.rfind("/") + 1]
 
 
 def make_app(store: ObjectStore, key: str | None) -> web.Application:
@@ -78,7 +110,8 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
         data = await request.read()
         store.write(name, data, replace=is_replacing)
         addresses = [address for address in request.query.get("copy_to", "").split(",") if address]
-        missed = [each for each in addresses if not await peers.send(each, name, data, is_replacing)]
+        is_taken = await asyncio.gather(*(peers.send(each, name, data, is_replacing) for each in addresses))
+        missed = [each for each, taken in zip(addresses, is_taken, strict=True) if not taken]
         return web.Response(status=204, headers={_MISSED_HEADER: ",".join(missed)})
 
     async def read(request: web.Request) -> web.Response:
@@ -91,8 +124,7 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
         return web.Response(status=204)
 
     async def names(request: web.Request) -> web.Response:
-        prefix = request.query.get("prefix", "")
-        return web.json_response(sorted(name for name in store.objects if name.startswith(prefix)))
+        return web.json_response(store.names(request.query.get("prefix", "")))
 
     app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key)])
     app.on_cleanup.append(peers.close)
@@ -113,11 +145,13 @@ class _Peers:
     async def send(self, address: str, name: str, data: bytes, is_replacing: bool) -> bool:
         """Whether the relay at host:port took it; the writer is told and tries itself."""
         if self._session is None:
-            timeout = ClientTimeout(total=60.0, sock_connect=_CONNECT_TIMEOUT_S)
-            self._session = ClientSession(headers=self._headers, timeout=timeout)
+            self._session = ClientSession(headers=self._headers)
+        timeout = ClientTimeout(
+            total=_HAND_ON_S + len(data) / _HAND_ON_BYTES_PER_S, sock_connect=_CONNECT_TIMEOUT_S
+        )
         url = f"http://{address}/v1/objects/{quote(name)}" + ("?replace=1" if is_replacing else "")
         try:
-            async with self._session.put(url, data=data) as response:
+            async with self._session.put(url, data=data, timeout=timeout) as response:
                 return response.ok
         except (ClientError, TimeoutError) as error:
             logger.warning("copy not sent: key=%s to=%s error=%r", name, address, error)

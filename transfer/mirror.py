@@ -47,6 +47,8 @@ class WeightMirror:
         self.version: WeightVersion | None = None
         self.planes: WeightPlanes | None = None
         self._version_hash: StateHash | None = None
+        self._ahead: dict[int, _Step] = {}
+        """By bucket, of the version after this one; nothing of them is written."""
 
     @property
     def state_hash(self) -> StateHash | None:
@@ -94,15 +96,36 @@ class WeightMirror:
                 raise FrameError(
                     f"bucket {entry.index} hashes to {found}, in version {manifest.version} to {entry.change}"
                 )
+        self._ahead.clear()
         self.planes = planes
         self._version_hash = whole
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
 
+    @property
+    def buckets_ahead(self) -> frozenset[int]:
+        """Those of which read_ahead() has taken a frame."""
+        return frozenset(self._ahead)
+
+    def read_ahead(self, data: bytes) -> None:
+        """Checks a frame of the next version and keeps it for apply_delta(), before there is a manifest.
+
+        An attempt that is aborted may leave frames here that the version does not have in the end; the
+        manifest tells. Raises: FrameError.
+        """
+        if self.version is None or self.planes is None:
+            raise FrameError("an empty mirror can't read ahead")
+        frame, layout = Frame.unpack(data), self.planes.layout
+        if frame.bucket not in self.planes.held:
+            raise FrameError(f"bucket {frame.bucket} of {len(layout.buckets)} is not held")
+        run_id, number = self.version.run_id, self.version.number
+        _require_place(frame, layout.buckets[frame.bucket], layout.digest, run_id, number, number + 1)
+        self._ahead[frame.bucket] = self._check_step(self.planes, frame, layout.buckets[frame.bucket])
+
     def apply_delta(self, manifest: Manifest, fetch: Fetch) -> None:
         """Moves on to the manifest's version.
 
-        fetch: gives an entry's frame; called for those that are held. Raises: FrameError and keeps the old
-        state.
+        fetch: gives an entry's frame; called for those that are held and were not read ahead. Raises:
+        FrameError and keeps the old state.
         """
         planes, before = self._require_base(manifest)
         buckets = _buckets(manifest, planes.layout)
@@ -110,12 +133,8 @@ class WeightMirror:
         steps: list[_Step] = []
         for entry, bucket in zip(manifest.buckets, buckets, strict=True):
             if bucket.index in planes.held:
-                step = self._check_step(planes, _open_frame(fetch(entry), manifest, bucket), bucket)
-                if str(step.after - step.before) != entry.change:
-                    raise FrameError(
-                        f"bucket {bucket.index}: its frame does not change its hash by {entry.change}"
-                    )
-                steps.append(step)
+                steps.append(self._take_step(planes, manifest, entry, bucket, fetch))
+        self._ahead.clear()
         _apply_all(planes, steps)
         self._version_hash = whole
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
@@ -137,6 +156,18 @@ class WeightMirror:
         if manifest.base_state_hash != str(self._version_hash):
             raise FrameError(f"delta starts at {manifest.base_state_hash}, mirror is at {self._version_hash}")
         return self.planes, self._version_hash
+
+    def _take_step(
+        self, planes: WeightPlanes, manifest: Manifest, entry: BucketEntry, bucket: Bucket, fetch: Fetch
+    ) -> _Step:
+        """One that was read ahead, if it does what the manifest says; else the fetched one."""
+        ahead = self._ahead.get(bucket.index)
+        if ahead is not None and str(ahead.after - ahead.before) == entry.change:
+            return ahead
+        step = self._check_step(planes, _open_frame(fetch(entry), manifest, bucket), bucket)
+        if str(step.after - step.before) != entry.change:
+            raise FrameError(f"bucket {bucket.index}: its frame does not change its hash by {entry.change}")
+        return step
 
     @staticmethod
     def _check_step(planes: WeightPlanes, frame: Frame, bucket: Bucket) -> _Step:
@@ -185,12 +216,17 @@ def _buckets(manifest: Manifest, layout: Layout) -> list[Bucket]:
 
 def _open_frame(data: bytes, manifest: Manifest, bucket: Bucket) -> Frame:
     frame = Frame.unpack(data)
-    frame.check_place(bucket, manifest.layout)
-    base = manifest.base if manifest.base is not None else NO_BASE
-    expected = (run_digest(manifest.run_id), base, manifest.version)
+    _require_place(frame, bucket, manifest.layout, manifest.run_id, manifest.base, manifest.version)
+    return frame
+
+
+def _require_place(
+    frame: Frame, bucket: Bucket, layout: str, run_id: str, base: int | None, version: int
+) -> None:
+    frame.check_place(bucket, layout)
+    expected = (run_digest(run_id), base if base is not None else NO_BASE, version)
     if (frame.run, frame.base, frame.version) != expected:
         raise FrameError(
             f"frame is {frame.version} on {frame.base} of run {frame.run.hex()}, expected "
-            f"{manifest.version} on {base} of {expected[0].hex()}"
+            f"{version} on {expected[1]} of {expected[0].hex()}"
         )
-    return frame

@@ -37,6 +37,7 @@ from rose.types import WeightVersion
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 100
+SNAPSHOT_SHARE = 0.5
 DEFAULT_LINK_GBPS = 1.0
 """Where nobody says what the link carries: G8S with zstd, the fewest bytes that cost no time worth naming."""
 FULL_WAIT_S = 30.0
@@ -73,6 +74,8 @@ class WeightPublisher:
     one for all buckets; None chooses for each by its density and by link_gbps, the link to the relay.
     full_wait_s: how long a full relay is waited for, while acknowledgements free what it holds of old
     versions.
+    snapshot_every, snapshot_share: a snapshot for late joiners goes out after so many versions, or when the
+    deltas since the last one come to this share of it; over a slow link, rarer is cheaper.
     plans: of the serving ranks, so that each can fetch what it holds (rose.engine.shard_recorder).
     rank, num_ranks: of a trainer that is spread over processes. Each publishes its own TensorShards, or its
     share of what several hold, under one run id, and calls publish() as often as the others; they wait for
@@ -90,6 +93,7 @@ class WeightPublisher:
         codec: Codec | None = None,
         link_gbps: float = DEFAULT_LINK_GBPS,
         snapshot_every: int = SNAPSHOT_EVERY,
+        snapshot_share: float = SNAPSHOT_SHARE,
         bucket_bytes: int = BUCKET_BYTES,
         full_wait_s: float = FULL_WAIT_S,
         plans: Sequence[ShardPlan] = (),
@@ -119,7 +123,7 @@ class WeightPublisher:
             raise
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
-        self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every)
+        self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every, snapshot_share)
         self._version_hash = StateHash()
         self._is_followed = False
         self._unheard: list[tuple[Bucket, Patch]] | None = None
@@ -141,12 +145,17 @@ class WeightPublisher:
         if self._ranks.is_leader:
             self._chain.open()
         self._hear_of_commit()
+        if self._ranks.is_leader:
+            self._chain.announce_coming(self._number + 1)
         if self._number < 0:
             writer = self._write(0, None, self._put_first)
         else:
             writer = self._write(self._number + 1, self._number, self._put_delta)
         snapshot_bytes = 0
         if self._is_followed:
+            if self._ranks.is_leader and self._chain.is_announced:
+                # The deltas lead here already: nobody but late joiners waits for gigabytes of snapshot.
+                self._chain.move_head(self._number, self.state_hash)
             snapshot_bytes = self._write(self._number, None, self._put_snapshot).wire_bytes
         if self._ranks.is_leader:
             self._chain.move_head(self._number, self.state_hash)

@@ -23,8 +23,10 @@ from rose.transfer.relay import Relay
 
 logger = logging.getLogger(__name__)
 
-REST_S = 2.0
-"""How long a copy that did not answer is left alone while another one does."""
+FIRST_REST_S = 2.0
+LAST_REST_S = 60.0
+"""How long a copy that did not answer is left alone while another one does: at first, and twice as long each
+time up to this, for one that hangs costs seconds whenever it is asked."""
 Answer = TypeVar("Answer")
 
 
@@ -37,6 +39,7 @@ class _Copy:
         self._relay: Relay | None = None
         self._opening = threading.Lock()
         self._rests_until_s = 0.0
+        self._rest_s = FIRST_REST_S
 
     @property
     def is_resting(self) -> bool:
@@ -51,9 +54,14 @@ class _Copy:
             answer = work(self._relay)
         except RelayUnreachable as error:
             logger.warning("relay copy does not answer: url=%s error=%s", self.url, error)
-            self._rests_until_s = time.monotonic() + REST_S
+            with self._opening:
+                # Calls that failed together count as one.
+                if not self.is_resting:
+                    self._rests_until_s = time.monotonic() + self._rest_s
+                    self._rest_s = min(2 * self._rest_s, LAST_REST_S)
             raise
         self._rests_until_s = 0.0
+        self._rest_s = FIRST_REST_S
         return answer
 
     def close(self) -> None:
@@ -104,9 +112,11 @@ class ReplicatedRelay:
             copy.close()
 
     def repair(self, prefix: str, wanted: Iterable[str]) -> None:
-        """Gives every copy that answers the wanted objects, and takes away the others under the prefix."""
+        """Gives every copy that is in use the wanted objects, and takes away the others under the prefix."""
         names = set(wanted)
         for copy in self._copies:
+            if copy.is_resting:
+                continue  # still behind when it is back, then mended by the next one
             try:
                 held = set(copy.call(lambda relay: relay.keys(prefix)))
                 for name in sorted(names - held):
