@@ -77,7 +77,9 @@ class SlowLink:
             _run("ip", "-n", name, "link", "set", "lo", "up")
         first, second = self._names.values()
         peer = ("peer", "name", "link", "netns", second)
-        _run("ip", "-n", first, "link", "add", "link", "mtu", str(MTU), "type", "veth", *peer, "mtu", str(MTU))
+        _run(
+            "ip", "-n", first, "link", "add", "link", "mtu", str(MTU), "type", "veth", *peer, "mtu", str(MTU)
+        )
         for side, name in self._names.items():
             _run("ip", "-n", name, "address", "add", f"{_ADDRESSES[side]}/24", "dev", "link")
             _run("ip", "-n", name, "link", "set", "link", "up")

@@ -102,7 +102,9 @@ class Trainer:
         torch = self._torch
         tile = torch.empty(WIDTH * HIDDEN).normal_(0, 0.02, generator=self._generator)
         # An Adam step: the ratio of noisy moments is spread over (-1, 1).
-        self._ratios = torch.empty(2 * WIDTH * HIDDEN).normal_(0, 0.4, generator=self._generator).clamp_(-1, 1)
+        self._ratios = (
+            torch.empty(2 * WIDTH * HIDDEN).normal_(0, 0.4, generator=self._generator).clamp_(-1, 1)
+        )
         self._masters, self._shards = [], []
         for number, spec in enumerate(model_specs(num_layers)):
             rows = spec.shape[0] // num_ranks
