@@ -12,8 +12,8 @@ loading it into an engine is not part of it. Two followers of one serving engine
   +sparsity     only what changed, about 1% of the elements
 `sync_over_ideal[...]`: that time over the encoded bytes at the link's speed; beside it the same for plain
 bytes over one TCP connection, and how many of the machine's cores were busy, which both clusters share here.
-`slow_link_copies[n]`: bytes over the link in both directions, all headers included, over one encoded copy, for
-n relays that hold the same objects with a follower of all weights each; beside it the interfaces' own count,
+`slow_link_copies[n]`: bytes over the link in both directions, with all headers, over one encoded copy, for n
+relays that hold the same objects with a follower of all weights each; beside it the interfaces' own count,
 which has a burst's headers once, and the same with one relay at the trainer, whence each follower fetches.
 `projected_sync_s[...]` is arithmetic from this run's rates, not a measurement.
 

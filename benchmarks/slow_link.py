@@ -1,8 +1,8 @@
-"""Two network namespaces with one rate-limited link between them: a trainer's cluster and a serving cluster.
+"""Two network namespaces with one rate-limited link between them: a trainer's and a serving cluster.
 
-Owns the namespaces, the link, its limit and its counters. Promises: everything is removed on the way out, also
-after a failure or a signal, and what a killed run left is removed by the next. Both directions are limited and
-counted. Never touches the machine's own interfaces. Needs root, `ip` and `tc`.
+Owns the namespaces, the link, its limit and its counters. Promises: everything is removed on the way out,
+also after a failure or a signal, and what a killed run left is removed by the next. Both directions are
+limited and counted. Never touches the machine's own interfaces. Needs root, `ip` and `tc`.
 """
 
 import json
@@ -22,6 +22,7 @@ from rose.errors import RoseError
 
 TRAINER, SERVING = "trainer", "serving"
 MTU = 9000
+_DEVICE = "slow0"
 _PREFIX = "rose-sync-"
 _ADDRESSES = {TRAINER: "10.91.7.1", SERVING: "10.91.7.2"}
 _BURST_S = 250e-6
@@ -76,13 +77,12 @@ class SlowLink:
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
         first, second = self._names.values()
-        peer = ("peer", "name", "link", "netns", second)
-        _run(
-            "ip", "-n", first, "link", "add", "link", "mtu", str(MTU), "type", "veth", *peer, "mtu", str(MTU)
-        )
+        frames = ("mtu", str(MTU))
+        peer = ("peer", "name", _DEVICE, *frames, "netns", second)
+        _run("ip", "-n", first, "link", "add", "name", _DEVICE, *frames, "type", "veth", *peer)
         for side, name in self._names.items():
-            _run("ip", "-n", name, "address", "add", f"{_ADDRESSES[side]}/24", "dev", "link")
-            _run("ip", "-n", name, "link", "set", "link", "up")
+            _run("ip", "-n", name, "address", "add", f"{_ADDRESSES[side]}/24", "dev", _DEVICE)
+            _run("ip", "-n", name, "link", "set", _DEVICE, "up")
 
     def _remove(self) -> None:
         for name in self._names.values():
@@ -105,27 +105,27 @@ class SlowLink:
         self.unlimit()
         for name in self._names.values():
             limit = ("rate", f"{gbps}gbit", "burst", str(burst), "limit", str(queue))
-            _run("tc", "-n", name, "qdisc", "add", "dev", "link", "root", "tbf", *limit)
+            _run("tc", "-n", name, "qdisc", "add", "dev", _DEVICE, "root", "tbf", *limit)
 
     def unlimit(self) -> None:
         """As fast as the machine can."""
         for name in self._names.values():
             if any(queue["kind"] == "tbf" for queue in self._queues(name)):
-                _run("tc", "-n", name, "qdisc", "delete", "dev", "link", "root")
+                _run("tc", "-n", name, "qdisc", "delete", "dev", _DEVICE, "root")
 
     def count(self) -> LinkBytes:
         """Call it under a limit."""
         on_wire = by_interface = 0
         for name in self._names.values():
             on_wire += sum(queue["bytes"] for queue in self._queues(name) if queue["kind"] == "tbf")
-            shown = json.loads(_run("ip", "-n", name, "-j", "-s", "link", "show", "dev", "link"))
+            shown = json.loads(_run("ip", "-n", name, "-j", "-s", "link", "show", "dev", _DEVICE))
             by_interface += shown[0]["stats64"]["tx"]["bytes"]
         return LinkBytes(on_wire=on_wire, by_interface=by_interface)
 
     @staticmethod
     def _queues(name: str) -> list[dict[str, Any]]:
         queues: list[dict[str, Any]] = json.loads(
-            _run("tc", "-n", name, "-j", "-s", "qdisc", "show", "dev", "link")
+            _run("tc", "-n", name, "-j", "-s", "qdisc", "show", "dev", _DEVICE)
         )
         return queues
 

@@ -1,11 +1,14 @@
 """The processes of bench_sync.py on both ends of a slow link, and one weight sync through all of them.
 
-Owns: relays, trainer ranks and followers, each a process in its cluster's namespace. Promises: every sync ends
-with all followers at the trainer's state hash, or the benchmark fails; all processes end with the context.
+Owns: relays, trainer ranks and followers, each a process in its cluster's namespace. Promises: every sync
+ends with all followers at the trainer's state hash, or the benchmark fails; all processes end with the
+context, or with this one.
 """
 
+import ctypes
 import itertools
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -59,7 +62,14 @@ class Process:
     """A sync_worker or a relay; ended by the cluster."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is this process's to handle
+            preexec_fn=_die_with_parent,
+        )
 
     def tell(self, do: str, **request: Any) -> None:
         assert self._process.stdin is not None
@@ -212,6 +222,11 @@ class Run:
     def _tell_followers(self) -> None:
         for follower in self._followers:
             follower.tell("reach", version=self._version)
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _busy_s() -> float:
