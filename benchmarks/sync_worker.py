@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rose.config import Settings
 from rose.transfer.follower import Follower
 from rose.transfer.layout import TensorSpec
 from rose.transfer.mirror import WeightMirror
@@ -142,7 +143,7 @@ class Trainer:
     def close(self, request: dict[str, Any]) -> dict[str, Any]:
         """Ends the run and takes it out of the relay."""
         self._publisher.close()
-        relay = open_relay(self._relay_url)
+        relay = open_relay(self._relay_url, Settings.from_environment().key)
         remove_run(relay, self._publisher.run_id)
         relay.close()
         del self._publisher, self._masters, self._shards, self._ratios
@@ -166,7 +167,7 @@ class Serving:
         """Joins the run at version 0, with a plan if several ranks share the model."""
         plans = row_plans(request["num_layers"], request["serving_ranks"])
         plans = plans[request["rank"] :][:1]
-        self._relay = open_relay(request["relay"])
+        self._relay = open_relay(request["relay"], Settings.from_environment().key)
         self._follower = Follower(self._relay, request["run"], WeightMirror(plans))
         return self.reach({"version": 0})
 
