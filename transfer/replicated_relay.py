@@ -23,10 +23,10 @@ from rose.transfer.relay import Relay
 
 logger = logging.getLogger(__name__)
 
-FIRST_REST_S = 2.0
-LAST_REST_S = 60.0
-"""How long a copy that did not answer is left alone while another one does: at first, and twice as long each
-time up to this, for one that hangs costs seconds whenever it is asked."""
+REST_S = 2.0
+"""How long a copy that did not answer is left alone, at least, while another one does."""
+REST_OVER_WAIT = 6
+"""And by how much longer than it was waited for: one that hangs costs seconds each time it is asked."""
 Answer = TypeVar("Answer")
 
 
@@ -39,7 +39,6 @@ class _Copy:
         self._relay: Relay | None = None
         self._opening = threading.Lock()
         self._rests_until_s = 0.0
-        self._rest_s = FIRST_REST_S
 
     @property
     def is_resting(self) -> bool:
@@ -47,6 +46,7 @@ class _Copy:
 
     def call(self, work: Callable[[Relay], Answer]) -> Answer:
         """Raises: RelayUnreachable, and lets the copy rest; other RelayErrors as they come."""
+        asked_s = time.monotonic()
         try:
             with self._opening:
                 if self._relay is None:
@@ -54,14 +54,10 @@ class _Copy:
             answer = work(self._relay)
         except RelayUnreachable as error:
             logger.warning("relay copy does not answer: url=%s error=%s", self.url, error)
-            with self._opening:
-                # Calls that failed together count as one.
-                if not self.is_resting:
-                    self._rests_until_s = time.monotonic() + self._rest_s
-                    self._rest_s = min(2 * self._rest_s, LAST_REST_S)
+            now_s = time.monotonic()
+            self._rests_until_s = now_s + max(REST_S, REST_OVER_WAIT * (now_s - asked_s))
             raise
         self._rests_until_s = 0.0
-        self._rest_s = FIRST_REST_S
         return answer
 
     def close(self) -> None:

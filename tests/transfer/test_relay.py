@@ -4,12 +4,16 @@ import os
 import subprocess
 import sys
 
+import httpx
 import psutil
 import pytest
+from slow_proxy import SlowProxy
 
 from rose.errors import RelayError
+from rose.transfer import embedded_relay
+from rose.transfer.embedded_relay import ObjectStore
 from rose.transfer.mooncake_relay import INSTALL_LIBRARIES, explain_import_failure, mooncake_available
-from rose.transfer.relay import open_relay, remove_run
+from rose.transfer.relay import open_relay, parse_relay_url, remove_run
 
 
 def test_an_object_comes_back_as_it_went_in(relay):
@@ -106,3 +110,33 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it():
 @pytest.mark.mooncake
 def test_mooncake_is_found_where_it_is_installed():
     assert mooncake_available() == (True, "Mooncake Store loads")
+
+
+def test_a_relay_counts_and_lists_what_it_holds():
+    store = ObjectStore(100)
+    for key in ("a", "rose/run/1-0/0", "rose/run/1-0/1", "rose/run/HEAD", "rose/run2/HEAD"):
+        store.write(key, b"12345", replace=False)
+    store.write("rose/run/HEAD", b"1", replace=True)
+    store.remove("rose/run/1-0/0")
+    store.remove("rose/run/1-0/0")
+    store.check_integrity()
+    assert store.names("rose/run") == ["rose/run/1-0/1", "rose/run/HEAD", "rose/run2/HEAD"]
+    assert store.names("rose/run/1-0/") == ["rose/run/1-0/1"] and store.names("a") == ["a"]
+    for key in store.names(""):
+        store.remove(key)
+    store.check_integrity()
+    assert store.used_bytes == 0
+
+
+def test_a_slow_link_is_not_taken_for_a_hung_relay(embedded_url, monkeypatch):
+    # Calls of 4 s; a link that lets nothing through for 2 s counts as hung.
+    monkeypatch.setattr(embedded_relay, "_TIMEOUT", httpx.Timeout(2.0))
+    proxy = SlowProxy(parse_relay_url(embedded_url)[2])
+    try:
+        relay = open_relay(proxy.url)
+        data = os.urandom(26 << 20)
+        relay.put("rose/run/1-0/0", data)
+        assert relay.get("rose/run/1-0/0") == data
+        relay.close()
+    finally:
+        proxy.close()

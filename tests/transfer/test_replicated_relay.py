@@ -1,13 +1,16 @@
 """Two relays that hold the same objects: either may die at any moment, and nothing is lost."""
 
 import os
+import signal
 import threading
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from rose.errors import RelayError, RelayUnreachable
+from rose.transfer import embedded_relay
 from rose.transfer import manifest as keys
 from rose.transfer.follower import Follower
 from rose.transfer.manifest import Ack, pack_body
@@ -176,3 +179,22 @@ def test_copies_must_be_independent():
         open_relay("embedded://127.0.0.1:1,embedded://127.0.0.1:1")
     with pytest.raises(ValueError, match="relay URL 'nonsense'"):
         open_relay("embedded://127.0.0.1:1,nonsense")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair, monkeypatch, victim):
+    assert embedded_relay._TIMEOUT.read == embedded_relay._TIMEOUT.write <= 10
+    # More than a relay takes to give up a peer, or the writer would give up both.
+    monkeypatch.setattr(embedded_relay, "_TIMEOUT", httpx.Timeout(5.0))
+    relay = open_relay(pair[2])
+    relay.put("rose/run/a", b"before")
+    os.kill(pair[victim].process.pid, signal.SIGSTOP)
+    try:
+        relay.put("rose/run/b", b"after")
+        assert relay.get("rose/run/a") == b"before" and relay.get("rose/run/b") == b"after"
+        alone = open_relay(pair[1 - victim].url)
+        assert alone.get("rose/run/b") == b"after"
+        alone.close()
+    finally:
+        os.kill(pair[victim].process.pid, signal.SIGCONT)
+    relay.close()
