@@ -11,7 +11,7 @@ import hmac
 import json
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from urllib.parse import quote
 
 import httpx
@@ -33,6 +33,7 @@ _TIMEOUT = httpx.Timeout(_SILENCE_S, connect=_CONNECT_TIMEOUT_S)
 # Relays are near each other. The writer waits in silence meanwhile, so a peer that hangs is given up sooner.
 _HAND_ON_S = 2.0
 _HAND_ON_BYTES_PER_S = 20e6
+_PIECE_BYTES = 1 << 20
 _FULL = web.HTTPInsufficientStorage.status_code
 _MISSED_HEADER = "X-Rose-Missed"
 
@@ -226,8 +227,10 @@ class EmbeddedRelay:
         return f"/v1/objects/{quote(key)}"
 
     def _call(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
+        body = content if content is None or len(content) <= _PIECE_BYTES else _pieces(content)
+        headers = {"Content-Length": str(len(content))} if content is not None else {}
         try:
-            response = self._http.request(method, path, content=content)
+            response = self._http.request(method, path, content=body, headers=headers)
         except httpx.HTTPError as error:
             where = self._http.base_url
             raise RelayUnreachable(f"embedded relay {where}: {method} {path}: {error!r}") from error
@@ -235,6 +238,12 @@ class EmbeddedRelay:
             return response
         refused = f"embedded relay refused {method} {path}: {response.status_code} {response.text}"
         raise RelayFull(refused) if response.status_code == _FULL else RelayError(refused)
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """A large body for httpx, which would copy what is left of it each time the socket has taken a little."""
+    for at in range(0, len(data), _PIECE_BYTES):
+        yield data[at : at + _PIECE_BYTES]
 
 
 async def serve(host: str, port: int, capacity_bytes: int, key: str | None) -> None:

@@ -1,5 +1,6 @@
 """A TCP proxy whose bytes trickle, as over a slow link."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -46,10 +47,8 @@ class SlowProxy:
 
     def close(self):
         for each in self._sockets:
-            try:
+            with contextlib.suppress(OSError):  # never connected, or gone
                 each.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
             each.close()
         for thread in self._threads:
             thread.join()
