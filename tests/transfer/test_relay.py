@@ -11,8 +11,8 @@ from slow_proxy import SlowProxy
 
 from rose.errors import RelayError
 from rose.transfer import embedded_relay
-from rose.transfer.embedded_relay import ObjectStore
 from rose.transfer.mooncake_relay import INSTALL_LIBRARIES, explain_import_failure, mooncake_available
+from rose.transfer.object_store import ObjectStore
 from rose.transfer.relay import open_relay, parse_relay_url, remove_run
 
 
