@@ -64,13 +64,14 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         syncs: Syncs = {}
         for name, setup in VARIANTS.items():
             links = LINKS_GBPS if name in (SHARDED, SPARSE) else (ABLATION_GBPS,)
-            run = cluster.open(setup)
             for gbps in links:
+                # A run each: the relay keeps all its versions.
+                run = cluster.open(setup)
                 cluster.link.limit(gbps)
                 # Dense over the slowest link takes 20 s and hardly varies.
                 count = 1 if args.quick and gbps < 1 and setup.codec == "DENSE" else repeats
                 syncs[name, gbps] = [run.sync() for _ in range(count)]
-            run.close()
+                run.close()
         plain = {gbps: _plain_over_ideal(cluster, gbps) for gbps in LINKS_GBPS}
         copies = [_copies_figure(cluster, replicas, repeats) for replicas in REPLICAS]
     return [

@@ -76,6 +76,7 @@ class TorchSource:
         self._shards = _untied(_named(weights))
         if not self._shards:
             raise ValueError("no tensors to publish")
+        self._scratch = np.empty(0, np.uint8)
         self._views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
     def specs(self) -> list[TensorSpec]:
@@ -90,8 +91,16 @@ class TorchSource:
         return {name: [shard.box for shard in shards] for name, shards in self._shards.items()}
 
     def read(self, layout: Layout, bucket: Bucket) -> Bits:
-        """The bits that the bucket's elements have now, a new array. Raises: ValueError: not all are here."""
-        bits = np.empty(bucket.num_elements, bits_dtype(bucket.dtype))
+        """The bits that the bucket's elements have now, valid until the next read().
+
+        Into the same memory each time: the kernel would have to clear 64 MB of new pages for each bucket.
+        Raises: ValueError: not all are here.
+        """
+        dtype = bits_dtype(bucket.dtype)
+        num_bytes = bucket.num_elements * dtype.itemsize
+        if self._scratch.size < num_bytes:
+            self._scratch = np.empty(num_bytes, np.uint8)
+        bits = self._scratch[:num_bytes].view(dtype)
         for piece in layout.pieces(bucket):
             ends = piece.part.box
             shards = self._shards.get(piece.tensor.name, [])
