@@ -6,7 +6,7 @@ import threading
 import time
 
 CHUNK_BYTES = 128 << 10
-PAUSE_S = 0.02
+PAUSE_S = 0.01
 
 
 class SlowProxy:

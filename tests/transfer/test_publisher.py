@@ -316,7 +316,8 @@ def test_a_version_is_fetched_while_it_is_written(embedded_url):
 
     def open_rank(rank):
         shard = TensorShard(tensor=ranks[rank], shape=(2 * rows, 20), start=(rank * rows, 0))
-        return WeightPublisher([("w", shard)], embedded_url, "run", rank=rank, num_ranks=2, bucket_bytes=500)
+        options = {"rank": rank, "num_ranks": 2, "bucket_bytes": 500, "snapshot_share": 10}
+        return WeightPublisher([("w", shard)], embedded_url, "run", **options)
 
     relay = open_relay(embedded_url)
     follower = Follower(relay, "run", WeightMirror())
