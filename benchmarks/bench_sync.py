@@ -26,7 +26,7 @@ import sys
 
 from harness import median_figure, run_benchmark
 from slow_link import SERVING, TRAINER, stop_signals_raise
-from sync_cluster import Cluster, Setup, Sync
+from sync_cluster import Cluster, Run, Setup, Sync
 from sync_worker import model_specs
 
 from rose.demo.figures import Figure
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
                 cluster.link.limit(gbps)
                 # Dense over the slowest link takes 20 s and hardly varies.
                 count = 1 if args.quick and gbps < 1 and setup.codec == "DENSE" else repeats
-                syncs[name, gbps] = [run.sync() for _ in range(count)]
+                syncs[name, gbps] = _syncs(run, count, f"{name}, {gbps:g} Gbps")
                 run.close()
         plain = {gbps: _plain_over_ideal(cluster, gbps) for gbps in LINKS_GBPS}
         copies = [_copies_figure(cluster, replicas, repeats) for replicas in REPLICAS]
@@ -121,8 +121,15 @@ def _copies(cluster: Cluster, replicas: int, side: str, repeats: int) -> list[Sy
     )
     run = cluster.open(setup)
     cluster.link.limit(ABLATION_GBPS)
-    syncs = [run.sync() for _ in range(repeats)]
+    syncs = _syncs(run, repeats, f"{replicas} replicas, relay at the {side}")
     run.close()
+    return syncs
+
+
+def _syncs(run: Run, count: int, case: str) -> list[Sync]:
+    syncs = [run.sync() for _ in range(count)]
+    times = " ".join(f"{sync.taken_s:.3f}" for sync in syncs)
+    print(f"{case}: {times} s", file=sys.stderr, flush=True)
     return syncs
 
 
