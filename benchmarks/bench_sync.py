@@ -68,8 +68,9 @@ def measure(args: argparse.Namespace) -> list[Figure]:
                 # A run each: the relay keeps all its versions.
                 run = cluster.open(setup)
                 cluster.link.limit(gbps)
-                # Dense over the slowest link takes 20 s and hardly varies.
-                count = 1 if args.quick and gbps < 1 and setup.codec == "DENSE" else repeats
+                count = repeats
+                if args.quick and setup.codec == "DENSE":
+                    count = 1 if gbps < 1 else 2  # 20 s over the slowest link, and hardly varies
                 syncs[name, gbps] = _syncs(run, count, f"{name}, {gbps:g} Gbps")
                 run.close()
         plain = {gbps: _plain_over_ideal(cluster, gbps) for gbps in LINKS_GBPS}
