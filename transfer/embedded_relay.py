@@ -11,9 +11,7 @@ import hmac
 import json
 import logging
 import signal
-import threading
-from collections.abc import Awaitable, Callable, Generator, Iterable
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from urllib.parse import quote
 
 import httpx
@@ -123,7 +121,6 @@ class EmbeddedRelay:
 
     def __init__(self, host: str, port: int, key: str | None = None) -> None:
         self.address = f"{host}:{port}"
-        self._sending = threading.Lock()
         self._http = http_client(f"http://{host}:{port}", key=key, timeout=_TIMEOUT)
         try:
             self.keys("rose/HEAD_RUN")
@@ -164,28 +161,15 @@ class EmbeddedRelay:
     def close(self) -> None:
         self._http.close()
 
-    def _pieces(self, data: bytes) -> Generator[bytes, None, None]:
-        """A large body for httpx, which would copy all that is left each time the socket has taken a little.
-
-        Large bodies cross the link one after the other: side by side, all would arrive at the very end, and
-        whoever fetches them would start only then.
-        """
-        with self._sending:
-            for at in range(0, len(data), _PIECE_BYTES):
-                yield data[at : at + _PIECE_BYTES]
-
     @staticmethod
     def _path(key: str) -> str:
         return f"/v1/objects/{quote(key)}"
 
     def _call(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
+        body = content if content is None or len(content) <= _PIECE_BYTES else _pieces(content)
+        headers = {"Content-Length": str(len(content))} if content is not None else {}
         try:
-            if content is None or len(content) <= _PIECE_BYTES:
-                response = self._http.request(method, path, content=content)
-            else:
-                headers = {"Content-Length": str(len(content))}
-                with closing(self._pieces(content)) as pieces:
-                    response = self._http.request(method, path, content=pieces, headers=headers)
+            response = self._http.request(method, path, content=body, headers=headers)
         except httpx.HTTPError as error:
             where = self._http.base_url
             raise RelayUnreachable(f"embedded relay {where}: {method} {path}: {error!r}") from error
@@ -193,6 +177,12 @@ class EmbeddedRelay:
             return response
         refused = f"embedded relay refused {method} {path}: {response.status_code} {response.text}"
         raise RelayFull(refused) if response.status_code == _FULL else RelayError(refused)
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """A large body for httpx, which would copy what is left of it each time the socket has taken a little."""
+    for at in range(0, len(data), _PIECE_BYTES):
+        yield data[at : at + _PIECE_BYTES]
 
 
 async def serve(host: str, port: int, capacity_bytes: int, key: str | None) -> None:
