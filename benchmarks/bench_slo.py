@@ -18,17 +18,13 @@ from rich.console import Console
 from slo_twin import Sampling, TwinBench
 
 from rose.demo.figures import Figure
-from rose.demo.replay import SYNTHETIC_ROWS
-from rose.demo.trace import load_trace, synthetic_trace
+from rose.demo.trace import trace_or_synthetic
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     if not args.simulate:
         return slo_real.measure(args, Console())
-    if args.trace is not None:
-        trace = load_trace(args.trace)
-    else:
-        trace = synthetic_trace(num_requests=SYNTHETIC_ROWS, seed=args.seed)
+    trace = trace_or_synthetic(args.trace, args.seed)
     horizon_s, repeats = (100.0, 1) if args.quick else (200.0, 3)
     sampling = Sampling(horizon_s=horizon_s, repeats=repeats, seed=args.seed)
     return TwinBench(trace, sampling, Console()).figures()

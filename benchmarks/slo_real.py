@@ -10,7 +10,7 @@ import random
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -25,15 +25,15 @@ from slo_figures import (
     tight_figures,
 )
 from slo_policies import FEW, MODES, policy_table
+from traffic import window_runner
 
 from rose.admission.step_time import StepTimeModel
 from rose.demo.figures import Figure
 from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.records import PhaseName, PhaseResult
 from rose.demo.run import RlSteps
-from rose.demo.windows import WindowRunner, WindowSpec
+from rose.demo.windows import WindowSpec
 from rose.node.control import EngineControl
-from rose.node.processes import ServerProcess
 from rose.types import SLO, GateMode, Role
 
 ROLLOUT_ALONE, TIGHT = "rollout alone", "tight"
@@ -50,15 +50,6 @@ MAX_FOREIGN_CPU_SHARE = 0.05
 SETTLE_S = 0.5
 
 Windows = dict[str, list[PhaseResult]]
-
-
-@dataclass(frozen=True, slots=True)
-class _PinnedClients:
-    rig: Rig
-    cpus: tuple[int, ...] | None
-
-    def run(self, argv: Sequence[str], name: str) -> ServerProcess:
-        return self.rig.run(list(argv), name, self.cpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +116,7 @@ class _RealBench:
         ]
 
     def _windows(self, case: str, plan: DemoPlan, policies: Mapping[str, _Policy]) -> Windows:
-        runner = WindowRunner(plan, _PinnedClients(self._rig, plan.cpus.others), self._serving, self._rollout)
+        runner = window_runner(plan, self._rig, self._serving, self._rollout)
         windows: Windows = defaultdict(list)
         for index in range(self._rounds):
             names = [ALONE, ROLLOUT_ALONE, *policies]

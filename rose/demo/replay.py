@@ -20,14 +20,13 @@ from rose.demo.completions import Clock, Completion, open_session, stream_comple
 from rose.demo.figures import percentile
 from rose.demo.load_process import add_load_arguments, reporting
 from rose.demo.records import RequestRecord
-from rose.demo.trace import ReplayRequest, load_trace, scaled, synthetic_trace
+from rose.demo.trace import ReplayRequest, scaled, trace_or_synthetic
 from rose.errors import RoseError
 from rose.node.control import completion_body
 
-__all__ = ["Replay", "ReplayRequest", "load_trace", "replay", "scaled", "synthetic_trace"]
+__all__ = ["Replay", "ReplayRequest", "replay", "scaled"]
 
 WINDOW_CLOSED = "not finished when the window closed"
-SYNTHETIC_ROWS = 20_000
 
 
 @dataclass(slots=True)
@@ -200,11 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 2 with one line for bad input."""
     args = _parser().parse_args(argv)
     try:
-        trace = (
-            load_trace(args.trace)
-            if args.trace is not None
-            else synthetic_trace(num_requests=SYNTHETIC_ROWS, seed=args.seed)
-        )
+        trace = trace_or_synthetic(args.trace, args.seed)
         requests = scaled(
             trace,
             args.rate_rps,

@@ -21,6 +21,8 @@ from rose.errors import ConfigError
 MIN_OUTPUT_TOKENS = 2
 """TPOT needs two tokens."""
 
+SYNTHETIC_ROWS = 20_000
+
 # Quantile functions fitted to the conversation trace (19 366 requests in 58 minutes), drawn by
 # interpolating the logarithm of the length between these points.
 _LENGTH_QUANTILES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
@@ -55,6 +57,11 @@ class ReplayRequest:
     at_s: float
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
+
+
+def trace_or_synthetic(path: Path | None, seed: int) -> list[TraceRow]:
+    """The trace in a file, or without one a stand-in of its usual length. Raises: ConfigError."""
+    return load_trace(path) if path is not None else synthetic_trace(num_requests=SYNTHETIC_ROWS, seed=seed)
 
 
 def load_trace(path: Path) -> list[TraceRow]:

@@ -15,9 +15,8 @@ import psutil
 
 from rose.demo.plan import DemoPlan
 from rose.demo.records import PhaseName, PhaseResult, RequestRecord, read_records
-from rose.demo.replay import SYNTHETIC_ROWS
 from rose.demo.rollout_load import RolloutLoadResult
-from rose.demo.trace import ReplayRequest, load_trace, scaled, synthetic_trace
+from rose.demo.trace import ReplayRequest, scaled, trace_or_synthetic
 from rose.errors import WorkerError
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
@@ -183,13 +182,8 @@ def replay_flags(plan: DemoPlan, index: int, duration_s: float) -> list[str]:
 def replayed_requests(plan: DemoPlan, index: int, duration_s: float) -> list[ReplayRequest]:
     """The requests that a replay with ``replay_flags`` of the same arguments sends."""
     load, seed = plan.serving, plan.options.seed + index
-    trace = (
-        load_trace(plan.trace)
-        if plan.trace is not None
-        else synthetic_trace(num_requests=SYNTHETIC_ROWS, seed=seed)
-    )
     return scaled(
-        trace,
+        trace_or_synthetic(plan.trace, seed),
         load.rate_rps,
         load.max_prompt_tokens,
         load.max_output_tokens,

@@ -34,13 +34,11 @@ logger = logging.getLogger(__name__)
 WATCH_S = 0.05
 """Longest time until an idle engine notices a command on its status page."""
 COMMANDS = (
-    *(
-        Field.RL_STEP,
-        Field.WANTED_GATE_MODE,
-        Field.WANTED_TPOT_TARGET_US,
-        Field.PROFILE,
-        Field.WANTED_INACTIVE,
-    ),
+    Field.RL_STEP,
+    Field.WANTED_GATE_MODE,
+    Field.WANTED_TPOT_TARGET_US,
+    Field.PROFILE,
+    Field.WANTED_INACTIVE,
 )
 GATE_MODES = list(GateMode)
 

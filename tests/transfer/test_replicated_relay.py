@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from training_steps import step
 
 from rose.errors import RelayError, RelayUnreachable
 from rose.transfer import embedded_relay
@@ -30,11 +31,6 @@ def pair(start_relay):
 def weights():
     torch.manual_seed(0)
     return {f"layer{i}.weight": torch.randn(60, 50) for i in range(6)}
-
-
-def step(weights):
-    for tensor in weights.values():
-        tensor += 1e-4 * torch.randn_like(tensor)
 
 
 def objects(url):

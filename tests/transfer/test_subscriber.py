@@ -13,6 +13,7 @@ import pytest
 import torch
 from aiohttp import web
 from shard_plans import plan_of
+from training_steps import step
 
 from rose.transfer.checkpoint import checkpoint_state_hash
 from rose.transfer.manifest import worker_name
@@ -116,11 +117,6 @@ def subscribe(worker, tmp_path, monkeypatch):
 def weights():
     torch.manual_seed(0)
     return {f"layer{i}.weight": torch.randn(200, 50) for i in range(3)}
-
-
-def step(weights):
-    for tensor in weights.values():
-        tensor += 1e-4 * torch.randn_like(tensor)
 
 
 def wait_for(condition):

@@ -128,7 +128,8 @@ async def test_turns_wait_while_the_only_worker_is_inactive(start_router: StartR
 async def test_a_full_queue_is_429_and_a_passed_deadline_504(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker(pressure="pressure") as s,
-        start_router((s, "serving"), max_queued_per_job=1) as client,
+        # The late job borrows the GPU too; it gives it back at once.
+        start_router((s, "serving"), max_queued_per_job=1, job_idle_s=0.1) as client,
     ):
         waiting = asyncio.create_task(client.post("/v1/completions", BODY))
         await until(lambda: client.router.plane.dispatcher.num_queued == 1)
