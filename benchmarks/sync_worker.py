@@ -20,7 +20,7 @@ from rose.transfer.layout import TensorSpec
 from rose.transfer.mirror import WeightMirror
 from rose.transfer.relay import open_relay, remove_run
 from rose.transfer.shard_plan import ShardCopy, ShardPlan, StridedView
-from rose.transfer.subscriber import POLL_S
+from rose.transfer.subscriber import STATUS_EVERY_S
 
 HIDDEN, WIDTH, KV = 2048, 6144, 1024
 LEARNING_RATE = 6.3e-7
@@ -177,7 +177,7 @@ class Serving:
         fetched = self._follower.fetched_bytes
         while mirror.version is None or mirror.version.number < request["version"]:
             if not self._follower.advance():
-                time.sleep(POLL_S)
+                self._follower.wait(STATUS_EVERY_S)
         return {
             "held_s": time.monotonic(),
             "state_hash": str(mirror.version_hash),

@@ -3,7 +3,7 @@
 Owns: which objects exist, HEAD and the oldest version that followers may still come from, the run's
 announcement, removal of what nobody needs, and relay copies that missed writes.
 Promises: HEAD never names an object that is not there, and is moved before anything it named is removed.
-Never encodes weights. Called by the publisher's thread; make_room() also by those that put.
+Never encodes weights. Called by the publisher's thread; make_room() and announce_coming() by those that put.
 """
 
 import threading

@@ -11,8 +11,8 @@ import hmac
 import json
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from urllib.parse import quote
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from urllib.parse import quote, urlencode
 
 import httpx
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
@@ -20,6 +20,7 @@ from aiohttp.typedefs import Middleware
 
 from rose.errors import RelayError, RelayFull, RelayUnreachable
 from rose.http import http_client
+from rose.transfer.change_log import ChangeLog
 from rose.transfer.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ _CONNECT_TIMEOUT_S = 0.8
 # Of silence, not of a whole call: a slow link may take as long as it needs while bytes flow. After the last
 # byte of a body was handed to the kernel, up to 4 MB of it are still on their way: 4 Mbit/s suffice.
 _SILENCE_S = 10.0
+_MAX_WAIT_S = 5.0  # for a change, in silence
 _TIMEOUT = httpx.Timeout(_SILENCE_S, connect=_CONNECT_TIMEOUT_S)
 # Relays are near each other. The writer waits in silence meanwhile, so a peer that hangs is given up sooner.
 _HAND_ON_S = 2.0
@@ -43,12 +45,14 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
     """The relay's HTTP application."""
 
     peers = _Peers(key)
+    log = ChangeLog()
 
     async def write(request: web.Request) -> web.Response:
         name, is_replacing = request.match_info["key"], request.query.get("replace") == "1"
         store.require_room(name, request.content_length or 0)
         data = await request.read()
         store.write(name, data, replace=is_replacing)
+        log.note(name)
         addresses = [address for address in request.query.get("copy_to", "").split(",") if address]
         is_taken = await asyncio.gather(*(peers.send(each, name, data, is_replacing) for each in addresses))
         missed = [each for each, taken in zip(addresses, is_taken, strict=True) if not taken]
@@ -66,12 +70,27 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
     async def names(request: web.Request) -> web.Response:
         return web.json_response(store.names(request.query.get("prefix", "")))
 
+    async def changes(request: web.Request) -> web.Response:
+        prefixes, seen = request.query.getall("prefix", []), request.query.get("seen")
+        if seen is None:
+            return web.Response(text=log.position)
+        timeout_ms = request.query.get("timeout_ms", "")
+        if not timeout_ms.isdecimal():
+            raise web.HTTPBadRequest(text=f"timeout_ms must be a number, got {timeout_ms!r}")
+        timeout_s = min(int(timeout_ms) / 1000, _MAX_WAIT_S)
+        return web.Response(text=await log.wait(prefixes, seen, timeout_s))
+
+    async def end_waits(app: web.Application) -> None:
+        log.close()
+
     app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key)])
+    app.on_shutdown.append(end_waits)
     app.on_cleanup.append(peers.close)
     app.router.add_put("/v1/objects/{key:.+}", write)
     app.router.add_get("/v1/objects/{key:.+}", read)
     app.router.add_post("/v1/remove", remove)
     app.router.add_get("/v1/keys", names)
+    app.router.add_get("/v1/changes", changes)
     return app
 
 
@@ -157,6 +176,12 @@ class EmbeddedRelay:
     def keys(self, prefix: str) -> list[str]:
         names = self._call("GET", f"/v1/keys?prefix={quote(prefix)}").json()
         return [str(name) for name in names]
+
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> str:
+        query = [("prefix", prefix) for prefix in prefixes]
+        if seen is not None:
+            query += [("seen", seen), ("timeout_ms", str(max(0, round(1000 * timeout_s))))]
+        return self._call("GET", f"/v1/changes?{urlencode(query)}").text
 
     def close(self) -> None:
         self._http.close()

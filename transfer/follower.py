@@ -5,7 +5,7 @@ what is fetched ahead: frames of a version that the trainer still writes, so tha
 pace with the link.
 Promises: the mirror is always at a whole version; when advance() raises, it stays at the last good one. It
 never goes back, within a run or to a run it has left, so a relay copy that missed writes does no harm.
-Never talks to a worker, never sleeps.
+Never talks to a worker, never sleeps but in wait().
 """
 
 import logging
@@ -44,6 +44,8 @@ class Follower:
         self.fetched_bytes = 0
         self._writer: str | None = None
         self._left: set[str] = set()
+        self._followed: str | None = run_id if run_id != AUTO_RUN else None
+        self._seen: str | None = None
         self._unreadable: tuple[str, int] | None = None
         """A coming version with a bad frame: it is judged when it is there."""
 
@@ -53,7 +55,7 @@ class Follower:
         While a version is being written it fetches what is there of it, and looks again as long as more came.
         """
         while True:
-            run_id = self._current_run()
+            run_id = self._followed = self._current_run()
             data = self._relay.get(keys.head_key(run_id)) if run_id is not None else None
             if run_id is None or data is None:
                 return False
@@ -64,6 +66,16 @@ class Follower:
                 return False
             self._move(run_id, head)
             return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when advance() may find something new, or after timeout_s. Raises: RelayError."""
+        prefixes = [keys.HEAD_RUN_KEY] if self._run_id == AUTO_RUN else []
+        if self._followed is not None:
+            prefixes.append(keys.head_key(self._followed))
+        version = self.mirror.version
+        if version is not None:
+            prefixes.append(keys.version_prefix(version.run_id, version.number + 1, version.number))
+        self._seen = self._relay.wait(prefixes, self._seen, timeout_s)
 
     def _move(self, run_id: str, head: Head) -> None:
         try:

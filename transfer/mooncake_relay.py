@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable
 # Holds one object on its way in or out: a 64 MB frame, with room for the store's own alignment.
 CLIENT_BUFFER_BYTES = 160 << 20
 MASTER_START_TIMEOUT_S = 15.0
+_LOOK_EVERY_S = 0.02
 _RETRIES = 3
 _RETRY_PAUSE_S = 0.2
 INSTALL_LIBRARIES = "apt-get install -y libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2"
@@ -104,6 +105,12 @@ class MooncakeRelay:
             failed = f"{url}: {error!r}; give the master's metrics port as ?admin=PORT"
             raise RelayUnreachable(failed) from error
         return sorted(name for name in response.text.split("\n") if name and name.startswith(prefix))
+
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> str:
+        """The store tells nobody of changes: waits for as long as it is polite to look again after."""
+        if seen is not None:
+            time.sleep(min(timeout_s, _LOOK_EVERY_S))
+        return ""
 
     def close(self) -> None:
         self._store.close()

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from rose.config import Settings
 from rose.errors import RelayError, WorkerError
 from rose.transfer import manifest as keys
 from rose.transfer.chain import VersionChain, claim_run
-from rose.transfer.codec import Bits, Codec, Encoded, Patch, encode
+from rose.transfer.codec import Codec, Encoded, NewBits, Patch, encode
 from rose.transfer.codec_choice import encode_for_link
 from rose.transfer.layout import BUCKET_BYTES, Bucket
 from rose.transfer.manifest import Ack, Manifest
@@ -43,7 +45,6 @@ DEFAULT_LINK_GBPS = 1.0
 FULL_WAIT_S = 30.0
 RANKS_TIMEOUT_S = 120.0
 _PUT_THREADS = 2
-_ACK_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +146,6 @@ class WeightPublisher:
         if self._ranks.is_leader:
             self._chain.open()
         self._hear_of_commit()
-        if self._ranks.is_leader:
-            self._chain.announce_coming(self._number + 1)
         if self._number < 0:
             writer = self._write(0, None, self._put_first)
         else:
@@ -178,15 +177,17 @@ class WeightPublisher:
 
         workers: names as in rose.transfer.manifest.worker_name. Raises: WorkerError naming the late ones.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        seen: str | None = None
         while True:
             acked = self.acked()
             late = sorted(name for name in workers if acked.get(name, -1) < version.number)
             if not late:
                 return
-            if time.monotonic() >= deadline:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
                 raise WorkerError(f"no ack of {version} within {timeout_s} s from {', '.join(late)}")
-            time.sleep(_ACK_POLL_S)
+            seen = self._relay.wait([keys.ack_prefix(self.run_id)], seen, left_s)
 
     def close(self) -> None:
         """Closes the connection; what was published stays in the relay."""
@@ -215,11 +216,13 @@ class WeightPublisher:
     def _put_first(self, writer: VersionWriter) -> None:
         for bucket in self._buckets:
             with writer.encoding():
-                self._planes.fill(bucket, self._source.read(self.layout, bucket))
+                self._planes.fill(bucket, np.concatenate(self._source.read(self.layout, bucket)))
         self._unheard = []
         self._move_to(self._put_snapshot(writer))
 
     def _put_delta(self, writer: VersionWriter) -> None:
+        if self._ranks.is_leader:
+            writer.run_beside(partial(self._chain.announce_coming, writer.version))
         patches: list[tuple[Bucket, Patch]] = []
         for bucket in self._buckets:
             before = self._planes.bucket_hash(bucket)
@@ -253,7 +256,7 @@ class WeightPublisher:
         self._version_hash = StateHash.from_hex(manifest.state_hash)
         self._is_followed = manifest.is_followed
 
-    def _encode(self, bucket: Bucket, new: Bits) -> Encoded:
+    def _encode(self, bucket: Bucket, new: NewBits) -> Encoded:
         old = self._planes.bits(bucket)
         if self._codec is not None:
             return encode(self._codec, old, new, bucket.first_index, bucket.dtype)

@@ -6,7 +6,7 @@ RelayError with the key. Never knows what the objects mean (manifest does).
 Source: ROSE §4.2 (relay layer that decouples trainer and engines).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
@@ -31,6 +31,13 @@ class Relay(Protocol):
 
     def keys(self, prefix: str) -> list[str]:
         """All keys that start with `prefix`, in order."""
+
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> str:
+        """Returns when objects under one of the prefixes may have been written since `seen`.
+
+        seen: what the last wait() returned, None to begin with: then it returns at once. Whoever looks after
+        each wait() misses nothing. May return early; after timeout_s at the latest.
+        """
 
     def close(self) -> None:
         """Lets go of connections and buffers; the objects stay."""

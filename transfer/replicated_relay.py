@@ -14,7 +14,7 @@ the next publish brings it up to date.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from rose.errors import RelayError, RelayUnreachable
@@ -103,6 +103,10 @@ class ReplicatedRelay:
     def keys(self, prefix: str) -> list[str]:
         return sorted({name for names in self._all(lambda relay: relay.keys(prefix)) for name in names})
 
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> str:
+        """Waits at the copy that get() asks first; to another one `seen` means nothing, and ends the wait."""
+        return self._first(lambda relay: relay.wait(prefixes, seen, timeout_s))
+
     def close(self) -> None:
         for copy in self._copies:
             copy.close()
@@ -127,6 +131,16 @@ class ReplicatedRelay:
         if data is not None:
             logger.info("relay copy gets what it missed: url=%s key=%s", copy.url, name)
             copy.call(lambda relay: relay.upsert(name, data))
+
+    def _first(self, work: Callable[[Relay], Answer]) -> Answer:
+        """What the first copy that answers says. Raises: RelayUnreachable when none does."""
+        failures: list[RelayUnreachable] = []
+        for copy in self._in_order():
+            try:
+                return copy.call(work)
+            except RelayUnreachable as error:
+                failures.append(error)
+        raise failures[0]
 
     def _in_order(self) -> list[_Copy]:
         """Those that rest come last: they are asked only when nobody else can answer."""

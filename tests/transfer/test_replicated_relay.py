@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -168,6 +169,25 @@ def test_a_follower_never_goes_back_with_a_copy_that_is_behind(pair, weights):
     assert follower.mirror.version == report.version
     for each in (publisher, newer, relay, alone):
         each.close()
+
+
+def test_a_wait_goes_on_at_the_other_copy_when_one_dies(pair):
+    first, _, both = pair
+    relay, writer = open_relay(both), open_relay(both)
+
+    def wait_for(key):
+        seen = None
+        while relay.get(key) is None:
+            seen = relay.wait(["rose/run/"], seen, 60.0)
+
+    with ThreadPoolExecutor(1) as executor:
+        for key in ("rose/run/1-0/0", "rose/run/1-0/1"):
+            waiting = executor.submit(wait_for, key)
+            first.kill()
+            writer.put(key, b"frame")
+            waiting.result()
+    relay.close()
+    writer.close()
 
 
 def test_copies_must_be_independent():
