@@ -88,6 +88,13 @@ class MooncakeRelay:
         failed = f"get {key} failed {_RETRIES} times ({exists})"
         raise RelayUnreachable(f"mooncake master {self._master}: {failed}")
 
+    def holds(self, key: str) -> bool:
+        """Whether the object is there, without fetching it. Raises: RelayUnreachable."""
+        code = self._store.is_exist(key)
+        if code not in (0, 1):
+            raise RelayUnreachable(f"mooncake master {self._master}: is_exist {key} answered {code}")
+        return bool(code)
+
     def remove(self, keys: Iterable[str]) -> None:
         names = list(keys)
         codes = self._store.batch_remove(names, True) if names else []

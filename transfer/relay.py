@@ -59,6 +59,28 @@ def parse_relay_url(url: str) -> tuple[str, str, int, dict[str, str]]:
     return parts.scheme, parts.hostname, port, options
 
 
+def require_mooncake(url: str) -> None:
+    """Raises: ValueError unless it is the URL of one Mooncake store."""
+    if parse_relay_url(url)[0] != "mooncake":
+        raise ValueError(f"relay URL {url!r} is not of the form mooncake://HOST:PORT")
+
+
+def address_of(url: str) -> str:
+    """host:port of a relay."""
+    _, host, port, _ = parse_relay_url(url)
+    return f"{host}:{port}"
+
+
+def add_beside(url: str, other: str) -> str:
+    """The URL of a Mooncake store that says of which other one it copies the frames."""
+    return f"{url}{'&' if '?' in url else '?'}beside={address_of(other)}"
+
+
+def beside_of(url: str) -> str | None:
+    """host:port of the store whose frames this one copies, if it does."""
+    return parse_relay_url(url)[3].get("beside")
+
+
 def open_relay(url: str, key: str | None = None) -> Relay:
     """Connects to a running relay, or to several that hold the same objects: their URLs with commas between.
 

@@ -3,7 +3,8 @@
 Owns: the choice of the copy to talk to, writing to all of them, bringing one up to date that missed writes.
 Promises: an object is written when every copy that answers has it, and at least one does; it is read from
 any. An embedded relay hands objects on to its peers itself, so that they cross the link from the trainer
-once; copies of other kinds are written one by one. A copy that does not answer rests for a while instead of
+once; so does a Mooncake store that another one stands beside, which copies its frames (nearby_copies.py).
+Other copies are written one by one. A copy that does not answer rests for a while instead of
 slowing every call.
 Never decides which objects are needed: the publisher says so in repair().
 
@@ -15,11 +16,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from rose.errors import RelayError, RelayUnreachable
+from rose.transfer import manifest
 from rose.transfer.embedded_relay import EmbeddedRelay
-from rose.transfer.relay import Relay
+from rose.transfer.mooncake_relay import MooncakeRelay
+from rose.transfer.relay import Relay, address_of, beside_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,9 @@ REST_S = 2.0
 """How long a copy that did not answer is left alone, at least, while another one does."""
 REST_OVER_WAIT = 6
 """And by how much longer than it was waited for: one that hangs costs seconds each time it is asked."""
+_FETCH_S = 2.0
+_FETCH_BYTES_PER_S = 20e6
+_FETCH_POLL_S = 0.01
 Answer = TypeVar("Answer")
 
 
@@ -39,6 +46,7 @@ class _Copy:
         self._relay: Relay | None = None
         self._opening = threading.Lock()
         self._rests_until_s = 0.0
+        self._fetches_from_s = 0.0
 
     @property
     def is_resting(self) -> bool:
@@ -59,6 +67,26 @@ class _Copy:
             raise
         self._rests_until_s = 0.0
         return answer
+
+    def is_beside(self, other: "_Copy") -> bool:
+        """Whether this copy's own process copies frames from the other one, as far as we know."""
+        return beside_of(self.url) == address_of(other.url) and time.monotonic() >= self._fetches_from_s
+
+    def fetches(self, key: str, num_bytes: int) -> bool:
+        """Waits until it holds a frame that the copy beside it has; False when that takes too long."""
+
+        def holds(relay: Relay) -> bool:
+            return isinstance(relay, MooncakeRelay) and relay.holds(key)
+
+        deadline_s = time.monotonic() + _FETCH_S + num_bytes / _FETCH_BYTES_PER_S
+        with suppress(RelayUnreachable):
+            while time.monotonic() < deadline_s:
+                if self.call(holds):
+                    return True
+                time.sleep(_FETCH_POLL_S)
+        logger.warning("relay copy does not fetch from the one beside it: url=%s key=%s", self.url, key)
+        self._fetches_from_s = time.monotonic() + REST_OVER_WAIT * _FETCH_S
+        return False
 
     def close(self) -> None:
         if self._relay is not None:
@@ -176,6 +204,8 @@ class ReplicatedRelay:
                 failures.append(error)
                 continue
             is_written = True
+            if not is_replacing and manifest.bucket_of(key) is not None:
+                done += [peer for peer in pending if peer.is_beside(copy) and peer.fetches(key, len(data))]
             pending = [peer for peer in pending if peer not in done]
         if not is_written:
             raise failures[0]
