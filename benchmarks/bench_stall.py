@@ -1,10 +1,10 @@
 """An engine stalls for a weight update as long as its weights take to load, and no longer.
 
-One rollout engine, a random model in float32, one request that streams tokens, two checkpoints of which each
-update stages the other. `engine_stall`: the longest pause between two tokens while an update is under way, less
-the usual one. It has vLLM's pause, the loading, the dropped prefix cache and the request's prefix, computed
-again. Beside it what the loading alone takes: the same engine reading the same staged file when it is
-activated; the whole call, in which the file is checked first; and that check alone.
+One rollout engine, a random model in float32, one request that streams tokens, two checkpoints that take turns.
+`engine_stall`: the longest pause between two tokens while an update is under way, less the usual one. It has
+vLLM's pause, the loading, the dropped prefix cache and the request's prefix, computed again. Beside it what
+the loading alone takes: the same engine reading the same staged file when it is activated; the whole call, in
+which the file is checked first; and that check alone.
 
     python benchmarks/bench_stall.py --quick --json stall.json
 """
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -139,7 +140,7 @@ def _update(engine: EngineControl, prompt: list[int], update: WeightUpdate) -> t
         ended_s = time.monotonic()
         stream.wait_for(len(stream.times_s) + TOKENS_AROUND)
         times_s = list(stream.times_s)
-    gaps = [(b - a, a, b) for a, b in zip(times_s[:-1], times_s[1:], strict=True)]
+    gaps = [(b - a, a, b) for a, b in pairwise(times_s)]
     under_way = [gap for gap, begin, end in gaps if end > started_s and begin < ended_s]
     return max(under_way) - statistics.median(gap for gap, _, _ in gaps), ended_s - started_s
 

@@ -1,4 +1,4 @@
-"""One rollout engine in a pool of its own, with a random model: what benchmarks of weights and activation need.
+"""One rollout engine in a pool of its own, with a random model: for benchmarks of weights and activation.
 
 Owns the engine, its pool and the model's files. Promises that everything is stopped with the context.
 """

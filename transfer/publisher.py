@@ -152,14 +152,11 @@ class WeightPublisher:
             writer = self._write(self._number + 1, self._number, self._put_delta)
         snapshot_bytes = 0
         if self._is_followed:
-            if self._ranks.is_leader and self._chain.is_announced:
-                # The deltas lead here already: nobody but late joiners waits for gigabytes of snapshot.
-                self._chain.move_head(self._number, self.state_hash)
             snapshot_bytes = self._write(self._number, None, self._put_snapshot).wire_bytes
-        if self._ranks.is_leader:
-            self._chain.move_head(self._number, self.state_hash)
-        else:
+        if not self._ranks.is_leader:
             self._chain.forget()
+        elif writer.base is None or snapshot_bytes > 0:
+            self._chain.move_head(self._number, self.state_hash)
         report = self._report(writer, snapshot_bytes)
         logger.info("published: %s", report)
         return report
@@ -232,7 +229,11 @@ class WeightPublisher:
                 writer.put(bucket, encoded, before, before + encoded.change)
                 patches.append((bucket, encoded.patch))
         self._unheard = patches
-        self._move_to(self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer)))
+        manifest = self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer))
+        if self._ranks.is_leader and self._chain.is_announced:
+            # Followers neither wait for the kept copy, nor, as the deltas lead here, for a snapshot.
+            self._chain.move_head(manifest.version, StateHash.from_hex(manifest.state_hash))
+        self._move_to(manifest)
 
     def _wants_snapshot(self, writer: VersionWriter, num_bytes: int) -> bool:
         return self._chain.needs_snapshot(writer.version, num_bytes)

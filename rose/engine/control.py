@@ -121,9 +121,10 @@ class EngineControl:
     async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
         """Load a staged checkpoint between two steps; the KV of the old weights is dropped with them.
 
-        The file is checked while the engine still runs, so that it pauses for the loading alone. Requests in flight keep their tokens and are computed again under the new weights. Where loading
-        fails, the old version goes on serving. An inactive engine checks the checkpoint and keeps it at hand:
-        it has no KV, and gets these weights when it is activated.
+        The file is checked while the engine still runs, so that it pauses for the loading alone. Requests in
+        flight keep their tokens and are computed again under the new weights. Where loading fails, the old
+        version goes on serving. An inactive engine keeps the checkpoint at hand: it has no KV, and gets these
+        weights when it is activated.
         """
         async with self._exclusive:
             checked = await asyncio.to_thread(check_staged, update.path, update.state_hash)

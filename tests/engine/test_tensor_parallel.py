@@ -119,7 +119,7 @@ def test_ranks_load_their_parts_of_a_file_of_shards(
     layout = Layout(specs, cuts=cut_by_holdings(specs, [plan.boxes() for plan in plans]))
     planes = WeightPlanes(layout, held_buckets(layout, plans))
     fill_from_checkpoint(planes, model)
-    assert len(layout.cuts) > len(specs) // 2
+    assert sum(bool(cut.points) for cut in layout.cuts.values()) > len(specs) // 2
     path = tmp_path / "shards.safetensors"
     write_checkpoint(path, planes, {})
     wanted = WeightUpdate(version="test/shards", path=str(path), state_hash=str(planes.state_hash))
