@@ -1,6 +1,6 @@
 """An engine stalls for a weight update as long as its weights take to load, and no longer.
 
-One rollout engine, a random model in float32, one request that streams tokens, two checkpoints that take turns.
+One rollout engine, a random model in float32, one request that streams tokens, two checkpoints in turns.
 `engine_stall`: the longest pause between two tokens while an update is under way, less the usual one. It has
 vLLM's pause, the loading, the dropped prefix cache and the request's prefix, computed again. Beside it what
 the loading alone takes: the same engine reading the same staged file when it is activated; the whole call, in

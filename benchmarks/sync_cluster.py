@@ -25,7 +25,8 @@ from slow_link import SERVING, TRAINER, LinkBytes, SlowLink
 from rose.errors import RoseError
 
 WORKER = Path(__file__).with_name("sync_worker.py")
-RELAY_BYTES = 6 << 30
+RELAY_BYTES = {"embedded": 6 << 30, "mooncake": 2 << 30}
+"""Mooncake takes all of it at its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,9 @@ class Setup:
     """Whether followers follow while the trainer publishes, or start when all of it is in the relay."""
     relays: int = 1
     relay_side: str = SERVING
+    relay_kind: str = "embedded"
+    is_beside: bool = True
+    """Whether a second Mooncake store copies from the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,7 @@ class Cluster:
         self._seed = seed
         self._stack = ExitStack()
         self._processes: dict[tuple[str, str], list[Process]] = {}
-        self._relay_urls: dict[str, list[str]] = {SERVING: [], TRAINER: []}
+        self._relay_urls: dict[tuple[str, str, bool], list[str]] = {}
         self._run_ids = (f"run{number}" for number in itertools.count())
 
     def __enter__(self) -> "Cluster":
@@ -124,7 +128,7 @@ class Cluster:
         self.link.unlimit()
         trainers = self._workers("trainer", TRAINER, setup.trainer_ranks)
         followers = self._workers("follower", SERVING, setup.followers)
-        relay = ",".join(self._relays(setup.relay_side, setup.relays))
+        relay = ",".join(self._relays(setup))
         run = Run(self.link, setup, trainers, followers)
         model = {"num_layers": self.num_layers, "serving_ranks": setup.serving_ranks}
         common = {"relay": relay, "run": next(self._run_ids), **model}
@@ -155,21 +159,26 @@ class Cluster:
         return taken_s, self.link.count() - before
 
     def _workers(self, role: str, side: str, count: int) -> list[Process]:
-        return self._grown((role, side), count, [sys.executable, str(WORKER), role])
-
-    def _relays(self, side: str, count: int) -> list[str]:
-        argv = [sys.executable, "-m", "rose.transfer.relay_server", "--host", self.link.address(side)]
-        relays = self._grown(("relay", side), count, [*argv, "--capacity-bytes", str(RELAY_BYTES)])
-        urls = self._relay_urls[side]
-        urls += [relay.answer()["url"] for relay in relays[len(urls) :]]
-        return urls[:count]
-
-    def _grown(self, key: tuple[str, str], count: int, argv: Sequence[str]) -> list[Process]:
-        processes = self._processes.setdefault(key, [])
+        processes = self._processes.setdefault((role, side), [])
         while len(processes) < count:
-            processes.append(Process(self.link.command(key[1], argv)))
-            self._stack.callback(processes[-1].end)
+            processes.append(self._start(side, [sys.executable, str(WORKER), role]))
         return processes[:count]
+
+    def _relays(self, setup: Setup) -> list[str]:
+        side, kind = setup.relay_side, setup.relay_kind
+        argv = [sys.executable, "-m", "rose.transfer.relay_server", "--host", self.link.address(side)]
+        argv += ["--kind", kind, "--capacity-bytes", str(RELAY_BYTES[kind])]
+        urls = self._relay_urls.setdefault((side, kind, setup.is_beside), [])
+        while len(urls) < setup.relays:
+            beside = ["--beside", urls[0]] if urls and kind == "mooncake" and setup.is_beside else []
+            process = self._start(side, [*argv, *beside])
+            urls.append(process.answer()["url"])
+        return urls[: setup.relays]
+
+    def _start(self, side: str, argv: Sequence[str]) -> Process:
+        process = Process(self.link.command(side, argv))
+        self._stack.callback(process.end)
+        return process
 
 
 class Run:
