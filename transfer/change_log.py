@@ -43,24 +43,27 @@ class ChangeLog:
             if not future.done():
                 future.set_result(None)
 
-    async def wait(self, prefixes: Sequence[str], seen: str, timeout_s: float) -> str:
-        """Returns a position once such a key was written since `seen`, or after timeout_s."""
+    async def wait(self, prefixes: Sequence[str], seen: str, timeout_s: float) -> tuple[str, list[str] | None]:
+        """Returns once such keys were written since `seen`, or after timeout_s: (a position, the keys).
+
+        Keys are None when `seen` is too old, or of another relay: then any may have been written.
+        """
         wanted = tuple(prefixes)
-        if not self._is_behind(wanted, seen):
+        if self._written(wanted, seen) == []:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting[future] = wanted
             try:
                 await asyncio.wait([future], timeout=timeout_s)
             finally:
                 del self._waiting[future]
-        return self.position
+        return self.position, self._written(wanted, seen)
 
-    def _is_behind(self, prefixes: tuple[str, ...], seen: str) -> bool:
+    def _written(self, prefixes: tuple[str, ...], seen: str) -> list[str] | None:
         started, _, number = seen.rpartition("-")
         if started != self._started or not number.isdecimal():
-            return True
+            return None
         num_missed = self._num_writes - int(number)
         if not 0 <= num_missed <= len(self._latest):
-            return True
+            return None
         first = len(self._latest) - num_missed
-        return any(key.startswith(prefixes) for key in islice(self._latest, first, None))
+        return [key for key in islice(self._latest, first, None) if key.startswith(prefixes)]

@@ -103,16 +103,18 @@ class SparsePatch:
 
 
 class DensePatch:
-    """All bits of a bucket; keeps the old ones from apply_to() on, for revert()."""
+    """All bits of a bucket; from apply_to() on it keeps the old ones instead, for revert()."""
 
     def __init__(self, new: Bits, num_changed: int) -> None:
-        self._new = new
+        self._new: Bits | None = new
         self._old: Bits | None = None
         self.num_changed = num_changed
 
     def apply_to(self, base: Bits, first_index: int) -> StateHash:
+        assert self._new is not None, "applied twice"
         self._old = base.copy()
         base[:] = self._new
+        self._new = None
         return StateHash.of(base, first_index) - StateHash.of(self._old, first_index)
 
     def revert(self, base: Bits) -> None:

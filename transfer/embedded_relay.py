@@ -22,6 +22,7 @@ from rose.errors import RelayError, RelayFull, RelayUnreachable
 from rose.http import http_client
 from rose.transfer.change_log import ChangeLog
 from rose.transfer.object_store import ObjectStore
+from rose.transfer.relay import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +74,12 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
     async def changes(request: web.Request) -> web.Response:
         prefixes, seen = request.query.getall("prefix", []), request.query.get("seen")
         if seen is None:
-            return web.Response(text=log.position)
+            return web.json_response([log.position, None])
         timeout_ms = request.query.get("timeout_ms", "")
         if not timeout_ms.isdecimal():
             raise web.HTTPBadRequest(text=f"timeout_ms must be a number, got {timeout_ms!r}")
         timeout_s = min(int(timeout_ms) / 1000, _MAX_WAIT_S)
-        return web.Response(text=await log.wait(prefixes, seen, timeout_s))
+        return web.json_response(await log.wait(prefixes, seen, timeout_s))
 
     async def end_waits(app: web.Application) -> None:
         log.close()
@@ -177,11 +178,12 @@ class EmbeddedRelay:
         names = self._call("GET", f"/v1/keys?prefix={quote(prefix)}").json()
         return [str(name) for name in names]
 
-    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> str:
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
         query = [("prefix", prefix) for prefix in prefixes]
         if seen is not None:
             query += [("seen", seen), ("timeout_ms", str(max(0, round(1000 * timeout_s))))]
-        return self._call("GET", f"/v1/changes?{urlencode(query)}").text
+        position, keys = self._call("GET", f"/v1/changes?{urlencode(query)}").json()
+        return Changes(seen=position, keys=keys)
 
     def close(self) -> None:
         self._http.close()

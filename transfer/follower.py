@@ -46,6 +46,8 @@ class Follower:
         self._left: set[str] = set()
         self._followed: str | None = run_id if run_id != AUTO_RUN else None
         self._seen: str | None = None
+        self._written: list[str] | None = None
+        """Keys that the last wait() was told of; None: any may have been written."""
         self._unreadable: tuple[str, int] | None = None
         """A coming version with a bad frame: it is judged when it is there."""
 
@@ -53,7 +55,13 @@ class Follower:
         """One look at HEAD; True when the mirror moved. Raises: RelayError, FrameError.
 
         While a version is being written it fetches what is there of it, and looks again as long as more came.
+        Where wait() was told of frames alone, it fetches those.
         """
+        written, self._written = self._written, None
+        version = self.mirror.version
+        if written is not None and version is not None and not self._have_moved(written):
+            self._read_frames(version.run_id, version.number + 1, written)
+            return False
         while True:
             run_id = self._followed = self._current_run()
             data = self._relay.get(keys.head_key(run_id)) if run_id is not None else None
@@ -75,7 +83,16 @@ class Follower:
         version = self.mirror.version
         if version is not None:
             prefixes.append(keys.version_prefix(version.run_id, version.number + 1, version.number))
-        self._seen = self._relay.wait(prefixes, self._seen, timeout_s)
+        changes = self._relay.wait(prefixes, self._seen, timeout_s)
+        self._seen = changes.seen
+        self._written = changes.keys if changes.keys else None
+
+    def _have_moved(self, written: list[str]) -> bool:
+        """Whether HEAD is among these keys, or another run."""
+        heads = {keys.HEAD_RUN_KEY}
+        if self._followed is not None:
+            heads.add(keys.head_key(self._followed))
+        return not heads.isdisjoint(written)
 
     def _move(self, run_id: str, head: Head) -> None:
         try:
@@ -89,11 +106,18 @@ class Follower:
 
     def _read_ahead(self, run_id: str, head: Head) -> bool:
         """Whether frames of the coming version were there that the mirror had not read yet."""
+        if head.coming != head.version + 1:
+            return False
+        names = self._relay.keys(keys.version_prefix(run_id, head.coming, head.version))
+        return self._read_frames(run_id, head.coming, names)
+
+    def _read_frames(self, run_id: str, coming: int, names: list[str]) -> bool:
+        """Whether the mirror took any of these frames of the version that comes after its own."""
         planes = self.mirror.planes
-        if planes is None or head.coming != head.version + 1 or self._unreadable == (run_id, head.coming):
+        if planes is None or self._unreadable == (run_id, coming):
             return False
         found = False
-        for key in self._relay.keys(keys.version_prefix(run_id, head.coming, head.version)):
+        for key in names:
             bucket = keys.bucket_of(key)
             if bucket not in planes.held or bucket in self.mirror.buckets_ahead:
                 continue
@@ -106,7 +130,7 @@ class Follower:
             except FrameError as error:
                 # Its manifest will tell whether the frame counts.
                 logger.warning("does not read on ahead: key=%s error=%s", key, error)
-                self._unreadable = (run_id, head.coming)
+                self._unreadable = (run_id, coming)
                 return False
             found = True
         return found

@@ -3,7 +3,9 @@
 Owns: the bits of the version that the engine is to run next, and its identity.
 Promises: transactional. Every frame's checksums, base, place and payload are checked before the first write,
 and what was written is hashed as it is written: a bucket that comes out wrong takes all of them back. When
-load_snapshot() or apply_delta() raise, version, hash and bits are as before.
+load_snapshot() or apply_delta() raise, version, hash and bits are as before. Frames that were read ahead are
+written as well, so that their manifest, the last to come, finds little left to do; whoever reads the bits
+meanwhile calls take_back_ahead() first.
 Pure: no relay, no files, no clock. One thread at a time.
 """
 
@@ -28,12 +30,16 @@ Fetch = Callable[[BucketEntry], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One bucket's way to the next version; payload and base were checked, nothing is written yet."""
+    """One bucket's way to the next version; payload and base were checked."""
 
     bucket: Bucket
     patch: Patch
     before: StateHash
     after: StateHash
+
+    @property
+    def change(self) -> StateHash:
+        return self.after - self.before
 
 
 class WeightMirror:
@@ -48,12 +54,15 @@ class WeightMirror:
         self.planes: WeightPlanes | None = None
         self._version_hash: StateHash | None = None
         self._ahead: dict[int, _Step] = {}
-        """By bucket, of the version after this one; nothing of them is written."""
+        """By bucket, of the version after this one; they are written."""
 
     @property
     def state_hash(self) -> StateHash | None:
-        """The hash of the held weights, None while empty."""
-        return self.planes.state_hash if self.planes is not None else None
+        """The hash of the held weights, without what was read ahead; None while empty."""
+        if self.planes is None:
+            return None
+        ahead = sum((step.change for step in self._ahead.values()), StateHash())
+        return self.planes.state_hash - ahead
 
     @property
     def version_hash(self) -> StateHash | None:
@@ -107,10 +116,10 @@ class WeightMirror:
         return frozenset(self._ahead)
 
     def read_ahead(self, data: bytes) -> None:
-        """Checks a frame of the next version and keeps it for apply_delta(), before there is a manifest.
+        """Checks and writes a frame of the next version, before there is a manifest.
 
         An attempt that is aborted may leave frames here that the version does not have in the end; the
-        manifest tells. Raises: FrameError.
+        manifest tells, and apply_delta() takes them back. Raises: FrameError.
         """
         if self.version is None or self.planes is None:
             raise FrameError("an empty mirror can't read ahead")
@@ -119,7 +128,14 @@ class WeightMirror:
             raise FrameError(f"bucket {frame.bucket} of {len(layout.buckets)} is not held")
         run_id, number = self.version.run_id, self.version.number
         _require_place(frame, layout.buckets[frame.bucket], layout.digest, run_id, number, number + 1)
-        self._ahead[frame.bucket] = self._check_step(self.planes, frame, layout.buckets[frame.bucket])
+        step = self._check_step(self.planes, frame, layout.buckets[frame.bucket])
+        _apply_all(self.planes, [step])
+        self._ahead[frame.bucket] = step
+
+    def take_back_ahead(self) -> None:
+        """Leaves the bits of the mirror's version alone; what was read ahead is to be fetched again."""
+        for bucket in self.buckets_ahead:
+            self._take_back(bucket)
 
     def apply_delta(self, manifest: Manifest, fetch: Fetch) -> None:
         """Moves on to the manifest's version.
@@ -130,12 +146,16 @@ class WeightMirror:
         planes, before = self._require_base(manifest)
         buckets = _buckets(manifest, planes.layout)
         whole = _require_changes(manifest, before)
-        steps: list[_Step] = []
-        for entry, bucket in zip(manifest.buckets, buckets, strict=True):
-            if bucket.index in planes.held:
-                steps.append(self._take_step(planes, manifest, entry, bucket, fetch))
+        self._take_back_others(manifest)
+        _apply_all(
+            planes,
+            [
+                self._fetch_step(planes, manifest, entry, bucket, fetch)
+                for entry, bucket in zip(manifest.buckets, buckets, strict=True)
+                if bucket.index in planes.held and bucket.index not in self._ahead
+            ],
+        )
         self._ahead.clear()
-        _apply_all(planes, steps)
         self._version_hash = whole
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
 
@@ -157,15 +177,23 @@ class WeightMirror:
             raise FrameError(f"delta starts at {manifest.base_state_hash}, mirror is at {self._version_hash}")
         return self.planes, self._version_hash
 
-    def _take_step(
+    def _take_back_others(self, manifest: Manifest) -> None:
+        """What was read ahead and does not do what the manifest says."""
+        changes = {entry.index: entry.change for entry in manifest.buckets}
+        for bucket, step in list(self._ahead.items()):
+            if changes.get(bucket) != str(step.change):
+                self._take_back(bucket)
+
+    def _take_back(self, bucket: int) -> None:
+        assert self.planes is not None
+        step = self._ahead.pop(bucket)
+        self.planes.revert(step.bucket, step.patch, step.before)
+
+    def _fetch_step(
         self, planes: WeightPlanes, manifest: Manifest, entry: BucketEntry, bucket: Bucket, fetch: Fetch
     ) -> _Step:
-        """One that was read ahead, if it does what the manifest says; else the fetched one."""
-        ahead = self._ahead.get(bucket.index)
-        if ahead is not None and str(ahead.after - ahead.before) == entry.change:
-            return ahead
         step = self._check_step(planes, _open_frame(fetch(entry), manifest, bucket), bucket)
-        if str(step.after - step.before) != entry.change:
+        if str(step.change) != entry.change:
             raise FrameError(f"bucket {bucket.index}: its frame does not change its hash by {entry.change}")
         return step
 

@@ -24,6 +24,7 @@ import httpx
 
 from rose.config import default_variable
 from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable
+from rose.transfer.relay import Changes
 
 # Holds one object on its way in or out: a 64 MB frame, with room for the store's own alignment.
 CLIENT_BUFFER_BYTES = 160 << 20
@@ -113,11 +114,11 @@ class MooncakeRelay:
             raise RelayUnreachable(failed) from error
         return sorted(name for name in response.text.split("\n") if name and name.startswith(prefix))
 
-    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> str:
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
         """The store tells nobody of changes: waits for as long as it is polite to look again after."""
         if seen is not None:
             time.sleep(min(timeout_s, _LOOK_EVERY_S))
-        return ""
+        return Changes(seen="", keys=None)
 
     def close(self) -> None:
         self._store.close()

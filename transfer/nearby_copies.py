@@ -62,7 +62,7 @@ class NearbyCopies:
         seen: str | None = None
         while not self._closing.is_set():
             try:
-                seen = self._source.wait([_PREFIX], seen, _WAIT_S)
+                seen = self._source.wait([_PREFIX], seen, _WAIT_S).seen
                 self.step()
             except RoseError as error:
                 logger.warning("copies from the store beside are late: %s", error)

@@ -184,7 +184,7 @@ class WeightPublisher:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise WorkerError(f"no ack of {version} within {timeout_s} s from {', '.join(late)}")
-            seen = self._relay.wait([keys.ack_prefix(self.run_id)], seen, left_s)
+            seen = self._relay.wait([keys.ack_prefix(self.run_id)], seen, left_s).seen
 
     def close(self) -> None:
         """Closes the connection; what was published stays in the relay."""

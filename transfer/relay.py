@@ -7,11 +7,22 @@ Source: ROSE §4.2 (relay layer that decouples trainer and engines).
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from rose.transfer.manifest import run_prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What Relay.wait() tells."""
+
+    seen: str
+    """For the next wait()."""
+    keys: list[str] | None
+    """Of what was written; None: of anything, the relay does not know."""
 
 
 class Relay(Protocol):
@@ -32,11 +43,11 @@ class Relay(Protocol):
     def keys(self, prefix: str) -> list[str]:
         """All keys that start with `prefix`, in order."""
 
-    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> str:
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
         """Returns when objects under one of the prefixes may have been written since `seen`.
 
-        seen: what the last wait() returned, None to begin with: then it returns at once. Whoever looks after
-        each wait() misses nothing. May return early; after timeout_s at the latest.
+        seen: of the last wait(), None to begin with: then it returns at once. Whoever looks after each wait()
+        misses nothing. May return early; after timeout_s at the latest.
         """
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from rose.errors import RelayError, RelayUnreachable
 from rose.transfer import manifest
 from rose.transfer.embedded_relay import EmbeddedRelay
 from rose.transfer.mooncake_relay import MooncakeRelay
-from rose.transfer.relay import Relay, address_of, beside_of
+from rose.transfer.relay import Changes, Relay, address_of, beside_of
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class ReplicatedRelay:
     def keys(self, prefix: str) -> list[str]:
         return sorted({name for names in self._all(lambda relay: relay.keys(prefix)) for name in names})
 
-    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> str:
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
         """Waits at the copy that get() asks first; to another one `seen` means nothing, and ends the wait."""
         return self._first(lambda relay: relay.wait(prefixes, seen, timeout_s))
 

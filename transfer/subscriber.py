@@ -168,6 +168,7 @@ class Subscriber:
         if update != self._staged:
             self._staged = None
             self._remove_staged_except(self._delivered)
+            mirror.take_back_ahead()
             write_checkpoint(path, mirror.planes, {"version": update.version, "state_hash": state_hash})
             self._staged = update
         self._worker.load(update)

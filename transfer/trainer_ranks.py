@@ -127,7 +127,7 @@ class TrainerRanks:
                 raise RelayError(
                     f"run {self._run_id}, rank {self.rank}: no {what} within {self._timeout_s} s"
                 )
-            seen = self._relay.wait([key], seen, left_s)
+            seen = self._relay.wait([key], seen, left_s).seen
 
 
 def _rank_body(specs: list[TensorSpec], held: Holdings) -> RankBody:

@@ -218,13 +218,25 @@ def test_frames_that_disagree_with_their_payload_are_refused():
     check_holds(mirror, versions, 0)
 
 
-def test_frames_read_ahead_are_not_fetched_again_and_write_nothing():
-    versions = Versions(Codec.G8S_ZSTD, 3)
+@pytest.mark.parametrize("codec", [Codec.DENSE, Codec.G8S_ZSTD])
+def test_frames_read_ahead_are_not_fetched_again_and_can_be_taken_back(codec):
+    versions = Versions(codec, 3)
     mirror = mirror_at_zero(versions)
     manifest, frames = versions.deltas[1]
+    for _ in range(2):
+        for frame in frames[:-1]:
+            mirror.read_ahead(frame)
+        with pytest.raises(FrameError, match="starts at"):
+            mirror.read_ahead(frames[0])
+        assert mirror.state_hash == versions.states[0].state_hash
+        mirror.check_integrity()
+        mirror.take_back_ahead()
+        check_holds(mirror, versions, 0)
     for frame in frames[:-1]:
         mirror.read_ahead(frame)
-    check_holds(mirror, versions, 0)
+    with pytest.raises(FrameError):
+        apply_delta(mirror, manifest, [*frames[:-1], frames[-1][:-1]])
+    assert mirror.version.number == 0 and mirror.state_hash == versions.states[0].state_hash
     fetch, fetched = fetch_from(manifest, frames), []
     mirror.apply_delta(manifest, lambda entry: fetched.append(entry.key) or fetch(entry))
     assert fetched == [manifest.buckets[-1].key] and not mirror.buckets_ahead
@@ -241,6 +253,7 @@ def test_frames_of_an_aborted_attempt_do_not_count():
     for frame in aborted._delta(Codec.G8S, 1)[1]:
         mirror.read_ahead(frame)
     assert len(mirror.buckets_ahead) == len(LAYOUT.buckets)
+    assert mirror.state_hash == versions.states[0].state_hash
     apply_delta(mirror, *versions.deltas[1])
     check_holds(mirror, versions, 1)
 

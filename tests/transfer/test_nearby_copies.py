@@ -46,7 +46,7 @@ def test_the_thread_goes_on_after_a_shortage(start_relay):
         target.remove(["filler"])
         seen = None
         while target.get("rose/run/1-0/0") is None:
-            seen = target.wait(["rose/"], seen, 5.0)
+            seen = target.wait(["rose/"], seen, 5.0).seen
     assert all(each.name != "rose-copies" for each in threading.enumerate())
     source.close()
     target.close()
@@ -61,7 +61,7 @@ def test_a_mooncake_store_gets_frames_from_the_one_beside_it(start_relay):
     alone.put("rose/run/1-0/0", b"frame")
     seen = None
     while near.get("rose/run/1-0/0") is None:
-        seen = near.wait(["rose/"], seen, 5.0)
+        seen = near.wait(["rose/"], seen, 5.0).seen
     both = open_relay(f"{first.url},{second.url}")
     for key, data in list(FRAMES.items())[1:]:
         both.put(key, data)

@@ -332,10 +332,12 @@ def test_a_version_is_fetched_while_it_is_written(embedded_url):
         first = executor.submit(publishers[0].publish)
         while follower.fetched_bytes == fetched:
             assert not follower.advance()
+            follower.wait(60.0)
         assert follower.mirror.version.number == 0
         publishers[1].publish()
         report = first.result()
-        assert follower.advance()
+        while not follower.advance():
+            follower.wait(60.0)
     assert follower.mirror.version == report.version and str(follower.mirror.state_hash) == report.state_hash
     follower.mirror.check_integrity()
     frames = [key for key in relay.keys(keys.version_prefix("run", 1, 0)) if keys.bucket_of(key) is not None]

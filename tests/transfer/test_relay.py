@@ -139,7 +139,7 @@ def test_whoever_looks_after_each_wait_misses_nothing(relay_url, relay):
         while found < count:
             found = len(waiter.keys("rose/run/1-0/"))
             if found < count:
-                seen = waiter.wait(["rose/run/1-0/", "rose/run/HEAD"], seen, 60.0)
+                seen = waiter.wait(["rose/run/1-0/", "rose/run/HEAD"], seen, 60.0).seen
         return found
 
     with ThreadPoolExecutor(1) as executor:
@@ -157,27 +157,28 @@ def test_a_wait_is_for_its_own_keys_since_its_own_look():
         start = log.position
         log.note("rose/run/1-0/0")
         # Done at once: written since, or unknown whether.
-        for seen in (start, ChangeLog().position, "", "nonsense", log.position + "0"):
-            assert await log.wait(["rose/run/1-0/"], seen, 1e9) == log.position
+        assert await log.wait(["rose/run/1-0/"], start, 1e9) == (log.position, ["rose/run/1-0/0"])
+        for seen in (ChangeLog().position, "", "nonsense", log.position + "0"):
+            assert await log.wait(["rose/run/1-0/"], seen, 1e9) == (log.position, None)
         # Nothing of these since: only the time limit ends it.
         for prefixes, seen in ((["rose/run/2"], start), (["rose/run/1-0/"], log.position), ([], start)):
-            assert await log.wait(prefixes, seen, 0.0) == log.position
+            assert await log.wait(prefixes, seen, 0.0) == (log.position, [])
         waits = [asyncio.create_task(log.wait(["a", "b"], log.position, 1e9)) for _ in range(2)]
         await asyncio.sleep(0)
         log.note("c")
         await asyncio.sleep(0)
         assert not any(task.done() for task in waits)
         log.note("b")
-        assert await asyncio.gather(*waits) == [log.position] * 2
+        assert await asyncio.gather(*waits) == [(log.position, ["b"])] * 2
         # More writes than are remembered.
         before = log.position
         for _ in range(5000):
             log.note("other")
-        assert await log.wait(["a"], before, 1e9) == log.position
+        assert await log.wait(["a"], before, 1e9) == (log.position, None)
         last = asyncio.create_task(log.wait(["a"], log.position, 1e9))
         await asyncio.sleep(0)
         log.close()
-        assert await last == log.position
+        assert await last == (log.position, [])
 
     asyncio.run(go())
 

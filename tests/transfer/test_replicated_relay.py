@@ -178,7 +178,7 @@ def test_a_wait_goes_on_at_the_other_copy_when_one_dies(pair):
     def wait_for(key):
         seen = None
         while relay.get(key) is None:
-            seen = relay.wait(["rose/run/"], seen, 60.0)
+            seen = relay.wait(["rose/run/"], seen, 60.0).seen
 
     with ThreadPoolExecutor(1) as executor:
         for key in ("rose/run/1-0/0", "rose/run/1-0/1"):
