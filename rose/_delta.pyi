@@ -17,8 +17,8 @@ class Delta:
     """The wrap difference new - old of two vectors of raw bits: places and differences, in memory."""
 
     @staticmethod
-    def between(old: Bits, new: Bits, first_index: int) -> tuple[Delta, Lanes]:
-        """The difference from old to new, and the change of the state hash."""
+    def between(old: Bits, new: Sequence[Bits], first_index: int) -> tuple[Delta, Lanes]:
+        """The difference from old to new, which may lie in pieces, and the change of the state hash."""
 
     @staticmethod
     def from_g8s(streams: Sequence[bytes], num_elements: int, width: int) -> Delta:

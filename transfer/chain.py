@@ -3,13 +3,14 @@
 Owns: which objects exist, HEAD and the oldest version that followers may still come from, the run's
 announcement, removal of what nobody needs, and relay copies that missed writes.
 Promises: HEAD never names an object that is not there, and is moved before anything it named is removed.
-Never encodes weights. Called by the publisher's thread; make_room() also by those that put.
+Never encodes weights. Called by the publisher's thread; make_room() and announce_coming() by those that put.
 """
 
 import threading
 import uuid
+from contextlib import suppress
 
-from rose.errors import RelayError
+from rose.errors import RelayError, RelayFull
 from rose.transfer import manifest as keys
 from rose.transfer.layout import Layout
 from rose.transfer.manifest import Ack, Head, HeadRun, LayoutBody, pack_body, unpack_body
@@ -19,21 +20,29 @@ from rose.transfer.state_hash import StateHash
 
 
 class VersionChain:
-    """snapshot_every: versions after which a snapshot is due at the latest."""
+    """snapshot_every: versions after which a snapshot is due at the latest.
 
-    def __init__(self, relay: Relay, run_id: str, layout: Layout, snapshot_every: int) -> None:
+    snapshot_share: what all deltas since the last one may come to, over its size.
+    """
+
+    def __init__(
+        self, relay: Relay, run_id: str, layout: Layout, snapshot_every: int, snapshot_share: float
+    ) -> None:
         self._relay = relay
         self._run_id = run_id
         self._layout = layout
         self._snapshot_every = snapshot_every
+        self._snapshot_share = snapshot_share
         self._writer = uuid.uuid4().hex
         self._objects: dict[tuple[int, int | None], list[str]] = {}
         self._snapshots: list[int] = []
         self._oldest_base = 0
         self._snapshot_bytes = 0
         self._chain_bytes = 0
-        self._is_announced = False
+        self.is_announced = False
+        """Whether followers may be under way on this chain; not after the relay came back empty."""
         self._head: tuple[int, StateHash] | None = None
+        self._coming: int | None = None
         self._lock = threading.Lock()
 
     def open(self) -> None:
@@ -43,7 +52,7 @@ class VersionChain:
         """
         if self._relay.get(keys.head_key(self._run_id)) is None:
             self._relay.upsert(keys.layout_key(self._run_id), pack_body(LayoutBody.of(self._layout)))
-            self._is_announced = False
+            self.is_announced = False
         elif isinstance(self._relay, ReplicatedRelay):
             prefix = keys.run_prefix(self._run_id)
             written = {key for names in self._objects.values() for key in names}
@@ -68,21 +77,30 @@ class VersionChain:
     def needs_snapshot(self, version: int, num_bytes: int) -> bool:
         """Whether a delta of so many bytes is to be followed by a snapshot.
 
-        Late joiners walk the chain: it may be neither long nor half as big as what it saves.
+        Late joiners walk the chain: it may be neither long nor about as big as what it saves.
         """
         self._chain_bytes += num_bytes
         latest = self._snapshots[-1]
-        if latest == version or not self._is_announced:
+        if latest == version or not self.is_announced:
             return latest != version
-        return version - latest >= self._snapshot_every or self._chain_bytes > self._snapshot_bytes / 2
+        max_bytes = self._snapshot_bytes * self._snapshot_share
+        return version - latest >= self._snapshot_every or self._chain_bytes > max_bytes
+
+    def announce_coming(self, version: int) -> None:
+        """Tells followers that are up to date to fetch this version's frames while they arrive."""
+        if self.is_announced:
+            self._coming = version
+            with suppress(RelayFull):  # what comes next waits for room, or says that there is none
+                self.make_room()
 
     def move_head(self, version: int, state_hash: StateHash) -> None:
         """Points followers at the newest version, then removes what nobody needs any more."""
+        self._coming = None
         self._head = (version, state_hash)
         self.make_room()
-        if not self._is_announced:
+        if not self.is_announced:
             self._relay.upsert(keys.HEAD_RUN_KEY, pack_body(HeadRun(run_id=self._run_id)))
-            self._is_announced = True
+            self.is_announced = True
 
     def make_room(self) -> None:
         """Removes what nobody needs now that workers have acknowledged more. Raises: RelayError."""
@@ -97,6 +115,7 @@ class VersionChain:
                 snapshot=self._snapshots[-1],
                 oldest_base=self._oldest_base,
                 state_hash=str(state_hash),
+                coming=self._coming,
             )
             self._relay.upsert(keys.head_key(self._run_id), pack_body(head))
             for number, base in list(self._objects):

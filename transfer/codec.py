@@ -16,6 +16,7 @@ Payloads, all little-endian:
     EXPONENT   streams of csrc/delta/exponent.hpp, each compressed; read against the old bits
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -30,6 +31,9 @@ from rose.transfer.streams import pack_streams, unpack_streams
 
 Bits = NDArray[np.unsignedinteger[Any]]
 """A vector of raw element bits: uint8, uint16 or uint32."""
+
+NewBits = Bits | Sequence[Bits]
+"""A vector, or the pieces it lies in, in order: tensors are compared where they are."""
 
 _MANTISSA_BITS = {"F16": 10, "F8_E5M2": 2, "F8_E8M0": 0}
 _MANTISSA_BITS_BY_WIDTH = {1: 3, 2: 7, 4: 23}
@@ -99,16 +103,18 @@ class SparsePatch:
 
 
 class DensePatch:
-    """All bits of a bucket; keeps the old ones from apply_to() on, for revert()."""
+    """All bits of a bucket; from apply_to() on it keeps the old ones instead, for revert()."""
 
     def __init__(self, new: Bits, num_changed: int) -> None:
-        self._new = new
+        self._new: Bits | None = new
         self._old: Bits | None = None
         self.num_changed = num_changed
 
     def apply_to(self, base: Bits, first_index: int) -> StateHash:
+        assert self._new is not None, "applied twice"
         self._old = base.copy()
         base[:] = self._new
+        self._new = None
         return StateHash.of(base, first_index) - StateHash.of(self._old, first_index)
 
     def revert(self, base: Bits) -> None:
@@ -130,19 +136,29 @@ class Encoded:
         return self.patch.num_changed
 
 
-def compare(old: Bits, new: Bits, first_index: int) -> tuple[SparsePatch, StateHash]:
+def pieces_of(bits: NewBits) -> Sequence[Bits]:
+    """The pieces of a vector; of a whole one, itself."""
+    return [bits] if isinstance(bits, np.ndarray) else bits
+
+
+def dense_payload(bits: NewBits) -> bytes:
+    """The payload of DENSE."""
+    return b"".join(piece.tobytes() for piece in pieces_of(bits))
+
+
+def compare(old: Bits, new: NewBits, first_index: int) -> tuple[SparsePatch, StateHash]:
     """The difference from `old` to `new`, vectors of equal length and width, and its effect on the hash.
 
     first_index: global index of element 0. Raises: ValueError on unequal vectors.
     """
-    delta, lanes = _delta.Delta.between(old, new, first_index)
+    delta, lanes = _delta.Delta.between(old, pieces_of(new), first_index)
     return SparsePatch(delta), StateHash(*lanes)
 
 
-def encode(codec: Codec, old: Bits, new: Bits, first_index: int, dtype: str = "") -> Encoded:
+def encode(codec: Codec, old: Bits, new: NewBits, first_index: int, dtype: str = "") -> Encoded:
     """The difference from `old` to `new` in one codec; `dtype` tells EXPONENT where the exponent lies."""
     patch, change = compare(old, new, first_index)
-    payload = new.tobytes() if codec is Codec.DENSE else patch.pack(codec, old, dtype)
+    payload = dense_payload(new) if codec is Codec.DENSE else patch.pack(codec, old, dtype)
     return Encoded(codec=codec, payload=payload, patch=patch, change=change)
 
 

@@ -6,7 +6,7 @@ equally fast over this link, the one with the fewest bytes. Never chooses COO, t
 
 from dataclasses import dataclass
 
-from rose.transfer.codec import Bits, Codec, Encoded, compare
+from rose.transfer.codec import Bits, Codec, Encoded, NewBits, compare, dense_payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,15 @@ _ABOUT_EQUAL = 1.25
 """Time is estimated no better than this, and the link may serve others."""
 
 
-def encode_for_link(old: Bits, new: Bits, first_index: int, dtype: str, link_bytes_per_s: float) -> Encoded:
+def encode_for_link(
+    old: Bits, new: NewBits, first_index: int, dtype: str, link_bytes_per_s: float
+) -> Encoded:
     """The difference from `old` to `new`, in the codec that suits its density and the link."""
     patch, change = compare(old, new, first_index)
     codec = choose_codec(patch.num_changed, old.nbytes, link_bytes_per_s)
     payload = patch.pack(codec, old, dtype)
-    if len(payload) >= new.nbytes:
-        codec, payload = Codec.DENSE, new.tobytes()
+    if len(payload) >= old.nbytes:
+        codec, payload = Codec.DENSE, dense_payload(new)
     return Encoded(codec=codec, payload=payload, patch=patch, change=change)
 
 

@@ -1,6 +1,6 @@
 """The embedded relay: objects in one process's memory, over HTTP.
 
-Owns: the server (aiohttp, one event loop, one dict) and its blocking client.
+Owns: the server (aiohttp, one event loop) and its blocking client.
 Promises: an object becomes visible only when its last byte arrived; a full relay refuses with the
 numbers. With ROSE_KEY set, every call needs it as a bearer token.
 Never writes to disk, never evicts: what the trainer put stays until the trainer removes it.
@@ -11,8 +11,8 @@ import hmac
 import json
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Iterable
-from urllib.parse import quote
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from urllib.parse import quote, urlencode
 
 import httpx
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
@@ -20,65 +20,43 @@ from aiohttp.typedefs import Middleware
 
 from rose.errors import RelayError, RelayFull, RelayUnreachable
 from rose.http import http_client
+from rose.transfer.change_log import ChangeLog
+from rose.transfer.object_store import ObjectStore
+from rose.transfer.relay import Changes
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY_BYTES = 8 << 30
 # A host that is gone may not even refuse; with a second copy of the relay, this is what it costs.
 _CONNECT_TIMEOUT_S = 0.8
-_TIMEOUT = httpx.Timeout(60.0, connect=_CONNECT_TIMEOUT_S)
+# Of silence, not of a whole call: a slow link may take as long as it needs while bytes flow. After the last
+# byte of a body was handed to the kernel, up to 4 MB of it are still on their way: 4 Mbit/s suffice.
+_SILENCE_S = 10.0
+_MAX_WAIT_S = 5.0  # for a change, in silence
+_TIMEOUT = httpx.Timeout(_SILENCE_S, connect=_CONNECT_TIMEOUT_S)
+# Relays are near each other. The writer waits in silence meanwhile, so a peer that hangs is given up sooner.
+_HAND_ON_S = 2.0
+_HAND_ON_BYTES_PER_S = 20e6
+_PIECE_BYTES = 1 << 20
 _FULL = web.HTTPInsufficientStorage.status_code
 _MISSED_HEADER = "X-Rose-Missed"
-
-
-class ObjectStore:
-    """The objects of one embedded relay; used by its event loop only."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.objects: dict[str, bytes] = {}
-        self.used_bytes = 0
-
-    def write(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Raises: web.HTTPConflict when the key exists, web.HTTPInsufficientStorage when full."""
-        old = self.objects.get(key)
-        if old is not None and not replace:
-            raise web.HTTPConflict(text=f"{key} exists and is immutable")
-        grow = len(data) - (len(old) if old is not None else 0)
-        self.require_room(key, grow)
-        self.objects[key] = data
-        self.used_bytes += grow
-
-    def require_room(self, key: str, num_bytes: int) -> None:
-        """Raises: web.HTTPInsufficientStorage with the numbers."""
-        free = self.capacity_bytes - self.used_bytes
-        if num_bytes > free:
-            raise web.HTTPInsufficientStorage(
-                text=f"{key}: need {num_bytes} bytes, {free} free of {self.capacity_bytes}"
-            )
-
-    def remove(self, key: str) -> None:
-        """Removes the object if it is there."""
-        self.used_bytes -= len(self.objects.pop(key, b""))
-
-    def check_integrity(self) -> None:
-        """Raises: AssertionError when the byte count is off."""
-        total = sum(len(data) for data in self.objects.values())
-        assert total == self.used_bytes <= self.capacity_bytes, (total, self.used_bytes)
 
 
 def make_app(store: ObjectStore, key: str | None) -> web.Application:
     """The relay's HTTP application."""
 
     peers = _Peers(key)
+    log = ChangeLog()
 
     async def write(request: web.Request) -> web.Response:
         name, is_replacing = request.match_info["key"], request.query.get("replace") == "1"
         store.require_room(name, request.content_length or 0)
         data = await request.read()
         store.write(name, data, replace=is_replacing)
+        log.note(name)
         addresses = [address for address in request.query.get("copy_to", "").split(",") if address]
-        missed = [each for each in addresses if not await peers.send(each, name, data, is_replacing)]
+        is_taken = await asyncio.gather(*(peers.send(each, name, data, is_replacing) for each in addresses))
+        missed = [each for each, taken in zip(addresses, is_taken, strict=True) if not taken]
         return web.Response(status=204, headers={_MISSED_HEADER: ",".join(missed)})
 
     async def read(request: web.Request) -> web.Response:
@@ -91,15 +69,29 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
         return web.Response(status=204)
 
     async def names(request: web.Request) -> web.Response:
-        prefix = request.query.get("prefix", "")
-        return web.json_response(sorted(name for name in store.objects if name.startswith(prefix)))
+        return web.json_response(store.names(request.query.get("prefix", "")))
+
+    async def changes(request: web.Request) -> web.Response:
+        prefixes, seen = request.query.getall("prefix", []), request.query.get("seen")
+        if seen is None:
+            return web.json_response([log.position, None])
+        timeout_ms = request.query.get("timeout_ms", "")
+        if not timeout_ms.isdecimal():
+            raise web.HTTPBadRequest(text=f"timeout_ms must be a number, got {timeout_ms!r}")
+        timeout_s = min(int(timeout_ms) / 1000, _MAX_WAIT_S)
+        return web.json_response(await log.wait(prefixes, seen, timeout_s))
+
+    async def end_waits(app: web.Application) -> None:
+        log.close()
 
     app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key)])
+    app.on_shutdown.append(end_waits)
     app.on_cleanup.append(peers.close)
     app.router.add_put("/v1/objects/{key:.+}", write)
     app.router.add_get("/v1/objects/{key:.+}", read)
     app.router.add_post("/v1/remove", remove)
     app.router.add_get("/v1/keys", names)
+    app.router.add_get("/v1/changes", changes)
     return app
 
 
@@ -113,11 +105,13 @@ class _Peers:
     async def send(self, address: str, name: str, data: bytes, is_replacing: bool) -> bool:
         """Whether the relay at host:port took it; the writer is told and tries itself."""
         if self._session is None:
-            timeout = ClientTimeout(total=60.0, sock_connect=_CONNECT_TIMEOUT_S)
-            self._session = ClientSession(headers=self._headers, timeout=timeout)
+            self._session = ClientSession(headers=self._headers)
+        timeout = ClientTimeout(
+            total=_HAND_ON_S + len(data) / _HAND_ON_BYTES_PER_S, sock_connect=_CONNECT_TIMEOUT_S
+        )
         url = f"http://{address}/v1/objects/{quote(name)}" + ("?replace=1" if is_replacing else "")
         try:
-            async with self._session.put(url, data=data) as response:
+            async with self._session.put(url, data=data, timeout=timeout) as response:
                 return response.ok
         except (ClientError, TimeoutError) as error:
             logger.warning("copy not sent: key=%s to=%s error=%r", name, address, error)
@@ -184,6 +178,13 @@ class EmbeddedRelay:
         names = self._call("GET", f"/v1/keys?prefix={quote(prefix)}").json()
         return [str(name) for name in names]
 
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+        query = [("prefix", prefix) for prefix in prefixes]
+        if seen is not None:
+            query += [("seen", seen), ("timeout_ms", str(max(0, round(1000 * timeout_s))))]
+        position, keys = self._call("GET", f"/v1/changes?{urlencode(query)}").json()
+        return Changes(seen=position, keys=keys)
+
     def close(self) -> None:
         self._http.close()
 
@@ -192,8 +193,10 @@ class EmbeddedRelay:
         return f"/v1/objects/{quote(key)}"
 
     def _call(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
+        body = content if content is None or len(content) <= _PIECE_BYTES else _pieces(content)
+        headers = {"Content-Length": str(len(content))} if content is not None else {}
         try:
-            response = self._http.request(method, path, content=content)
+            response = self._http.request(method, path, content=body, headers=headers)
         except httpx.HTTPError as error:
             where = self._http.base_url
             raise RelayUnreachable(f"embedded relay {where}: {method} {path}: {error!r}") from error
@@ -201,6 +204,12 @@ class EmbeddedRelay:
             return response
         refused = f"embedded relay refused {method} {path}: {response.status_code} {response.text}"
         raise RelayFull(refused) if response.status_code == _FULL else RelayError(refused)
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """A large body for httpx, which would copy what is left of it each time the socket has taken a little."""
+    for at in range(0, len(data), _PIECE_BYTES):
+        yield data[at : at + _PIECE_BYTES]
 
 
 async def serve(host: str, port: int, capacity_bytes: int, key: str | None) -> None:

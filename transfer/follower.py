@@ -1,9 +1,11 @@
 """The follower: brings a mirror to the newest published version.
 
-Owns: the choice of the way there (deltas from the own version, or the latest snapshot and its deltas).
+Owns: the choice of the way there (deltas from the own version, or the latest snapshot and its deltas), and
+what is fetched ahead: frames of a version that the trainer still writes, so that fetching and decoding keep
+pace with the link.
 Promises: the mirror is always at a whole version; when advance() raises, it stays at the last good one. It
 never goes back, within a run or to a run it has left, so a relay copy that missed writes does no harm.
-Never talks to a worker, never sleeps.
+Never talks to a worker, never sleeps but in wait().
 """
 
 import logging
@@ -42,16 +44,57 @@ class Follower:
         self.fetched_bytes = 0
         self._writer: str | None = None
         self._left: set[str] = set()
+        self._followed: str | None = run_id if run_id != AUTO_RUN else None
+        self._seen: str | None = None
+        self._written: list[str] | None = None
+        """Keys that the last wait() was told of; None: any may have been written."""
+        self._unreadable: tuple[str, int] | None = None
+        """A coming version with a bad frame: it is judged when it is there."""
 
     def advance(self) -> bool:
-        """One look at HEAD; True when the mirror moved. Raises: RelayError, FrameError."""
-        run_id = self._current_run()
-        data = self._relay.get(keys.head_key(run_id)) if run_id is not None else None
-        if run_id is None or data is None:
+        """One look at HEAD; True when the mirror moved. Raises: RelayError, FrameError.
+
+        While a version is being written it fetches what is there of it, and looks again as long as more came.
+        Where wait() was told of frames alone, it fetches those.
+        """
+        written, self._written = self._written, None
+        version = self.mirror.version
+        if written is not None and version is not None and not self._have_moved(written):
+            self._read_frames(version.run_id, version.number + 1, written)
             return False
-        head = unpack_body(data, Head, keys.head_key(run_id))
-        if self._is_at(run_id, head) or self._is_past(run_id, head):
-            return False
+        while True:
+            run_id = self._followed = self._current_run()
+            data = self._relay.get(keys.head_key(run_id)) if run_id is not None else None
+            if run_id is None or data is None:
+                return False
+            head = unpack_body(data, Head, keys.head_key(run_id))
+            if self._is_at(run_id, head) and self._read_ahead(run_id, head):
+                continue
+            if self._is_at(run_id, head) or self._is_past(run_id, head):
+                return False
+            self._move(run_id, head)
+            return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when advance() may find something new, or after timeout_s. Raises: RelayError."""
+        prefixes = [keys.HEAD_RUN_KEY] if self._run_id == AUTO_RUN else []
+        if self._followed is not None:
+            prefixes.append(keys.head_key(self._followed))
+        version = self.mirror.version
+        if version is not None:
+            prefixes.append(keys.version_prefix(version.run_id, version.number + 1, version.number))
+        changes = self._relay.wait(prefixes, self._seen, timeout_s)
+        self._seen = changes.seen
+        self._written = changes.keys if changes.keys else None
+
+    def _have_moved(self, written: list[str]) -> bool:
+        """Whether HEAD is among these keys, or another run."""
+        heads = {keys.HEAD_RUN_KEY}
+        if self._followed is not None:
+            heads.add(keys.head_key(self._followed))
+        return not heads.isdisjoint(written)
+
+    def _move(self, run_id: str, head: Head) -> None:
         try:
             self._walk(run_id, head)
         except (FrameError, _Missing) as error:
@@ -60,7 +103,37 @@ class Follower:
             self._walk(run_id, head)
         self._writer = head.writer
         logger.info("mirror moved: version=%s state_hash=%s", self.mirror.version, self.mirror.state_hash)
-        return True
+
+    def _read_ahead(self, run_id: str, head: Head) -> bool:
+        """Whether frames of the coming version were there that the mirror had not read yet."""
+        if head.coming != head.version + 1:
+            return False
+        names = self._relay.keys(keys.version_prefix(run_id, head.coming, head.version))
+        return self._read_frames(run_id, head.coming, names)
+
+    def _read_frames(self, run_id: str, coming: int, names: list[str]) -> bool:
+        """Whether the mirror took any of these frames of the version that comes after its own."""
+        planes = self.mirror.planes
+        if planes is None or self._unreadable == (run_id, coming):
+            return False
+        found = False
+        for key in names:
+            bucket = keys.bucket_of(key)
+            if bucket not in planes.held or bucket in self.mirror.buckets_ahead:
+                continue
+            data = self._relay.get(key)
+            if data is None:
+                continue  # an attempt that failed, and was taken back
+            self.fetched_bytes += len(data)
+            try:
+                self.mirror.read_ahead(data)
+            except FrameError as error:
+                # Its manifest will tell whether the frame counts.
+                logger.warning("does not read on ahead: key=%s error=%s", key, error)
+                self._unreadable = (run_id, coming)
+                return False
+            found = True
+        return found
 
     def _current_run(self) -> str | None:
         if self._run_id != AUTO_RUN:

@@ -46,6 +46,8 @@ class Head(_Body):
     oldest_base: int = Field(ge=0)
     """Deltas from this version on are kept."""
     state_hash: str
+    coming: int | None = None
+    """The version that is being written, if one is: its frames can be fetched ahead of its manifest."""
 
 
 class CutBody(_Body):
@@ -194,6 +196,12 @@ def is_version_key(key: str) -> bool:
 
 def bucket_key(run_id: str, version: int, base: int | None, bucket: int) -> str:
     return f"{version_prefix(run_id, version, base)}{bucket}"
+
+
+def bucket_of(key: str) -> int | None:
+    """The bucket of a frame's key; None for another object's."""
+    name = key.rpartition("/")[2]
+    return int(name) if is_version_key(key) and name.isdecimal() else None
 
 
 def rank_key(run_id: str, rank: int) -> str:

@@ -3,7 +3,9 @@
 Owns: the bits of the version that the engine is to run next, and its identity.
 Promises: transactional. Every frame's checksums, base, place and payload are checked before the first write,
 and what was written is hashed as it is written: a bucket that comes out wrong takes all of them back. When
-load_snapshot() or apply_delta() raise, version, hash and bits are as before.
+load_snapshot() or apply_delta() raise, version, hash and bits are as before. Frames that were read ahead are
+written as well, so that their manifest, the last to come, finds little left to do; whoever reads the bits
+meanwhile calls take_back_ahead() first.
 Pure: no relay, no files, no clock. One thread at a time.
 """
 
@@ -28,12 +30,16 @@ Fetch = Callable[[BucketEntry], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One bucket's way to the next version; payload and base were checked, nothing is written yet."""
+    """One bucket's way to the next version; payload and base were checked."""
 
     bucket: Bucket
     patch: Patch
     before: StateHash
     after: StateHash
+
+    @property
+    def change(self) -> StateHash:
+        return self.after - self.before
 
 
 class WeightMirror:
@@ -47,11 +53,16 @@ class WeightMirror:
         self.version: WeightVersion | None = None
         self.planes: WeightPlanes | None = None
         self._version_hash: StateHash | None = None
+        self._ahead: dict[int, _Step] = {}
+        """By bucket, of the version after this one; they are written."""
 
     @property
     def state_hash(self) -> StateHash | None:
-        """The hash of the held weights, None while empty."""
-        return self.planes.state_hash if self.planes is not None else None
+        """The hash of the held weights, without what was read ahead; None while empty."""
+        if self.planes is None:
+            return None
+        ahead = sum((step.change for step in self._ahead.values()), StateHash())
+        return self.planes.state_hash - ahead
 
     @property
     def version_hash(self) -> StateHash | None:
@@ -94,29 +105,57 @@ class WeightMirror:
                 raise FrameError(
                     f"bucket {entry.index} hashes to {found}, in version {manifest.version} to {entry.change}"
                 )
+        self._ahead.clear()
         self.planes = planes
         self._version_hash = whole
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
 
+    @property
+    def buckets_ahead(self) -> frozenset[int]:
+        """Those of which read_ahead() has taken a frame."""
+        return frozenset(self._ahead)
+
+    def read_ahead(self, data: bytes) -> None:
+        """Checks and writes a frame of the next version, before there is a manifest.
+
+        An attempt that is aborted may leave frames here that the version does not have in the end; the
+        manifest tells, and apply_delta() takes them back. Raises: FrameError.
+        """
+        if self.version is None or self.planes is None:
+            raise FrameError("an empty mirror can't read ahead")
+        frame, layout = Frame.unpack(data), self.planes.layout
+        if frame.bucket not in self.planes.held:
+            raise FrameError(f"bucket {frame.bucket} of {len(layout.buckets)} is not held")
+        run_id, number = self.version.run_id, self.version.number
+        _require_place(frame, layout.buckets[frame.bucket], layout.digest, run_id, number, number + 1)
+        step = self._check_step(self.planes, frame, layout.buckets[frame.bucket])
+        _apply_all(self.planes, [step])
+        self._ahead[frame.bucket] = step
+
+    def take_back_ahead(self) -> None:
+        """Leaves the bits of the mirror's version alone; what was read ahead is to be fetched again."""
+        for bucket in self.buckets_ahead:
+            self._take_back(bucket)
+
     def apply_delta(self, manifest: Manifest, fetch: Fetch) -> None:
         """Moves on to the manifest's version.
 
-        fetch: gives an entry's frame; called for those that are held. Raises: FrameError and keeps the old
-        state.
+        fetch: gives an entry's frame; called for those that are held and were not read ahead. Raises:
+        FrameError and keeps the old state.
         """
         planes, before = self._require_base(manifest)
         buckets = _buckets(manifest, planes.layout)
         whole = _require_changes(manifest, before)
-        steps: list[_Step] = []
-        for entry, bucket in zip(manifest.buckets, buckets, strict=True):
-            if bucket.index in planes.held:
-                step = self._check_step(planes, _open_frame(fetch(entry), manifest, bucket), bucket)
-                if str(step.after - step.before) != entry.change:
-                    raise FrameError(
-                        f"bucket {bucket.index}: its frame does not change its hash by {entry.change}"
-                    )
-                steps.append(step)
-        _apply_all(planes, steps)
+        self._take_back_others(manifest)
+        _apply_all(
+            planes,
+            [
+                self._fetch_step(planes, manifest, entry, bucket, fetch)
+                for entry, bucket in zip(manifest.buckets, buckets, strict=True)
+                if bucket.index in planes.held and bucket.index not in self._ahead
+            ],
+        )
+        self._ahead.clear()
         self._version_hash = whole
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
 
@@ -137,6 +176,26 @@ class WeightMirror:
         if manifest.base_state_hash != str(self._version_hash):
             raise FrameError(f"delta starts at {manifest.base_state_hash}, mirror is at {self._version_hash}")
         return self.planes, self._version_hash
+
+    def _take_back_others(self, manifest: Manifest) -> None:
+        """What was read ahead and does not do what the manifest says."""
+        changes = {entry.index: entry.change for entry in manifest.buckets}
+        for bucket, step in list(self._ahead.items()):
+            if changes.get(bucket) != str(step.change):
+                self._take_back(bucket)
+
+    def _take_back(self, bucket: int) -> None:
+        assert self.planes is not None
+        step = self._ahead.pop(bucket)
+        self.planes.revert(step.bucket, step.patch, step.before)
+
+    def _fetch_step(
+        self, planes: WeightPlanes, manifest: Manifest, entry: BucketEntry, bucket: Bucket, fetch: Fetch
+    ) -> _Step:
+        step = self._check_step(planes, _open_frame(fetch(entry), manifest, bucket), bucket)
+        if str(step.change) != entry.change:
+            raise FrameError(f"bucket {bucket.index}: its frame does not change its hash by {entry.change}")
+        return step
 
     @staticmethod
     def _check_step(planes: WeightPlanes, frame: Frame, bucket: Bucket) -> _Step:
@@ -185,12 +244,17 @@ def _buckets(manifest: Manifest, layout: Layout) -> list[Bucket]:
 
 def _open_frame(data: bytes, manifest: Manifest, bucket: Bucket) -> Frame:
     frame = Frame.unpack(data)
-    frame.check_place(bucket, manifest.layout)
-    base = manifest.base if manifest.base is not None else NO_BASE
-    expected = (run_digest(manifest.run_id), base, manifest.version)
+    _require_place(frame, bucket, manifest.layout, manifest.run_id, manifest.base, manifest.version)
+    return frame
+
+
+def _require_place(
+    frame: Frame, bucket: Bucket, layout: str, run_id: str, base: int | None, version: int
+) -> None:
+    frame.check_place(bucket, layout)
+    expected = (run_digest(run_id), base if base is not None else NO_BASE, version)
     if (frame.run, frame.base, frame.version) != expected:
         raise FrameError(
             f"frame is {frame.version} on {frame.base} of run {frame.run.hex()}, expected "
-            f"{manifest.version} on {base} of {expected[0].hex()}"
+            f"{version} on {expected[1]} of {expected[0].hex()}"
         )
-    return frame

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ import httpx
 
 from rose.config import default_variable
 from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable
+from rose.transfer.relay import Changes
 
 # Holds one object on its way in or out: a 64 MB frame, with room for the store's own alignment.
 CLIENT_BUFFER_BYTES = 160 << 20
 MASTER_START_TIMEOUT_S = 15.0
+_LOOK_EVERY_S = 0.02
 _RETRIES = 3
 _RETRY_PAUSE_S = 0.2
 INSTALL_LIBRARIES = "apt-get install -y libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2"
@@ -87,6 +89,13 @@ class MooncakeRelay:
         failed = f"get {key} failed {_RETRIES} times ({exists})"
         raise RelayUnreachable(f"mooncake master {self._master}: {failed}")
 
+    def holds(self, key: str) -> bool:
+        """Whether the object is there, without fetching it. Raises: RelayUnreachable."""
+        code = self._store.is_exist(key)
+        if code not in (0, 1):
+            raise RelayUnreachable(f"mooncake master {self._master}: is_exist {key} answered {code}")
+        return bool(code)
+
     def remove(self, keys: Iterable[str]) -> None:
         names = list(keys)
         codes = self._store.batch_remove(names, True) if names else []
@@ -104,6 +113,12 @@ class MooncakeRelay:
             failed = f"{url}: {error!r}; give the master's metrics port as ?admin=PORT"
             raise RelayUnreachable(failed) from error
         return sorted(name for name in response.text.split("\n") if name and name.startswith(prefix))
+
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+        """The store tells nobody of changes: waits for as long as it is polite to look again after."""
+        if seen is not None:
+            time.sleep(min(timeout_s, _LOOK_EVERY_S))
+        return Changes(seen="", keys=None)
 
     def close(self) -> None:
         self._store.close()

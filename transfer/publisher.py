@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from rose.config import Settings
 from rose.errors import RelayError, WorkerError
 from rose.transfer import manifest as keys
 from rose.transfer.chain import VersionChain, claim_run
-from rose.transfer.codec import Bits, Codec, Encoded, Patch, encode
+from rose.transfer.codec import Codec, Encoded, NewBits, Patch, encode
 from rose.transfer.codec_choice import encode_for_link
 from rose.transfer.layout import BUCKET_BYTES, Bucket
 from rose.transfer.manifest import Ack, Manifest
@@ -37,12 +39,12 @@ from rose.types import WeightVersion
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 100
+SNAPSHOT_SHARE = 0.5
 DEFAULT_LINK_GBPS = 1.0
 """Where nobody says what the link carries: G8S with zstd, the fewest bytes that cost no time worth naming."""
 FULL_WAIT_S = 30.0
 RANKS_TIMEOUT_S = 120.0
 _PUT_THREADS = 2
-_ACK_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,8 @@ class WeightPublisher:
     one for all buckets; None chooses for each by its density and by link_gbps, the link to the relay.
     full_wait_s: how long a full relay is waited for, while acknowledgements free what it holds of old
     versions.
+    snapshot_every, snapshot_share: a snapshot for late joiners goes out after so many versions, or when the
+    deltas since the last one come to this share of it; over a slow link, rarer is cheaper.
     plans: of the serving ranks, so that each can fetch what it holds (rose.engine.shard_recorder).
     rank, num_ranks: of a trainer that is spread over processes. Each publishes its own TensorShards, or its
     share of what several hold, under one run id, and calls publish() as often as the others; they wait for
@@ -90,6 +94,7 @@ class WeightPublisher:
         codec: Codec | None = None,
         link_gbps: float = DEFAULT_LINK_GBPS,
         snapshot_every: int = SNAPSHOT_EVERY,
+        snapshot_share: float = SNAPSHOT_SHARE,
         bucket_bytes: int = BUCKET_BYTES,
         full_wait_s: float = FULL_WAIT_S,
         plans: Sequence[ShardPlan] = (),
@@ -119,7 +124,7 @@ class WeightPublisher:
             raise
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
-        self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every)
+        self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every, snapshot_share)
         self._version_hash = StateHash()
         self._is_followed = False
         self._unheard: list[tuple[Bucket, Patch]] | None = None
@@ -148,10 +153,10 @@ class WeightPublisher:
         snapshot_bytes = 0
         if self._is_followed:
             snapshot_bytes = self._write(self._number, None, self._put_snapshot).wire_bytes
-        if self._ranks.is_leader:
-            self._chain.move_head(self._number, self.state_hash)
-        else:
+        if not self._ranks.is_leader:
             self._chain.forget()
+        elif writer.base is None or snapshot_bytes > 0:
+            self._chain.move_head(self._number, self.state_hash)
         report = self._report(writer, snapshot_bytes)
         logger.info("published: %s", report)
         return report
@@ -169,15 +174,17 @@ class WeightPublisher:
 
         workers: names as in rose.transfer.manifest.worker_name. Raises: WorkerError naming the late ones.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        seen: str | None = None
         while True:
             acked = self.acked()
             late = sorted(name for name in workers if acked.get(name, -1) < version.number)
             if not late:
                 return
-            if time.monotonic() >= deadline:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
                 raise WorkerError(f"no ack of {version} within {timeout_s} s from {', '.join(late)}")
-            time.sleep(_ACK_POLL_S)
+            seen = self._relay.wait([keys.ack_prefix(self.run_id)], seen, left_s).seen
 
     def close(self) -> None:
         """Closes the connection; what was published stays in the relay."""
@@ -206,11 +213,13 @@ class WeightPublisher:
     def _put_first(self, writer: VersionWriter) -> None:
         for bucket in self._buckets:
             with writer.encoding():
-                self._planes.fill(bucket, self._source.read(self.layout, bucket))
+                self._planes.fill(bucket, np.concatenate(self._source.read(self.layout, bucket)))
         self._unheard = []
         self._move_to(self._put_snapshot(writer))
 
     def _put_delta(self, writer: VersionWriter) -> None:
+        if self._ranks.is_leader:
+            writer.run_beside(partial(self._chain.announce_coming, writer.version))
         patches: list[tuple[Bucket, Patch]] = []
         for bucket in self._buckets:
             before = self._planes.bucket_hash(bucket)
@@ -220,7 +229,11 @@ class WeightPublisher:
                 writer.put(bucket, encoded, before, before + encoded.change)
                 patches.append((bucket, encoded.patch))
         self._unheard = patches
-        self._move_to(self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer)))
+        manifest = self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer))
+        if self._ranks.is_leader and self._chain.is_announced:
+            # Followers neither wait for the kept copy, nor, as the deltas lead here, for a snapshot.
+            self._chain.move_head(manifest.version, StateHash.from_hex(manifest.state_hash))
+        self._move_to(manifest)
 
     def _wants_snapshot(self, writer: VersionWriter, num_bytes: int) -> bool:
         return self._chain.needs_snapshot(writer.version, num_bytes)
@@ -244,7 +257,7 @@ class WeightPublisher:
         self._version_hash = StateHash.from_hex(manifest.state_hash)
         self._is_followed = manifest.is_followed
 
-    def _encode(self, bucket: Bucket, new: Bits) -> Encoded:
+    def _encode(self, bucket: Bucket, new: NewBits) -> Encoded:
         old = self._planes.bits(bucket)
         if self._codec is not None:
             return encode(self._codec, old, new, bucket.first_index, bucket.dtype)

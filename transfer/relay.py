@@ -6,12 +6,23 @@ RelayError with the key. Never knows what the objects mean (manifest does).
 Source: ROSE §4.2 (relay layer that decouples trainer and engines).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from rose.transfer.manifest import run_prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What Relay.wait() tells."""
+
+    seen: str
+    """For the next wait()."""
+    keys: list[str] | None
+    """Of what was written; None: of anything, the relay does not know."""
 
 
 class Relay(Protocol):
@@ -32,6 +43,13 @@ class Relay(Protocol):
     def keys(self, prefix: str) -> list[str]:
         """All keys that start with `prefix`, in order."""
 
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+        """Returns when objects under one of the prefixes may have been written since `seen`.
+
+        seen: of the last wait(), None to begin with: then it returns at once. Whoever looks after each wait()
+        misses nothing. May return early; after timeout_s at the latest.
+        """
+
     def close(self) -> None:
         """Lets go of connections and buffers; the objects stay."""
 
@@ -50,6 +68,28 @@ def parse_relay_url(url: str) -> tuple[str, str, int, dict[str, str]]:
         raise ValueError(f"relay URL {url!r} must be embedded://HOST:PORT or mooncake://HOST:PORT")
     options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     return parts.scheme, parts.hostname, port, options
+
+
+def require_mooncake(url: str) -> None:
+    """Raises: ValueError unless it is the URL of one Mooncake store."""
+    if parse_relay_url(url)[0] != "mooncake":
+        raise ValueError(f"relay URL {url!r} is not of the form mooncake://HOST:PORT")
+
+
+def address_of(url: str) -> str:
+    """host:port of a relay."""
+    _, host, port, _ = parse_relay_url(url)
+    return f"{host}:{port}"
+
+
+def add_beside(url: str, other: str) -> str:
+    """The URL of a Mooncake store that says of which other one it copies the frames."""
+    return f"{url}{'&' if '?' in url else '?'}beside={address_of(other)}"
+
+
+def beside_of(url: str) -> str | None:
+    """host:port of the store whose frames this one copies, if it does."""
+    return parse_relay_url(url)[3].get("beside")
 
 
 def open_relay(url: str, key: str | None = None) -> Relay:

@@ -1,6 +1,7 @@
 """The process behind `rose relay`: runs a relay until it is told to stop.
 
-Owns: for Mooncake, a master process and this process's own client, whose segment holds the objects.
+Owns: for Mooncake, a master process and this process's own client, whose segment holds the objects, and the
+copies from another store beside it.
 Promises: prints one JSON line {"url": ...} when ready; SIGTERM or SIGINT stops everything it started.
 Never falls back from one kind to the other.
 """
@@ -10,18 +11,24 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings
 from rose.errors import ConfigError, RelayError
 from rose.transfer import embedded_relay
 from rose.transfer.mooncake_relay import MooncakeRelay, start_mooncake_master
+from rose.transfer.nearby_copies import NearbyCopies
+from rose.transfer.relay import add_beside, open_relay, require_mooncake
 
 _CHECK_MASTER_S = 0.5
 
 
-def serve_mooncake(host: str, port: int, capacity_bytes: int) -> None:
-    """Runs a master and a segment until a stop signal. Raises: RelayError, also when the master dies."""
+def serve_mooncake(host: str, port: int, capacity_bytes: int, beside: str | None) -> None:
+    """Runs a master and a segment until a stop signal.
+
+    beside: URL of a store nearby whose frames this one copies. Raises: RelayError, also when the master dies.
+    """
     stop_signals = {signal.SIGTERM, signal.SIGINT}
     # Blocked before Mooncake starts its threads, so that only the wait below sees them.
     signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)
@@ -30,10 +37,16 @@ def serve_mooncake(host: str, port: int, capacity_bytes: int) -> None:
     try:
         segment = MooncakeRelay(host, master.port, master.admin_port, segment_bytes=capacity_bytes)
         try:
-            print(json.dumps({"url": master.url}), flush=True)
-            while signal.sigtimedwait(stop_signals, _CHECK_MASTER_S) is None:
-                if master.process.poll() is not None:
-                    raise RelayError(f"mooncake_master ended with status {master.process.returncode}")
+            with ExitStack() as stack:
+                url = master.url
+                if beside is not None:
+                    source = stack.enter_context(closing(open_relay(beside)))
+                    stack.enter_context(NearbyCopies(source, segment))
+                    url = add_beside(url, beside)
+                print(json.dumps({"url": url}), flush=True)
+                while signal.sigtimedwait(stop_signals, _CHECK_MASTER_S) is None:
+                    if master.process.poll() is not None:
+                        raise RelayError(f"mooncake_master ended with status {master.process.returncode}")
         finally:
             segment.close()
     finally:
@@ -42,10 +55,18 @@ def serve_mooncake(host: str, port: int, capacity_bytes: int) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Runs until a stop signal. Raises: ConfigError for a port in use, RelayError."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        if args.beside is not None:
+            require_mooncake(args.beside)
+    except ValueError as error:
+        parser.error(f"--beside: {error}")
+    if args.beside is not None and args.kind != "mooncake":
+        parser.error("--beside is for --kind mooncake: embedded relays hand objects on themselves")
     try:
         if args.kind == "mooncake":
-            serve_mooncake(args.host, args.port, args.capacity_bytes)
+            serve_mooncake(args.host, args.port, args.capacity_bytes, args.beside)
         else:
             key = Settings.from_environment().key
             asyncio.run(embedded_relay.serve(args.host, args.port, args.capacity_bytes, key))
@@ -66,6 +87,11 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="default: any free port")
+    parser.add_argument(
+        "--beside",
+        metavar="URL",
+        help="a Mooncake store nearby: this one copies its frames, and the trainer sends them once",
+    )
     parser.add_argument(
         "--capacity-bytes",
         type=int,

@@ -3,7 +3,8 @@
 Owns: the choice of the copy to talk to, writing to all of them, bringing one up to date that missed writes.
 Promises: an object is written when every copy that answers has it, and at least one does; it is read from
 any. An embedded relay hands objects on to its peers itself, so that they cross the link from the trainer
-once; copies of other kinds are written one by one. A copy that does not answer rests for a while instead of
+once; so does a Mooncake store that another one stands beside, which copies its frames (nearby_copies.py).
+Other copies are written one by one. A copy that does not answer rests for a while instead of
 slowing every call.
 Never decides which objects are needed: the publisher says so in repair().
 
@@ -14,17 +15,25 @@ the next publish brings it up to date.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from rose.errors import RelayError, RelayUnreachable
+from rose.transfer import manifest
 from rose.transfer.embedded_relay import EmbeddedRelay
-from rose.transfer.relay import Relay
+from rose.transfer.mooncake_relay import MooncakeRelay
+from rose.transfer.relay import Changes, Relay, address_of, beside_of
 
 logger = logging.getLogger(__name__)
 
 REST_S = 2.0
-"""How long a copy that did not answer is left alone while another one does."""
+"""How long a copy that did not answer is left alone, at least, while another one does."""
+REST_OVER_WAIT = 6
+"""And by how much longer than it was waited for: one that hangs costs seconds each time it is asked."""
+_FETCH_S = 2.0
+_FETCH_BYTES_PER_S = 20e6
+_FETCH_POLL_S = 0.01
 Answer = TypeVar("Answer")
 
 
@@ -37,6 +46,7 @@ class _Copy:
         self._relay: Relay | None = None
         self._opening = threading.Lock()
         self._rests_until_s = 0.0
+        self._fetches_from_s = 0.0
 
     @property
     def is_resting(self) -> bool:
@@ -44,6 +54,7 @@ class _Copy:
 
     def call(self, work: Callable[[Relay], Answer]) -> Answer:
         """Raises: RelayUnreachable, and lets the copy rest; other RelayErrors as they come."""
+        asked_s = time.monotonic()
         try:
             with self._opening:
                 if self._relay is None:
@@ -51,10 +62,31 @@ class _Copy:
             answer = work(self._relay)
         except RelayUnreachable as error:
             logger.warning("relay copy does not answer: url=%s error=%s", self.url, error)
-            self._rests_until_s = time.monotonic() + REST_S
+            now_s = time.monotonic()
+            self._rests_until_s = now_s + max(REST_S, REST_OVER_WAIT * (now_s - asked_s))
             raise
         self._rests_until_s = 0.0
         return answer
+
+    def is_beside(self, other: "_Copy") -> bool:
+        """Whether this copy's own process copies frames from the other one, as far as we know."""
+        return beside_of(self.url) == address_of(other.url) and time.monotonic() >= self._fetches_from_s
+
+    def fetches(self, key: str, num_bytes: int) -> bool:
+        """Waits until it holds a frame that the copy beside it has; False when that takes too long."""
+
+        def holds(relay: Relay) -> bool:
+            return isinstance(relay, MooncakeRelay) and relay.holds(key)
+
+        deadline_s = time.monotonic() + _FETCH_S + num_bytes / _FETCH_BYTES_PER_S
+        with suppress(RelayUnreachable):
+            while time.monotonic() < deadline_s:
+                if self.call(holds):
+                    return True
+                time.sleep(_FETCH_POLL_S)
+        logger.warning("relay copy does not fetch from the one beside it: url=%s key=%s", self.url, key)
+        self._fetches_from_s = time.monotonic() + REST_OVER_WAIT * _FETCH_S
+        return False
 
     def close(self) -> None:
         if self._relay is not None:
@@ -99,14 +131,20 @@ class ReplicatedRelay:
     def keys(self, prefix: str) -> list[str]:
         return sorted({name for names in self._all(lambda relay: relay.keys(prefix)) for name in names})
 
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+        """Waits at the copy that get() asks first; to another one `seen` means nothing, and ends the wait."""
+        return self._first(lambda relay: relay.wait(prefixes, seen, timeout_s))
+
     def close(self) -> None:
         for copy in self._copies:
             copy.close()
 
     def repair(self, prefix: str, wanted: Iterable[str]) -> None:
-        """Gives every copy that answers the wanted objects, and takes away the others under the prefix."""
+        """Gives every copy that is in use the wanted objects, and takes away the others under the prefix."""
         names = set(wanted)
         for copy in self._copies:
+            if copy.is_resting:
+                continue  # still behind when it is back, then mended by the next one
             try:
                 held = set(copy.call(lambda relay: relay.keys(prefix)))
                 for name in sorted(names - held):
@@ -121,6 +159,16 @@ class ReplicatedRelay:
         if data is not None:
             logger.info("relay copy gets what it missed: url=%s key=%s", copy.url, name)
             copy.call(lambda relay: relay.upsert(name, data))
+
+    def _first(self, work: Callable[[Relay], Answer]) -> Answer:
+        """What the first copy that answers says. Raises: RelayUnreachable when none does."""
+        failures: list[RelayUnreachable] = []
+        for copy in self._in_order():
+            try:
+                return copy.call(work)
+            except RelayUnreachable as error:
+                failures.append(error)
+        raise failures[0]
 
     def _in_order(self) -> list[_Copy]:
         """Those that rest come last: they are asked only when nobody else can answer."""
@@ -156,6 +204,8 @@ class ReplicatedRelay:
                 failures.append(error)
                 continue
             is_written = True
+            if not is_replacing and manifest.bucket_of(key) is not None:
+                done += [peer for peer in pending if peer.is_beside(copy) and peer.fetches(key, len(data))]
             pending = [peer for peer in pending if peer not in done]
         if not is_written:
             raise failures[0]

@@ -21,7 +21,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from rose.config import Settings
-from rose.errors import RoseError, WorkerError
+from rose.errors import RelayError, RoseError, WorkerError
 from rose.http import http_client
 from rose.transfer import manifest as keys
 from rose.transfer.checkpoint import write_checkpoint
@@ -33,7 +33,6 @@ from rose.transfer.shard_plan import read_plan
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.05
 STATUS_EVERY_S = 2.0
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
@@ -130,6 +129,17 @@ class Subscriber:
         self._retry_s = FIRST_RETRY_S
         return moved
 
+    def wait(self, now_s: float) -> None:
+        """Returns when step() may have something to do."""
+        if now_s < self._retry_at_s:
+            time.sleep(self._retry_at_s - now_s)
+            return
+        try:
+            self._follower.wait(STATUS_EVERY_S)
+        except RelayError as error:
+            logger.warning("can't wait for weights, looks again in %.1f s: %s", FIRST_RETRY_S, error)
+            time.sleep(FIRST_RETRY_S)
+
     def close(self) -> None:
         """Removes the staged files."""
         for path in self._staging.glob("weights-*.safetensors"):
@@ -158,6 +168,7 @@ class Subscriber:
         if update != self._staged:
             self._staged = None
             self._remove_staged_except(self._delivered)
+            mirror.take_back_ahead()
             write_checkpoint(path, mirror.planes, {"version": update.version, "state_hash": state_hash})
             self._staged = update
         self._worker.load(update)
@@ -196,7 +207,7 @@ def follow(args: argparse.Namespace, key: str | None) -> None:
     try:
         while True:
             subscriber.step(time.monotonic())
-            time.sleep(POLL_S)
+            subscriber.wait(time.monotonic())
     finally:
         subscriber.close()
         worker.close()

@@ -76,6 +76,7 @@ class TorchSource:
         self._shards = _untied(_named(weights))
         if not self._shards:
             raise ValueError("no tensors to publish")
+        self._scratch = np.empty(0, np.uint8)
         self._views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
     def specs(self) -> list[TensorSpec]:
@@ -89,20 +90,43 @@ class TorchSource:
         """The region of each tensor that is here."""
         return {name: [shard.box for shard in shards] for name, shards in self._shards.items()}
 
-    def read(self, layout: Layout, bucket: Bucket) -> Bits:
-        """The bits that the bucket's elements have now, a new array. Raises: ValueError: not all are here."""
-        bits = np.empty(bucket.num_elements, bits_dtype(bucket.dtype))
+    def read(self, layout: Layout, bucket: Bucket) -> list[Bits]:
+        """The bits that the bucket's elements have now, piece by piece, valid until the next read().
+
+        Those that lie in host memory as they are published are seen there, not copied. Others go into the
+        same memory each time: the kernel would have to clear 64 MB of new pages for each bucket.
+        Raises: ValueError: not all are here.
+        """
+        dtype = bits_dtype(bucket.dtype)
+        num_bytes = bucket.num_elements * dtype.itemsize
+        if self._scratch.size < num_bytes:
+            self._scratch = np.empty(num_bytes, np.uint8)
+        scratch = self._scratch[:num_bytes].view(dtype)
+        pieces: list[Bits] = []
         for piece in layout.pieces(bucket):
             ends = piece.part.box
             shards = self._shards.get(piece.tensor.name, [])
             shards = [shard for shard in shards if Box.of(ends).lies_in(shard.box)]
             if not shards:
                 raise ValueError(f"no shard holds {ends} of tensor {piece.tensor.name}")
-            flat = shards[0].region(ends).reshape(-1)[piece.begin : piece.end]
-            cast = flat if self._target(flat) is None else flat.to(self._target(flat))
-            raw = cast.contiguous().cpu().view(self._views[bits.itemsize]).numpy()
-            bits[piece.at : piece.at + raw.size] = raw
-        return bits
+            region = shards[0].region(ends)
+            flat = region.reshape(-1)[piece.begin : piece.end]
+            bits = self._raw(flat, dtype.itemsize)
+            if not self._is_as_published(region):
+                copied = scratch[piece.at : piece.at + bits.size]
+                copied[:] = bits
+                bits = copied
+            pieces.append(bits)
+        return pieces
+
+    def _is_as_published(self, region: Any) -> bool:
+        """Whether flattening and reading these elements as bits copies nothing."""
+        return region.device.type == "cpu" and self._target(region) is None and region.is_contiguous()
+
+    def _raw(self, flat: Any, width: int) -> Bits:
+        cast = flat if self._target(flat) is None else flat.to(self._target(flat))
+        raw: Bits = cast.contiguous().cpu().view(self._views[width]).numpy()
+        return raw
 
     def _target(self, tensor: Any) -> Any:
         is_wide_float = tensor.is_floating_point() and tensor.element_size() >= 2

@@ -21,7 +21,6 @@ from rose.transfer.shard_plan import Box, ShardPlan
 from rose.transfer.state_hash import StateHash
 from rose.transfer.version_writer import VersionWriter
 
-_POLL_S = 0.02
 Found = TypeVar("Found")
 
 
@@ -70,8 +69,9 @@ class TrainerRanks:
             key = keys.part_key(self._run_id, writer.version, writer.base, self.rank)
             writer.note(key)
             self._relay.upsert(key, pack_body(part))
+            manifest_key = keys.manifest_key(self._run_id, writer.version, writer.base)
             what = f"manifest of version {writer.version}"
-            return self._wait(lambda: self.committed(writer.version, writer.base), what)
+            return self._wait(manifest_key, lambda: self.committed(writer.version, writer.base), what)
         parts = [part, *(self._collect(writer, rank) for rank in range(1, self.num_ranks))]
         entries = sorted((entry for each in parts for entry in each.buckets), key=lambda entry: entry.index)
         after = sum(
@@ -103,7 +103,7 @@ class TrainerRanks:
             # One of another attempt is of frames that were taken back.
             return part if part is not None and part.attempt == self.attempt else None
 
-        return self._wait(look, f"part of rank {rank} of version {writer.version}")
+        return self._wait(key, look, f"part of rank {rank} of version {writer.version}")
 
     def _wait_for_rank(self, rank: int) -> RankBody:
         key = keys.rank_key(self._run_id, rank)
@@ -112,19 +112,22 @@ class TrainerRanks:
             data = self._relay.get(key)
             return unpack_body(data, RankBody, key) if data is not None else None
 
-        return self._wait(look, f"shards of rank {rank}")
+        return self._wait(key, look, f"shards of rank {rank}")
 
-    def _wait(self, look: Callable[[], Found | None], what: str) -> Found:
+    def _wait(self, key: str, look: Callable[[], Found | None], what: str) -> Found:
+        """Looks whenever the object was written."""
         deadline_s = time.monotonic() + self._timeout_s
+        seen: str | None = None
         while True:
             found = look()
             if found is not None:
                 return found
-            if time.monotonic() >= deadline_s:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
                 raise RelayError(
                     f"run {self._run_id}, rank {self.rank}: no {what} within {self._timeout_s} s"
                 )
-            time.sleep(_POLL_S)
+            seen = self._relay.wait([key], seen, left_s).seen
 
 
 def _rank_body(specs: list[TensorSpec], held: Holdings) -> RankBody:

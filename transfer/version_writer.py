@@ -110,12 +110,16 @@ class VersionWriter:
         self._send(key, data)
         self._wait_for_puts(_MAX_PENDING)
 
+    def run_beside(self, work: Callable[[], None]) -> None:
+        """Does it while buckets are encoded; what it raises, a later put or finish_frames() does."""
+        self._pending.append(self._executor.submit(work))
+
     def note(self, key: str) -> None:
         """A key of this version that another rank, or another way, writes."""
         self._written.append(key)
 
     def finish_frames(self) -> list[BucketEntry]:
-        """Waits until all frames are in the relay. Raises: RelayError."""
+        """Waits until all frames are in the relay, and what runs beside them is done. Raises: RelayError."""
         self._wait_for_puts(0)
         return self._entries
 

@@ -105,21 +105,33 @@ class Delta {
   template <typename T>
   explicit Delta(SparseDelta<T>&& delta) : delta_(std::move(delta)) {}
 
-  static py::tuple between(const py::array& before, const py::array& after, std::uint64_t first_index) {
+  static py::tuple between(const py::array& before, const py::sequence& after, std::uint64_t first_index) {
     require_vector(before, "old");
-    require_vector(after, "new");
-    if (before.size() != after.size() || before.itemsize() != after.itemsize()) {
-      throw py::value_error("old has " + std::to_string(before.size()) + " elements of " +
-                            std::to_string(before.itemsize()) + " bytes, new has " +
-                            std::to_string(after.size()) + " of " + std::to_string(after.itemsize()));
+    std::vector<py::array> keep;
+    py::ssize_t size = 0;
+    for (const py::handle& piece : after) {
+      keep.push_back(piece.cast<py::array>());
+      require_vector(keep.back(), "new");
+      if (keep.back().itemsize() != before.itemsize()) {
+        throw py::value_error("old has elements of " + std::to_string(before.itemsize()) + " bytes, new of " +
+                              std::to_string(keep.back().itemsize()));
+      }
+      size += keep.back().size();
+    }
+    if (before.size() != size) {
+      throw py::value_error("old has " + std::to_string(before.size()) + " elements, new has " +
+                            std::to_string(size));
     }
     StateHash change;
     Delta delta = with_width(before.itemsize(), [&](auto zero) {
       using T = decltype(zero);
       const T* a = read<T>(before);
-      const T* b = read<T>(after);
+      std::vector<Piece<T>> b;
+      for (const py::array& piece : keep) {
+        b.push_back({read<T>(piece), static_cast<std::size_t>(piece.size())});
+      }
       py::gil_scoped_release release;
-      return Delta(scan(a, b, static_cast<std::size_t>(before.size()), first_index, change));
+      return Delta(scan(a, b, static_cast<std::size_t>(size), first_index, change));
     });
     return py::make_tuple(std::move(delta), lanes(change));
   }

@@ -66,11 +66,13 @@ inline bool same32(const void* a, const void* b) {
   return ((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3])) == 0;
 }
 
+// The scans compare n elements, the first of which is element `first` of its block, and add what they find
+// behind `count` changes; they return how many there are then.
 template <typename T>
-std::size_t scan_some(const T* before, const T* after, std::size_t begin, std::size_t end, std::size_t count,
-                      std::uint16_t* places, Values<T>& values) {
+std::size_t scan_some(const T* before, const T* after, std::size_t begin, std::size_t end, std::size_t first,
+                      std::size_t count, std::uint16_t* places, Values<T>& values) {
   for (std::size_t i = begin; i < end; ++i) {
-    places[count] = static_cast<std::uint16_t>(i);
+    places[count] = static_cast<std::uint16_t>(first + i);
     values.before[count] = before[i];
     values.after[count] = after[i];
     count += before[i] != after[i];  // branch-free: a changed element is a coin toss to the predictor
@@ -79,17 +81,16 @@ std::size_t scan_some(const T* before, const T* after, std::size_t begin, std::s
 }
 
 template <typename T>
-std::size_t scan_portable(const T* before, const T* after, std::size_t n, std::uint16_t* places,
-                          Values<T>& values) {
+std::size_t scan_portable(const T* before, const T* after, std::size_t n, std::size_t first,
+                          std::size_t count, std::uint16_t* places, Values<T>& values) {
   constexpr std::size_t step = 32 / sizeof(T);
-  std::size_t count = 0;
   std::size_t i = 0;
   for (; i + step <= n; i += step) {
     if (!same32(before + i, after + i)) {
-      count = scan_some(before, after, i, i + step, count, places, values);
+      count = scan_some(before, after, i, i + step, first, count, places, values);
     }
   }
-  return scan_some(before, after, i, n, count, places, values);
+  return scan_some(before, after, i, n, first, count, places, values);
 }
 
 #ifdef ROSE_X86
@@ -140,43 +141,77 @@ ROSE_AVX512 inline unsigned pack32(const std::uint32_t* a, const std::uint32_t* 
 }
 
 template <typename T>
-ROSE_AVX512 std::size_t scan_avx512(const T* before, const T* after, std::size_t n, std::uint16_t* places,
-                                    Values<T>& values) {
+ROSE_AVX512 std::size_t scan_avx512(const T* before, const T* after, std::size_t n, std::size_t first,
+                                    std::size_t count, std::uint16_t* places, Values<T>& values) {
   const __m512i step = _mm512_set1_epi16(kLanes);
-  __m512i at = iota16();
+  __m512i at = _mm512_add_epi16(iota16(), _mm512_set1_epi16(static_cast<short>(first)));
   T* old_out = values.before.data();
   T* new_out = values.after.data();
-  std::size_t count = 0;
   std::size_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     count += pack32(before + i, after + i, at, places + count, old_out + count, new_out + count);
     at = _mm512_add_epi16(at, step);
   }
-  return scan_some(before, after, i, n, count, places, values);
+  return scan_some(before, after, i, n, first, count, places, values);
 }
 
 #endif  // ROSE_X86
 
-// The difference from `before` to `after`, and what it does to the state hash.
+// Elements of a vector that lies in memory piece by piece.
 template <typename T>
-SparseDelta<T> scan(const T* before, const T* after, std::size_t n, std::uint64_t first_index,
-                    StateHash& change) {
+struct Piece {
+  const T* data;
+  std::size_t size;
+};
+
+// Gives a vector of pieces away from its front.
+template <typename T>
+class Pieces {
+ public:
+  explicit Pieces(const std::vector<Piece<T>>& pieces) : piece_(pieces.begin()) {}
+
+  // At most n > 0 elements that lie together; there must be more.
+  Piece<T> take(std::size_t n) {
+    while (taken_ == piece_->size) {
+      ++piece_;
+      taken_ = 0;
+    }
+    const Piece<T> front{piece_->data + taken_, std::min(n, piece_->size - taken_)};
+    taken_ += front.size;
+    return front;
+  }
+
+ private:
+  typename std::vector<Piece<T>>::const_iterator piece_;
+  std::size_t taken_ = 0;
+};
+
+// The difference from `before` to the n elements of `after`, and what it does to the state hash.
+template <typename T>
+SparseDelta<T> scan(const T* before, const std::vector<Piece<T>>& after, std::size_t n,
+                    std::uint64_t first_index, StateHash& change) {
   SparseDelta<T> delta;
   delta.num_elements = n;
   delta.counts.reserve((n + kBlock - 1) / kBlock);
   Values<T> values;
+  Pieces<T> rest(after);
   for (std::size_t begin = 0; begin < n; begin += kBlock) {
     const std::size_t length = std::min(kBlock, n - begin);
     std::uint16_t* places = delta.places.reserve(length);
     T* differences = delta.differences.reserve(length);
     std::size_t count = 0;
+    for (std::size_t first = 0; first < length;) {
+      const Piece<T> piece = rest.take(length - first);
+      const T* old = before + begin + first;
 #ifdef ROSE_X86
-    if (use_avx512) {
-      count = scan_avx512(before + begin, after + begin, length, places, values);
-    } else
+      if (use_avx512) {
+        count = scan_avx512(old, piece.data, piece.size, first, count, places, values);
+      } else
 #endif
-    {
-      count = scan_portable(before + begin, after + begin, length, places, values);
+      {
+        count = scan_portable(old, piece.data, piece.size, first, count, places, values);
+      }
+      first += piece.size;
     }
     for (std::size_t k = 0; k < count; ++k) {
       differences[k] = static_cast<T>(values.after[k] - values.before[k]);

@@ -25,6 +25,7 @@ from rose.engine.recorder import profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.engine.streams import check_output_processor, send_held_back
+from rose.engine.weights import check_staged
 from rose.errors import ConfigError, WorkerError
 from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient, describe_pool
@@ -128,26 +129,28 @@ class EngineControl:
     async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
         """Load a staged checkpoint between two steps; the KV of the old weights is dropped with them.
 
-        Requests in flight keep their tokens and are computed again under the new weights. Where loading
-        fails, the old version goes on serving. An inactive engine checks the checkpoint and keeps it at hand:
-        it has no KV, and gets these weights when it is activated.
+        The file is checked while the engine still runs, so that it pauses for the loading alone. Requests in
+        flight keep their tokens and are computed again under the new weights. Where loading fails, the old
+        version goes on serving. An inactive engine keeps the checkpoint at hand: it has no KV, and gets these
+        weights when it is activated.
         """
         async with self._exclusive:
+            checked = await asyncio.to_thread(check_staged, update.path, update.state_hash)
             if not self._activation.is_active:
-                await self._update_weights(update)
+                await self._update_weights(update, checked)
                 self._weight_version = update.version
             else:
-                await self._update_between_steps(update)
+                await self._update_between_steps(update, checked)
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
 
-    async def _update_between_steps(self, update: WeightUpdate) -> None:
+    async def _update_between_steps(self, update: WeightUpdate, checked: str) -> None:
         # Told before the first step is held back, so that nobody takes the pause for a stall.
         self._is_updating = True
         try:
             await self._client.pause_generation(mode="keep", clear_cache=False)
             try:
                 send_held_back(self._client.output_processor)
-                await self._update_weights(update)
+                await self._update_weights(update, checked)
                 await self._client.reset_prefix_cache(reset_running_requests=True)
                 self._weight_version = update.version
                 await self.followers.until_told(update.version)
@@ -156,12 +159,11 @@ class EngineControl:
         finally:
             self._is_updating = False
 
-    async def _update_weights(self, update: WeightUpdate) -> None:
+    async def _update_weights(self, update: WeightUpdate, checked: str) -> None:
+        info = {"path": update.path, "state_hash": update.state_hash, "checked": checked}
         # Where update_weights fails, vLLM closes the session itself.
         await self._client.start_weight_update()
-        await self._client.update_weights(
-            WeightTransferUpdateRequest(update_info={"path": update.path, "state_hash": update.state_hash})
-        )
+        await self._client.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._client.finish_weight_update(update.version)
 
     async def activate(self) -> ActivationChange:

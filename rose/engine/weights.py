@@ -3,7 +3,7 @@
 Owns the step from a staged file to live weights, and where the weights come from when they are needed again
 (sleep.py). Fetching and decoding happen in the subscriber's process, off the engine's path. Promises that the
 file's content is checked against the expected state hash *before* the first parameter changes, so a bad file
-leaves the old weights serving.
+leaves the old weights serving; check_staged() does that in the API server, ahead of the engine's pause.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ class StagedInit(WeightTransferInitInfo):
 
 @dataclass
 class StagedUpdate(WeightTransferUpdateInfo):
-    """Where the staged checkpoint lies (a .safetensors file) and the state hash it must have."""
+    """Where the staged checkpoint lies (a .safetensors file) and the state hash it must have.
+
+    checked: what check_staged() returned. A rank that finds that very file there does not hash it again.
+    """
 
     path: str
     state_hash: str
+    checked: str | None = None
 
 
 class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
@@ -126,6 +130,12 @@ class _StagedFile:
         self._fd = os.open(path, os.O_RDONLY)
         self._path = Path(f"/proc/self/fd/{self._fd}")
 
+    @property
+    def identity(self) -> str:
+        """The same for all processes of this host, until the file is replaced or written to."""
+        stat = os.fstat(self._fd)
+        return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+
     def check(self, state_hash: str) -> None:
         """Raises: FrameError."""
         found = str(checkpoint_state_hash(self._path))
@@ -141,6 +151,20 @@ class _StagedFile:
         os.close(self._fd)
 
 
+def check_staged(path: str, state_hash: str) -> str:
+    """Returns by what ranks recognise the file, whose content has that state hash.
+
+    Hashing takes about as long as copying the weights, for which no engine has to pause. Raises: FrameError,
+    OSError.
+    """
+    staged = _StagedFile(path)
+    try:
+        staged.check(state_hash)
+        return staged.identity
+    finally:
+        staged.close()
+
+
 def _checked_by_all_ranks(update: StagedUpdate) -> _StagedFile:
     """Opens and checks a staged checkpoint; no rank loads what another one has refused, or the engine would
     compute with two versions at once.
@@ -151,7 +175,8 @@ def _checked_by_all_ranks(update: StagedUpdate) -> _StagedFile:
 
     def check() -> None:
         opened.append(_StagedFile(update.path))
-        opened[0].check(update.state_hash)
+        if update.checked != opened[0].identity:
+            opened[0].check(update.state_hash)
 
     try:
         _on_all_ranks(check)

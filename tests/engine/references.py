@@ -44,8 +44,10 @@ class StockAnswers:
             "rollout": _job(models.untied[0], waves[Role.ROLLOUT], ROLLOUT_TOKENS, batched=True),
             # One by one, as logprobs are compared bit by bit.
             "untied": _job(models.untied[-1], probes(), PROBE_TOKENS, batched=False),
-            "tied": _job(models.tied[-1], probes(), PROBE_TOKENS, batched=False, dtype="bfloat16"),
         }
+        for version, model in enumerate(models.tied):
+            job = _job(model, probes(), PROBE_TOKENS, batched=False, dtype="bfloat16")
+            self._jobs[f"tied-{version}"] = job
         jobs, self._answers = folder / "jobs.json", folder / "answers.json"
         jobs.write_text(json.dumps(list(self._jobs.values())))
         argv = [sys.executable, "-m", "rose.engine.stock", str(jobs), str(self._answers)]

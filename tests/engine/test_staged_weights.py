@@ -14,7 +14,8 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from rose.engine.weights import StagedUpdate, StagedWeightEngine
+from rose.engine.weights import StagedUpdate, StagedWeightEngine, check_staged
+from rose.errors import FrameError
 from rose.transfer.checkpoint import checkpoint_state_hash
 
 
@@ -64,4 +65,22 @@ def test_a_good_file_of_another_model_leaves_the_old_weights(
     assert engine.model.values() == [1.0, 2.0]
     engine.receive_weights(stage(tmp_path, first=torch.full((4, 4), 5.0), second=torch.full((4, 4), 6.0)))
     assert engine.model.values() == [5.0, 6.0]
+    engine.shutdown()
+
+
+def test_only_the_very_file_that_was_checked_is_not_hashed_again(
+    engine: StagedWeightEngine, tmp_path: Path
+) -> None:
+    first = stage(tmp_path, first=torch.full((4, 4), 1.0), second=torch.full((4, 4), 2.0))
+    first.checked = check_staged(first.path, first.state_hash)
+    with pytest.raises(FrameError, match="expected 0"):
+        check_staged(first.path, "0")
+    # The wrong hash shows that nobody compared it.
+    engine.receive_weights(StagedUpdate(path=first.path, state_hash="0", checked=first.checked))
+    assert engine.model.values() == [1.0, 2.0]
+    other = stage(tmp_path, first=torch.full((4, 4), 3.0), second=torch.full((4, 4), 4.0))
+    Path(other.path).replace(first.path)
+    with pytest.raises(FrameError, match="weights kept"):
+        engine.receive_weights(first)
+    assert engine.model.values() == [1.0, 2.0]
     engine.shutdown()

@@ -1,8 +1,9 @@
 """New weights in a live engine: as exact as a fresh start, and never mixed with the old ones."""
 
+import random
 from collections.abc import Iterator
 from concurrent.futures import Future
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from weight_probes import probe, update
 from rose.types import Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_UPDATES = 20
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +47,16 @@ def as_probed(answers: dict[tuple[int, ...], dict[str, list[float]]]) -> list[ob
     return [(one["tokens"], one["logprobs"]) for one in answers.values()]
 
 
-def test_a_tied_model_answers_with_each_version_as_a_fresh_stock_engine(
+def test_after_each_of_many_updates_a_tied_model_answers_as_a_fresh_stock_engine(
     dedicated: RealEngine, models: ModelDirs, stock: StockAnswers
 ) -> None:
-    go_through_versions(dedicated, models.tied)
-    update(dedicated, models.tied[-1], 9)
-    assert probe(dedicated) == as_probed(stock.of("tied"))
+    fresh = [as_probed(stock.of(f"tied-{version}")) for version in range(len(models.tied))]
+    assert all(first != second for first, second in combinations(fresh, 2))
+    order, version = random.Random(0), 0
+    for number in range(NUM_UPDATES):
+        version = order.choice([other for other in range(len(fresh)) if other != version])
+        update(dedicated, models.tied[version], number)
+        assert probe(dedicated) == fresh[version], (number, version)
 
 
 def test_an_untied_model_in_the_pool_answers_with_each_version_as_a_fresh_stock_engine(

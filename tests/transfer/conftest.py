@@ -11,12 +11,12 @@ KINDS = ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)]
 
 
 @pytest.fixture
-def start_relay() -> Iterator[Callable[[str], RelayProcess]]:
-    """Starts relay processes for one test."""
+def start_relay() -> Iterator[Callable[..., RelayProcess]]:
+    """Starts relay processes for one test: the kind, then options."""
     started: list[RelayProcess] = []
 
-    def start(kind: str) -> RelayProcess:
-        started.append(RelayProcess(kind))
+    def start(kind: str, *options: str) -> RelayProcess:
+        started.append(RelayProcess(kind, *options))
         return started[-1]
 
     yield start

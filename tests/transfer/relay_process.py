@@ -13,9 +13,9 @@ CAPACITY_BYTES = 64 << 20
 class RelayProcess:
     """Started on a free port; ready when constructed."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *options: str) -> None:
         command = [sys.executable, "-m", "rose.transfer.relay_server", "--kind", kind]
-        command += ["--capacity-bytes", str(CAPACITY_BYTES)]
+        command += ["--capacity-bytes", str(CAPACITY_BYTES), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = str(json.loads(self.process.stdout.readline())["url"])

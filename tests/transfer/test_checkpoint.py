@@ -23,7 +23,7 @@ def planes_of(tensors, bucket_bytes=16):
     source = TorchSource(tensors, dtype=None)
     planes = WeightPlanes(Layout(source.specs(), bucket_bytes))
     for bucket in planes.layout.buckets:
-        planes.fill(bucket, source.read(planes.layout, bucket))
+        planes.fill(bucket, np.concatenate(source.read(planes.layout, bucket)))
     planes.check_integrity()
     return planes
 

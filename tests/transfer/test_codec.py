@@ -162,6 +162,24 @@ def test_skipped_versions_compose_to_one_patch(seed, width, densities):
         patch.then(compare(base[1:], base[1:], 0)[0])
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_new_bits_may_lie_in_pieces_of_any_length(instructions, width):
+    rng = np.random.default_rng(5)
+    size = 150_000
+    old = rng.integers(0, np.iinfo(width).max, size, dtype=width, endpoint=True)
+    new = np.where(rng.random(size) < 0.1, rng.integers(0, np.iinfo(width).max, size, dtype=width), old)
+    whole, change = compare(old, new, 7)
+    for cuts in ([0, size], [1, 2, 65_535, 65_537, 131_000], sorted(rng.integers(0, size, 40))):
+        # Copies, so that each piece lies elsewhere, and at any address that its elements may have.
+        pieces = [piece.copy() for piece in np.split(new, cuts)]
+        pieced, same_change = compare(old, pieces, 7)
+        assert same_change == change
+        assert pieced.pack(Codec.G8S, old, "") == whole.pack(Codec.G8S, old, "")
+        assert encode(Codec.DENSE, old, pieces, 7).payload == new.tobytes()
+    with pytest.raises(ValueError, match=f"new has {size - 1}"):
+        compare(old, [new[1:]], 0)
+
+
 def test_g8s_with_zstd_takes_under_1_5_bytes_per_changed_element_at_one_percent():
     old, new = adam_like(np.random.default_rng(11), 4 << 20, 0.01)
     sizes = {codec: check_exact(codec, old, new) for codec in SPARSE}
@@ -210,7 +228,7 @@ def test_a_stream_that_is_short_or_long_is_refused(instructions, density):
     rng = np.random.default_rng(1)
     old, new = adam_like(rng, 200_000, density)
     new[100_000:] = rng.integers(0, 65536, 100_000, dtype=np.uint16) if density == 1.0 else new[100_000:]
-    delta, _ = _delta.Delta.between(old, new, 0)
+    delta, _ = _delta.Delta.between(old, [new], 0)
     forms = [
         (delta.g8s(), lambda streams: _delta.Delta.from_g8s(streams, old.size, 2)),
         (delta.exponents(old, 7), lambda streams: _delta.Delta.from_exponents(streams, old)),
@@ -239,14 +257,14 @@ def test_every_float_format_has_its_exponent_as_context():
 def test_arrays_that_are_not_raw_bits_are_the_callers_mistake():
     bits = np.zeros(8, np.uint16)
     with pytest.raises(ValueError, match="unsigned"):
-        _delta.Delta.between(bits.view(np.float16), bits, 0)
+        _delta.Delta.between(bits.view(np.float16), [bits], 0)
     with pytest.raises(ValueError, match="8 elements"):
-        _delta.Delta.between(bits, bits[:4].copy(), 0)
+        _delta.Delta.between(bits, [bits[:4].copy()], 0)
     with pytest.raises(ValueError, match="contiguous"):
-        _delta.Delta.between(bits[::2], bits[::2], 0)
+        _delta.Delta.between(bits[::2], [bits[::2]], 0)
     with pytest.raises(ValueError, match="bytes wide"):
         _delta.state_hash(np.zeros(4, np.uint64), 0)
-    delta, _ = _delta.Delta.between(bits, bits, 0)
+    delta, _ = _delta.Delta.between(bits, [bits], 0)
     with pytest.raises(ValueError, match="8 elements of 1 bytes"):
         delta.apply(np.zeros(8, np.uint8), 0)
     with pytest.raises(ValueError, match="read-only"):

@@ -216,3 +216,56 @@ def test_frames_that_disagree_with_their_payload_are_refused():
     with pytest.raises(FrameError):
         apply_delta(mirror, manifest, [Frame(**cut).pack(), *frames[1:]])
     check_holds(mirror, versions, 0)
+
+
+@pytest.mark.parametrize("codec", [Codec.DENSE, Codec.G8S_ZSTD])
+def test_frames_read_ahead_are_not_fetched_again_and_can_be_taken_back(codec):
+    versions = Versions(codec, 3)
+    mirror = mirror_at_zero(versions)
+    manifest, frames = versions.deltas[1]
+    for _ in range(2):
+        for frame in frames[:-1]:
+            mirror.read_ahead(frame)
+        with pytest.raises(FrameError, match="starts at"):
+            mirror.read_ahead(frames[0])
+        assert mirror.state_hash == versions.states[0].state_hash
+        mirror.check_integrity()
+        mirror.take_back_ahead()
+        check_holds(mirror, versions, 0)
+    for frame in frames[:-1]:
+        mirror.read_ahead(frame)
+    with pytest.raises(FrameError):
+        apply_delta(mirror, manifest, [*frames[:-1], frames[-1][:-1]])
+    assert mirror.version.number == 0 and mirror.state_hash == versions.states[0].state_hash
+    fetch, fetched = fetch_from(manifest, frames), []
+    mirror.apply_delta(manifest, lambda entry: fetched.append(entry.key) or fetch(entry))
+    assert fetched == [manifest.buckets[-1].key] and not mirror.buckets_ahead
+    check_holds(mirror, versions, 1)
+    apply_delta(mirror, *versions.deltas[2])
+    check_holds(mirror, versions, 2)
+
+
+def test_frames_of_an_aborted_attempt_do_not_count():
+    versions, aborted = Versions(Codec.G8S, 2), Versions(Codec.G8S, 2)
+    for bucket in LAYOUT.buckets:
+        aborted.states[1].fill(bucket, aborted.states[0].bits(bucket) + 1)
+    mirror = mirror_at_zero(versions)
+    for frame in aborted._delta(Codec.G8S, 1)[1]:
+        mirror.read_ahead(frame)
+    assert len(mirror.buckets_ahead) == len(LAYOUT.buckets)
+    assert mirror.state_hash == versions.states[0].state_hash
+    apply_delta(mirror, *versions.deltas[1])
+    check_holds(mirror, versions, 1)
+
+
+def test_only_whole_frames_of_the_next_version_are_read_ahead():
+    versions = Versions(Codec.G8S, 3)
+    frame = versions.deltas[1][1][0]
+    with pytest.raises(FrameError, match="empty mirror"):
+        WeightMirror().read_ahead(frame)
+    mirror = mirror_at_zero(versions)
+    for bad in (frame[:-1], versions.deltas[2][1][0], versions.snapshot(0)[1][0]):
+        with pytest.raises(FrameError):
+            mirror.read_ahead(bad)
+    assert not mirror.buckets_ahead
+    check_holds(mirror, versions, 0)

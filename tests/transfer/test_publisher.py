@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from relay_process import CAPACITY_BYTES
 
-from rose.errors import FrameError, RelayError, WorkerError
+from rose.errors import FrameError, RelayError, RelayFull, WorkerError
 from rose.transfer import manifest as keys
 from rose.transfer.checkpoint import write_checkpoint
 from rose.transfer.codec import Codec
@@ -16,6 +16,7 @@ from rose.transfer.manifest import Ack, Head, pack_body, unpack_body
 from rose.transfer.mirror import WeightMirror
 from rose.transfer.publisher import WeightPublisher
 from rose.transfer.relay import open_relay
+from rose.transfer.torch_source import TensorShard
 
 
 class TiedModel(torch.nn.Module):
@@ -307,3 +308,62 @@ def test_bad_input_is_the_callers_mistake(relay_url, model):
         WeightPublisher({"steps": torch.zeros(1, dtype=torch.int64)}, relay_url)
     with pytest.raises(ValueError, match="no tensors"):
         WeightPublisher({}, relay_url)
+
+
+def test_a_version_is_fetched_while_it_is_written(embedded_url):
+    rows = 50
+    ranks = [torch.randn(rows, 20).to(torch.bfloat16) for _ in range(2)]
+
+    def open_rank(rank):
+        shard = TensorShard(tensor=ranks[rank], shape=(2 * rows, 20), start=(rank * rows, 0))
+        options = {"rank": rank, "num_ranks": 2, "bucket_bytes": 500, "snapshot_share": 10}
+        return WeightPublisher([("w", shard)], embedded_url, "run", **options)
+
+    relay = open_relay(embedded_url)
+    follower = Follower(relay, "run", WeightMirror())
+    with ThreadPoolExecutor(2) as executor:
+        publishers = list(executor.map(open_rank, range(2)))
+        list(executor.map(lambda publisher: publisher.publish(), publishers))
+        assert follower.advance()
+        fetched = follower.fetched_bytes
+        for tensor in ranks:
+            tensor += 1
+        # Rank 0 has put its frames and waits for rank 1.
+        first = executor.submit(publishers[0].publish)
+        while follower.fetched_bytes == fetched:
+            assert not follower.advance()
+            follower.wait(60.0)
+        assert follower.mirror.version.number == 0
+        publishers[1].publish()
+        report = first.result()
+        while not follower.advance():
+            follower.wait(60.0)
+    assert follower.mirror.version == report.version and str(follower.mirror.state_hash) == report.state_hash
+    follower.mirror.check_integrity()
+    frames = [key for key in relay.keys(keys.version_prefix("run", 1, 0)) if keys.bucket_of(key) is not None]
+    assert follower.fetched_bytes - fetched == sum(len(relay.get(key)) for key in frames)
+    for each in (*publishers, relay):
+        each.close()
+
+
+def test_followers_do_not_wait_for_a_snapshot_of_what_they_can_reach(start_relay):
+    url = start_relay("embedded").url
+    relay = open_relay(url)
+    weights = {"w": torch.zeros(1 << 20, dtype=torch.bfloat16)}
+    publisher = WeightPublisher(weights, url, "run", snapshot_every=1, full_wait_s=0)
+    follower = Follower(relay, "run", WeightMirror())
+    publisher.publish()
+    assert follower.advance()
+    relay.put("filler", bytes(CAPACITY_BYTES - sum(len(relay.get(k)) for k in relay.keys("")) - (1 << 20)))
+    weights["w"][:100] += 1
+    with pytest.raises(RelayFull):
+        publisher.publish()
+    assert follower.advance() and follower.mirror.version.number == 1
+    relay.remove(["filler"])
+    weights["w"][:100] += 1
+    report = publisher.publish()
+    assert follower.advance() and follower.mirror.version == report.version
+    late = Follower(relay, "run", WeightMirror())
+    assert late.advance() and late.mirror.state_hash == follower.mirror.state_hash
+    publisher.close()
+    relay.close()

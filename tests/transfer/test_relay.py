@@ -1,15 +1,22 @@
 """Both relays keep one contract."""
 
+import asyncio
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import psutil
 import pytest
+from slow_proxy import SlowProxy
 
 from rose.errors import RelayError
+from rose.transfer import embedded_relay
+from rose.transfer.change_log import ChangeLog
 from rose.transfer.mooncake_relay import INSTALL_LIBRARIES, explain_import_failure, mooncake_available
-from rose.transfer.relay import open_relay, remove_run
+from rose.transfer.object_store import ObjectStore
+from rose.transfer.relay import open_relay, parse_relay_url, remove_run
 
 
 def test_an_object_comes_back_as_it_went_in(relay):
@@ -106,3 +113,85 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it():
 @pytest.mark.mooncake
 def test_mooncake_is_found_where_it_is_installed():
     assert mooncake_available() == (True, "Mooncake Store loads")
+
+
+def test_a_relay_counts_and_lists_what_it_holds():
+    store = ObjectStore(100)
+    for key in ("a", "rose/run/1-0/0", "rose/run/1-0/1", "rose/run/HEAD", "rose/run2/HEAD"):
+        store.write(key, b"12345", replace=False)
+    store.write("rose/run/HEAD", b"1", replace=True)
+    store.remove("rose/run/1-0/0")
+    store.remove("rose/run/1-0/0")
+    store.check_integrity()
+    assert store.names("rose/run") == ["rose/run/1-0/1", "rose/run/HEAD", "rose/run2/HEAD"]
+    assert store.names("rose/run/1-0/") == ["rose/run/1-0/1"] and store.names("a") == ["a"]
+    for key in store.names(""):
+        store.remove(key)
+    store.check_integrity()
+    assert store.used_bytes == 0
+
+
+def test_whoever_looks_after_each_wait_misses_nothing(relay_url, relay):
+    waiter, count = open_relay(relay_url), 20
+
+    def read_all():
+        found, seen = 0, None
+        while found < count:
+            found = len(waiter.keys("rose/run/1-0/"))
+            if found < count:
+                seen = waiter.wait(["rose/run/1-0/", "rose/run/HEAD"], seen, 60.0).seen
+        return found
+
+    with ThreadPoolExecutor(1) as executor:
+        reader = executor.submit(read_all)
+        for number in range(count):
+            relay.put(f"rose/run/1-0/{number}", b"frame")
+            relay.upsert("rose/run/ack/worker", b"ack")
+        assert reader.result() == count
+    waiter.close()
+
+
+def test_a_wait_is_for_its_own_keys_since_its_own_look():
+    async def go():
+        log = ChangeLog()
+        start = log.position
+        log.note("rose/run/1-0/0")
+        # Done at once: written since, or unknown whether.
+        assert await log.wait(["rose/run/1-0/"], start, 1e9) == (log.position, ["rose/run/1-0/0"])
+        for seen in (ChangeLog().position, "", "nonsense", log.position + "0"):
+            assert await log.wait(["rose/run/1-0/"], seen, 1e9) == (log.position, None)
+        # Nothing of these since: only the time limit ends it.
+        for prefixes, seen in ((["rose/run/2"], start), (["rose/run/1-0/"], log.position), ([], start)):
+            assert await log.wait(prefixes, seen, 0.0) == (log.position, [])
+        waits = [asyncio.create_task(log.wait(["a", "b"], log.position, 1e9)) for _ in range(2)]
+        await asyncio.sleep(0)
+        log.note("c")
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waits)
+        log.note("b")
+        assert await asyncio.gather(*waits) == [(log.position, ["b"])] * 2
+        # More writes than are remembered.
+        before = log.position
+        for _ in range(5000):
+            log.note("other")
+        assert await log.wait(["a"], before, 1e9) == (log.position, None)
+        last = asyncio.create_task(log.wait(["a"], log.position, 1e9))
+        await asyncio.sleep(0)
+        log.close()
+        assert await last == (log.position, [])
+
+    asyncio.run(go())
+
+
+def test_a_slow_link_is_not_taken_for_a_hung_relay(embedded_url, monkeypatch):
+    # Each call takes longer than the silence that counts as hung.
+    monkeypatch.setattr(embedded_relay, "_TIMEOUT", httpx.Timeout(1.5))
+    proxy = SlowProxy(parse_relay_url(embedded_url)[2])
+    try:
+        relay = open_relay(proxy.url)
+        data = os.urandom(26 << 20)
+        relay.put("rose/run/1-0/0", data)
+        assert relay.get("rose/run/1-0/0") == data
+        relay.close()
+    finally:
+        proxy.close()

@@ -1,14 +1,18 @@
 """Two relays that hold the same objects: either may die at any moment, and nothing is lost."""
 
 import os
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from training_steps import step
 
 from rose.errors import RelayError, RelayUnreachable
+from rose.transfer import embedded_relay
 from rose.transfer import manifest as keys
 from rose.transfer.follower import Follower
 from rose.transfer.manifest import Ack, pack_body
@@ -167,8 +171,46 @@ def test_a_follower_never_goes_back_with_a_copy_that_is_behind(pair, weights):
         each.close()
 
 
+def test_a_wait_goes_on_at_the_other_copy_when_one_dies(pair):
+    first, _, both = pair
+    relay, writer = open_relay(both), open_relay(both)
+
+    def wait_for(key):
+        seen = None
+        while relay.get(key) is None:
+            seen = relay.wait(["rose/run/"], seen, 60.0).seen
+
+    with ThreadPoolExecutor(1) as executor:
+        for key in ("rose/run/1-0/0", "rose/run/1-0/1"):
+            waiting = executor.submit(wait_for, key)
+            first.kill()
+            writer.put(key, b"frame")
+            waiting.result()
+    relay.close()
+    writer.close()
+
+
 def test_copies_must_be_independent():
     with pytest.raises(ValueError, match="twice"):
         open_relay("embedded://127.0.0.1:1,embedded://127.0.0.1:1")
     with pytest.raises(ValueError, match="relay URL 'nonsense'"):
         open_relay("embedded://127.0.0.1:1,nonsense")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair, monkeypatch, victim):
+    assert embedded_relay._TIMEOUT.read == embedded_relay._TIMEOUT.write <= 10
+    # More than a relay takes to give up a peer, or the writer would give up both.
+    monkeypatch.setattr(embedded_relay, "_TIMEOUT", httpx.Timeout(5.0))
+    relay = open_relay(pair[2])
+    relay.put("rose/run/a", b"before")
+    os.kill(pair[victim].process.pid, signal.SIGSTOP)
+    try:
+        relay.put("rose/run/b", b"after")
+        assert relay.get("rose/run/a") == b"before" and relay.get("rose/run/b") == b"after"
+        alone = open_relay(pair[1 - victim].url)
+        assert alone.get("rose/run/b") == b"after"
+        alone.close()
+    finally:
+        os.kill(pair[victim].process.pid, signal.SIGCONT)
+    relay.close()

@@ -1,0 +1,149 @@
+"""An engine stalls for a weight update as long as its weights take to load, and no longer.
+
+One rollout engine, a random model in float32, one request that streams tokens, two checkpoints in turns.
+`engine_stall`: the longest pause between two tokens while an update is under way, less the usual one. It has
+vLLM's pause, the loading, the dropped prefix cache and the request's prefix, computed again. Beside it what
+the loading alone takes: the same engine reading the same staged file when it is activated; the whole call, in
+which the file is checked first; and that check alone.
+
+    python benchmarks/bench_stall.py --quick --json stall.json
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+from harness import median_figure, run_benchmark
+from lone_engine import VOCABULARY, Size, lone_engine, write_model
+
+from rose.demo.figures import Figure
+from rose.errors import WorkerError
+from rose.http import http_client
+from rose.messages import WeightUpdate
+from rose.node.control import EngineControl, completion_body
+from rose.transfer.checkpoint import checkpoint_state_hash
+
+SIZE = Size(hidden=1024, layers=6, slab_bytes=4 << 20)
+PROMPT_TOKENS = 100
+MAX_TOKENS = 900
+TOKENS_AROUND = 8
+CYCLES, QUICK_CYCLES = 20, 5
+TRL_S = 1.1
+"""Of a model of 0.6 billion weights, published."""
+
+
+class TokenStream:
+    """One request's tokens, as they arrive; a context that ends it."""
+
+    def __init__(self, engine: EngineControl, prompt: list[int]) -> None:
+        self._url = engine.url
+        self._body = completion_body(engine.model, prompt, MAX_TOKENS) | {"stream": True}
+        self._executor = ThreadPoolExecutor(1)
+        self._is_over = threading.Event()
+        self.times_s: list[float] = []
+
+    def __enter__(self) -> "TokenStream":
+        self._reading = self._executor.submit(self._read)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._executor.shutdown()
+
+    def wait_for(self, count: int) -> None:
+        """Until so many tokens are there. Raises: WorkerError when the request ended before."""
+        while len(self.times_s) < count:
+            if self._reading.done():
+                self._reading.result()
+                raise WorkerError(f"the request ended after {len(self.times_s)} tokens, need {count}")
+            time.sleep(0.002)
+
+    def _read(self) -> None:
+        with (
+            http_client(self._url, key=None, timeout=120.0) as client,
+            client.stream("POST", "/v1/completions", json=self._body) as response,
+        ):
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if self._is_over.is_set():
+                    return
+                if line.startswith("data: {") and json.loads(line[6:])["choices"]:
+                    self.times_s.append(time.monotonic())
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    with TemporaryDirectory(prefix="rose-bench-", dir="/dev/shm") as folder:
+        models = [write_model(Path(folder) / name, SIZE, args.seed + at) for at, name in enumerate("ab")]
+        files = [next(model.glob("*.safetensors")) for model in models]
+        hashes = [str(checkpoint_state_hash(file)) for file in files]
+        updates = [
+            WeightUpdate(version=f"bench/{at}", path=str(file), state_hash=state_hash)
+            for at, (file, state_hash) in enumerate(zip(files, hashes, strict=True))
+        ]
+        with lone_engine(models[0], SIZE.slab_bytes, Path(folder), num_requests=1) as (engine, _):
+            rng = Random(args.seed)
+            prompt = [rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)]
+            engine.complete([prompt], TOKENS_AROUND)
+            cycles = QUICK_CYCLES if args.quick else CYCLES
+            return _figures(engine, prompt, updates, cycles)
+
+
+def _figures(
+    engine: EngineControl, prompt: list[int], updates: list[WeightUpdate], cycles: int
+) -> list[Figure]:
+    stalls: list[float] = []
+    calls: list[float] = []
+    applies: list[float] = []
+    checks: list[float] = []
+    for number in range(cycles):
+        update = updates[(number + 1) % len(updates)]
+        stall_s, call_s = _update(engine, prompt, update)
+        stalls.append(stall_s)
+        calls.append(call_s)
+        engine.deactivate()
+        applies.append(engine.activate().took_s)
+        started_s = time.monotonic()
+        checkpoint_state_hash(Path(update.path))
+        checks.append(time.monotonic() - started_s)
+    weights_bytes = engine.status().device_weights_bytes
+    beside: dict[str, float | None] = {
+        "loading alone": statistics.median(applies),
+        "whole call": statistics.median(calls),
+        "check, while it runs": statistics.median(checks),
+        "bytes of weights": weights_bytes,
+        "TRL, 0.6B": TRL_S,
+    }
+    ratios = [stall_s / apply_s for stall_s, apply_s in zip(stalls, applies, strict=True)]
+    return [
+        median_figure("engine_stall", stalls, "s", peers=beside),
+        median_figure("engine_stall_over_loading", ratios, "ratio", target="<= 1"),
+    ]
+
+
+def _update(engine: EngineControl, prompt: list[int], update: WeightUpdate) -> tuple[float, float]:
+    """(the longest pause between tokens less the median one, how long the call took)."""
+    with (
+        http_client(engine.url, key=None, timeout=120.0) as client,
+        TokenStream(engine, prompt) as stream,
+    ):
+        stream.wait_for(TOKENS_AROUND)
+        started_s = time.monotonic()
+        client.post("/rose/v1/weights", json=update.model_dump()).raise_for_status()
+        ended_s = time.monotonic()
+        stream.wait_for(len(stream.times_s) + TOKENS_AROUND)
+        times_s = list(stream.times_s)
+    gaps = [(b - a, a, b) for a, b in pairwise(times_s)]
+    under_way = [gap for gap, begin, end in gaps if end > started_s and begin < ended_s]
+    return max(under_way) - statistics.median(gap for gap, _, _ in gaps), ended_s - started_s
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__ or "", measure))

@@ -1,0 +1,244 @@
+"""The processes of bench_sync.py on both ends of a slow link, and one weight sync through all of them.
+
+Owns: relays, trainer ranks and followers, each a process in its cluster's namespace. Promises: every sync
+ends with all followers at the trainer's state hash, or the benchmark fails; all processes end with the
+context, or with this one.
+"""
+
+import ctypes
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+from slow_link import SERVING, TRAINER, LinkBytes, SlowLink
+
+from rose.errors import RoseError
+
+WORKER = Path(__file__).with_name("sync_worker.py")
+RELAY_BYTES = {"embedded": 6 << 30, "mooncake": 2 << 30}
+"""Mooncake takes all of it at its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Who takes part in a run, and how."""
+
+    codec: str | None
+    """One for every bucket; None: the product chooses."""
+    trainer_ranks: int
+    serving_ranks: int
+    """Ranks that share one model; 1: each follower holds all of it."""
+    followers: int
+    is_pipelined: bool
+    """Whether followers follow while the trainer publishes, or start when all of it is in the relay."""
+    relays: int = 1
+    relay_side: str = SERVING
+    relay_kind: str = "embedded"
+    is_beside: bool = True
+    """Whether a second Mooncake store copies from the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """One version's way from publish() to the last follower that holds it."""
+
+    taken_s: float
+    encoded_bytes: int
+    """Frames and manifest: one copy."""
+    link_bytes: LinkBytes
+    num_changed: int
+    encode_s: float
+    """Of the trainer rank that took longest."""
+    cores_busy: float
+
+
+class Process:
+    """A sync_worker or a relay; ended by the cluster."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is this process's to handle
+            preexec_fn=_die_with_parent,
+        )
+
+    def tell(self, do: str, **request: Any) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps({"do": do, **request}), file=self._process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        """Raises: RoseError when the process ended instead; what went wrong is on stderr."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RoseError(f"{self._process.args} ended with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        self.tell(do, **request)
+        return self.answer()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Cluster:
+    """A context in which runs are opened one after another."""
+
+    def __init__(self, num_layers: int, seed: int) -> None:
+        self.num_layers = num_layers
+        self._seed = seed
+        self._stack = ExitStack()
+        self._processes: dict[tuple[str, str], list[Process]] = {}
+        self._relay_urls: dict[tuple[str, str, bool], list[str]] = {}
+        self._run_ids = (f"run{number}" for number in itertools.count())
+
+    def __enter__(self) -> "Cluster":
+        self.link = self._stack.enter_context(SlowLink())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def open(self, setup: Setup) -> "Run":
+        """A run at version 0 in all followers; the link has no limit meanwhile."""
+        self.link.unlimit()
+        trainers = self._workers("trainer", TRAINER, setup.trainer_ranks)
+        followers = self._workers("follower", SERVING, setup.followers)
+        relay = ",".join(self._relays(setup))
+        run = Run(self.link, setup, trainers, followers)
+        model = {"num_layers": self.num_layers, "serving_ranks": setup.serving_ranks}
+        common = {"relay": relay, "run": next(self._run_ids), **model}
+        for rank, trainer in enumerate(trainers):
+            options = {"rank": rank, "num_ranks": setup.trainer_ranks, "codec": setup.codec, "gbps": 1.0}
+            trainer.tell("open", seed=self._seed, **options, **common)
+        for trainer in trainers:
+            trainer.answer()
+        for number, follower in enumerate(followers):
+            follower.tell("open", rank=number % setup.serving_ranks, **common)
+        for follower in followers:
+            follower.answer()
+        return run
+
+    def stream(self, num_bytes: int) -> tuple[float, LinkBytes]:
+        """(seconds, bytes over the link) of as many plain bytes over one TCP connection, under a limit."""
+        (trainer,), (follower,) = (
+            self._workers("trainer", TRAINER, 1),
+            self._workers("follower", SERVING, 1),
+        )
+        host = self.link.address(SERVING)
+        port = follower.ask("listen", host=host)["port"]
+        before = self.link.count()
+        follower.tell("sink")
+        taken_s = trainer.ask("stream", host=host, port=port, num_bytes=num_bytes)["taken_s"]
+        if follower.answer()["num_bytes"] != num_bytes:
+            raise RoseError("a plain stream lost bytes")
+        return taken_s, self.link.count() - before
+
+    def _workers(self, role: str, side: str, count: int) -> list[Process]:
+        processes = self._processes.setdefault((role, side), [])
+        while len(processes) < count:
+            processes.append(self._start(side, [sys.executable, str(WORKER), role]))
+        return processes[:count]
+
+    def _relays(self, setup: Setup) -> list[str]:
+        side, kind = setup.relay_side, setup.relay_kind
+        argv = [sys.executable, "-m", "rose.transfer.relay_server", "--host", self.link.address(side)]
+        argv += ["--kind", kind, "--capacity-bytes", str(RELAY_BYTES[kind])]
+        urls = self._relay_urls.setdefault((side, kind, setup.is_beside), [])
+        while len(urls) < setup.relays:
+            beside = ["--beside", urls[0]] if urls and kind == "mooncake" and setup.is_beside else []
+            process = self._start(side, [*argv, *beside])
+            urls.append(process.answer()["url"])
+        return urls[: setup.relays]
+
+    def _start(self, side: str, argv: Sequence[str]) -> Process:
+        process = Process(self.link.command(side, argv))
+        self._stack.callback(process.end)
+        return process
+
+
+class Run:
+    """One run's trainer ranks and followers, at the same version."""
+
+    def __init__(
+        self, link: SlowLink, setup: Setup, trainers: list[Process], followers: list[Process]
+    ) -> None:
+        self._link = link
+        self._setup = setup
+        self._trainers = trainers
+        self._followers = followers
+        self._version = 0
+
+    def sync(self) -> Sync:
+        """One optimizer step, then its way over the link, which is limited. Raises: RoseError."""
+        for trainer in self._trainers:
+            trainer.tell("step")
+        for trainer in self._trainers:
+            trainer.answer()
+        self._version += 1
+        before, busy_before_s, at_s = self._link.count(), _busy_s(), time.monotonic()
+        if self._setup.is_pipelined:
+            self._tell_followers()
+        for trainer in self._trainers:
+            trainer.tell("publish")
+        published = [trainer.answer() for trainer in self._trainers]
+        if not self._setup.is_pipelined:
+            self._tell_followers()
+        held = [follower.answer() for follower in self._followers]
+        cores_busy = (_busy_s() - busy_before_s) / (time.monotonic() - at_s)
+        hashes = {each["state_hash"] for each in (*published, *held)}
+        if len(hashes) != 1:
+            raise RoseError(f"version {self._version} has state hashes {', '.join(sorted(hashes))}")
+        return Sync(
+            taken_s=max(each["held_s"] for each in held) - min(each["started_s"] for each in published),
+            encoded_bytes=sum(each["wire_bytes"] for each in published),
+            link_bytes=self._link.count() - before,
+            num_changed=sum(each["num_changed"] for each in published),
+            encode_s=max(each["encode_s"] for each in published),
+            cores_busy=cores_busy,
+        )
+
+    def close(self) -> None:
+        """Ends the run; every follower's bits are hashed anew."""
+        self._link.unlimit()
+        for process in (*self._followers, *self._trainers):
+            process.ask("close")
+
+    def _tell_followers(self) -> None:
+        for follower in self._followers:
+            follower.tell("reach", version=self._version)
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _busy_s() -> float:
+    """CPU seconds of the whole machine."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)

@@ -1,0 +1,54 @@
+"""A TCP proxy whose bytes trickle, as over a slow link."""
+
+import contextlib
+import socket
+import threading
+import time
+
+CHUNK_BYTES = 128 << 10
+PAUSE_S = 0.01
+
+
+class SlowProxy:
+    """Stands before a port; at most CHUNK_BYTES per PAUSE_S go either way."""
+
+    def __init__(self, port):
+        self._target = ("127.0.0.1", int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        # Little may wait inside: whoever sends is to feel the link.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK_BYTES)
+        self.url = f"embedded://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets = [self._listener]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self):
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._sockets += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                thread = threading.Thread(target=self._copy, args=(source, sink))
+                self._threads.append(thread)
+                thread.start()
+
+    @staticmethod
+    def _copy(source, sink):
+        try:
+            while chunk := source.recv(CHUNK_BYTES):
+                time.sleep(PAUSE_S)
+                sink.sendall(chunk)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # closed
+
+    def close(self):
+        for each in self._sockets:
+            with contextlib.suppress(OSError):  # never connected, or gone
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join()
