@@ -22,6 +22,8 @@ _EXTRAS = {
     "datasets": "train",
     "gymnasium": "train",
     "matplotlib": "train",
+    "opentelemetry": "otel",
+    "ray": "ray",
     "transformers": "train",
     "trl": "train",
 }

@@ -1,16 +1,6 @@
 """The router in front of one real vLLM engine on the CPU."""
 
 import asyncio
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,68 +8,9 @@ import pytest
 
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.service import RunningRouter
-from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
 from tests.scheduler.rollout.waiting import until
 
 pytestmark = pytest.mark.vllm
-
-_START_S = 180.0
-_ENGINE_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
-@pytest.fixture(scope="module")
-def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model = make_tiny_qwen3(tmp_path_factory.mktemp("model"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        "--port",
-        str(port),
-    ]
-    command += [
-        "--served-model-name",
-        "tiny",
-        "--enforce-eager",
-        "--max-model-len",
-        "512",
-        "--max-num-seqs",
-        "16",
-    ]
-    log = tmp_path_factory.mktemp("log") / "engine.log"
-    with log.open("w") as output:
-        engine = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **_ENGINE_ENVIRONMENT}
-        )
-    try:
-        _wait_until_healthy(engine, f"http://127.0.0.1:{port}", log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        engine.terminate()
-        engine.wait(30)
-
-
-def _wait_until_healthy(engine: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        if engine.poll() is not None:
-            break
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=2).close()
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise RuntimeError(f"the engine did not start:\n{log.read_text()[-3000:]}")
 
 
 def config_for(engine_url: str) -> RouterConfig:
@@ -158,40 +89,3 @@ async def test_an_error_of_the_engine_reaches_the_client_unchanged(engine_url: s
         async with http.post(f"{router.url}/v1/completions", json=body) as response:
             assert response.status == 400
             assert "max_tokens" in (await response.json())["error"]["message"]
-
-
-@pytest.mark.asyncio
-async def test_trls_own_client_works_through_the_router(engine_url: str, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    async with RunningRouter(config_for(engine_url)) as router:
-        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
-        routed, direct = await run_trl_client([router.url, engine_url], tmp_path)
-    assert routed == direct
-    assert routed["generate"]["prompt_ids"] == [[5, 6, 7], [8, 9, 10, 11]]
-    assert len(routed["generate"]["completion_ids"]) == 4
-
-
-async def run_trl_client(urls: list[str], folder: Path) -> list[dict[str, Any]]:
-    """TRL's client in a process of its own. It asks for a distribution named vllm, which vllm-cpu is not."""
-    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        info = folder / "vllm-0.32.0+cpu.dist-info"
-        info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-        paths.append(str(folder))
-    environment = {**os.environ, **_ENGINE_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.scheduler.rollout.trl_client",
-        *urls,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment,
-    )
-    output, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()[-3000:]
-    answer: list[dict[str, Any]] = json.loads(output.decode().splitlines()[-1])
-    return answer
