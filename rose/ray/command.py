@@ -1,7 +1,7 @@
 """`rose ray up|status|down`: ROSE's services on an existing Ray cluster.
 
-Owns: the command's flags and what it prints. Promises: `up` returns once everything answers, and prints where;
-`status` exits with 1 when a service is not as it should be. Never: stays in the way of turns: it ends.
+Owns: the command's flags and what it prints. Promises: `up` returns once everything answers, and prints
+where; `status` exits with 1 when a service is not as it should be. Never: stays: it starts, shows or stops.
 """
 
 import json

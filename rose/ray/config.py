@@ -33,7 +33,7 @@ class Placed(Section):
 
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
-    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Ray's custom resources, e.g. to name the nodes that a service may run on."""
 
     @model_validator(mode="after")

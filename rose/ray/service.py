@@ -1,7 +1,8 @@
 """The actor that keeps one process of ROSE on the node that Ray chose.
 
-Owns: the process, its log and its configuration file. Promises: the process is the very one that `rose relay`,
-`rose router` or `rose node` starts, and answers its clients itself; it ends with the actor, however that ends.
+Owns: the process, its log and its configuration file. Promises: the process is the very one that
+`rose relay`, `rose router` or `rose node` starts, and answers its clients itself; it ends with the actor,
+however that ends.
 Never: restarts it, and never sees a turn.
 """
 

@@ -1,4 +1,4 @@
-"""`rose ray` on a local Ray cluster of three nodes: what is placed where, what answers, what is left behind."""
+"""`rose ray` on a local Ray cluster of three nodes: what is placed where, what answers, what is left."""
 
 import json
 import os
