@@ -7,7 +7,8 @@ Never: opens a weight-update group: TRL's own goes over NCCL from each worker to
 that a router must not expose, and ends with the first worker that dies.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,22 +16,26 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl.data_utils import is_conversational
 from trl.generation.vllm_client import VLLMClient
 
+from rose.errors import WorkerError
 from rose.trainers.router import Announce
-from rose.transfer.manifest import worker_name
 from rose.transfer.publisher import WeightPublisher
 from rose.types import WeightVersion
 
 ACK_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 60.0
+_ACK_POLL_S = 0.05
 
 
 class RouterRollouts:
     """``GRPOTrainer(rollout_func=RouterRollouts(url), ...)``: TRL's own VLLMClient, pointed at the router.
 
-    The sampling settings are the trainer's. ``announce``: called at the start of each RL step.
+    The sampling settings are the trainer's. ``announce``: called at the start of each RL step. The router is
+    asked for nothing before the first rollout: by then the first weights are published.
     """
 
     def __init__(self, router_url: str, announce: Announce | None = None) -> None:
-        self._client = VLLMClient(base_url=router_url)
+        self._router_url = router_url
+        self._client: VLLMClient | None = None
         self._announce = announce
         self._announced = 0
 
@@ -40,6 +45,8 @@ class RouterRollouts:
         if self._announce is not None and step != self._announced:
             self._announce(step)
             self._announced = step
+        if self._client is None:  # waits until the router has a worker
+            self._client = VLLMClient(base_url=self._router_url, connection_timeout=CONNECT_TIMEOUT_S)
         ask = self._client.chat if is_conversational({"prompt": prompts[0]}) else self._client.generate
         answer = ask(prompts, **_sampling(trainer.args))
         # Of each position the sampled token alone: the client was asked for no others.
@@ -62,13 +69,16 @@ def _sampling(args: Any) -> dict[str, Any]:
 class PublishWeights(TrainerCallback):
     """``GRPOTrainer(callbacks=[PublishWeights(publisher)], ...)``: each optimizer step becomes a version.
 
-    ``worker_urls``: workers that must run it before training goes on. With none, turns wait in the router
-    instead, if it asks for the latest version, until a worker has it.
+    ``num_workers``: so many must run it before training goes on, whichever: those that die are not waited
+    for, and the router gives turns to the newest version alone. 0: rollouts may lag behind by some steps.
     """
 
-    def __init__(self, publisher: WeightPublisher, worker_urls: Sequence[str] = ()) -> None:
+    def __init__(
+        self, publisher: WeightPublisher, num_workers: int = 0, ack_timeout_s: float = ACK_TIMEOUT_S
+    ) -> None:
         self._publisher = publisher
-        self._workers = [worker_name(url) for url in worker_urls]
+        self._num_workers = num_workers
+        self._ack_timeout_s = ack_timeout_s
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -83,9 +93,18 @@ class PublishWeights(TrainerCallback):
         self._publish()
 
     def _publish(self) -> None:
-        version = self._publisher.publish().version
-        if self._workers:
-            self._publisher.wait_acked(version, self._workers, ACK_TIMEOUT_S)
+        number = self._publisher.publish().version.number
+        deadline_s = time.monotonic() + self._ack_timeout_s
+        while self._num_acked(number) < self._num_workers:
+            if time.monotonic() >= deadline_s:
+                raise WorkerError(
+                    f"version {number}: {self._num_acked(number)} of {self._num_workers} workers run it after "
+                    f"{self._ack_timeout_s:g} s"
+                )
+            time.sleep(_ACK_POLL_S)
+
+    def _num_acked(self, number: int) -> int:
+        return sum(acked >= number for acked in self._publisher.acked().values()) if self._num_workers else 0
 
 
 class RelayWeights:
