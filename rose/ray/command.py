@@ -6,43 +6,37 @@ where; `status` exits with 1 when a service is not as it should be. Never: stays
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings, load_yaml
-from rose.ray.cluster import connect, down, num_placed, status, up
 from rose.ray.config import CLUSTER_EXAMPLE, ClusterConfig
 
 
 def main(argv: Sequence[str]) -> int:
     """Raises: ConfigError for bad input or no room, WorkerError if a service does not start."""
     arguments = _parser().parse_args(list(argv))
-    if arguments.action == "up":
-        return _up(arguments.file, arguments.address)
-    connect(arguments.address)
-    return _down(arguments.name) if arguments.action == "down" else _status(arguments.name)
+    config = load_yaml(arguments.file, ClusterConfig) if arguments.action == "up" else None
+    from rose.ray import cluster  # with Ray: heavy, and not needed for --help or a bad file
+
+    cluster.connect(arguments.address)
+    if config is not None:
+        endpoints = cluster.up(config, Settings.from_environment().key_variables())
+        print(json.dumps({"name": config.name, **asdict(endpoints)}), flush=True)
+        return 0
+    if arguments.action == "down":
+        stopped = cluster.down(arguments.name)
+        print(f"stopped {', '.join(stopped)}" if stopped else f"nothing of {arguments.name} is up")
+        return 0
+    return _show(arguments.name, cluster.status(arguments.name), cluster.num_placed(arguments.name))
 
 
-def _up(file: Path, address: str) -> int:
-    config = load_yaml(file, ClusterConfig)
-    connect(address)
-    endpoints = up(config, Settings.from_environment().key_variables())
-    print(json.dumps({"name": config.name, **asdict(endpoints)}), flush=True)
-    return 0
-
-
-def _down(name: str) -> int:
-    stopped = down(name)
-    print(f"stopped {', '.join(stopped)}" if stopped else f"nothing of {name} is up")
-    return 0
-
-
-def _status(name: str) -> int:
-    services = status(name)
-    num_gone = num_placed(name) - len(services)
+def _show(name: str, services: Mapping[str, dict[str, Any] | None], num_placed: int) -> int:
+    """The exit status: 0 when all that was placed is up."""
+    num_gone = num_placed - len(services)
     for service, told in sorted(services.items()):
         print(f"{service:<10}{_line(told)}")
     if num_gone:

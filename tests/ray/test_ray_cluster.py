@@ -112,7 +112,7 @@ def cli(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_a_process_ends_with_its_actor_and_the_status_says_so(
     address: str, config_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("rose.ray.command.connect", lambda _address: None)  # this process has joined already
+    monkeypatch.setattr(services, "connect", lambda _address: None)  # this process has joined already
     file = config_file(name="one", relay={}, router=None)
     assert main(["up", str(file), "--address", address]) == 0
     try:
