@@ -6,6 +6,7 @@ Never: starts a Ray cluster.
 """
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 PLACE_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 10.0
+POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +82,11 @@ def num_placed(name: str) -> int:
         table = ray.util.placement_group_table(ray.util.get_placement_group(_namespace(name)))
     except ValueError:
         return 0
-    return len(table["bundles"])
+    return len(table["bundles"]) if table["state"] != "REMOVED" else 0
 
 
 def down(name: str) -> list[str]:
-    """Stops all services of that name, the router first; which there were."""
+    """Stops all services of that name, the router first; returns which there were, once they are gone."""
     names = _running(name)
     actors = [ray.get_actor(service, namespace=_namespace(name)) for service in names]
     for service, actor in zip(names, actors, strict=True):
@@ -97,6 +99,11 @@ def down(name: str) -> list[str]:
         remove_placement_group(ray.util.get_placement_group(_namespace(name)))
     except ValueError:
         logger.debug("no placement group name=%s", name)
+    deadline_s = time.monotonic() + STOP_TIMEOUT_S
+    while _running(name) or num_placed(name):
+        if time.monotonic() >= deadline_s:
+            raise WorkerError(f"{name}: {_running(name)} still there after {STOP_TIMEOUT_S:.0f} s; try again")
+        time.sleep(POLL_S)
     return names
 
 
@@ -160,7 +167,7 @@ def _actor(
         "max_concurrency": 2,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
     }
-    return ray.remote(Service).options(**options).remote(name, dict(keys))
+    return ray.remote(Service).options(**options).remote(f"{cluster}-{name}", dict(keys))
 
 
 def _running(name: str) -> list[str]:
