@@ -8,7 +8,6 @@ Never: restarts it, and never sees a turn.
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import httpx
 import ray
 import yaml
 
+from rose.config import Settings
 from rose.node.launch import READY_TIMEOUT_S
 from rose.node.processes import ServerProcess
 from rose.scheduler.rollout.views import WorkerKind
@@ -47,8 +47,10 @@ class Service:
     def __init__(self, name: str, keys: Mapping[str, str]) -> None:
         self._name = name
         self._host = str(ray.util.get_node_ip_address())
-        self._folder = Path(tempfile.mkdtemp(prefix=f"rose-ray-{name}-"))
-        self._log = self._folder / f"{name}.log"
+        self._folder = Settings.from_environment().make_runtime_dir() / f"ray-{name}"
+        self._folder.mkdir(exist_ok=True)
+        self._log = self._folder / "service.log"
+        self._log.unlink(missing_ok=True)  # an earlier one's URL is no answer
         self._process: ServerProcess | None = None
         self._urls: tuple[str, ...] = ()
         self._env = dict(keys)
@@ -101,7 +103,7 @@ class Service:
             self._process.stop()
 
     def _write(self, content: Mapping[str, Any]) -> Path:
-        path = self._folder / f"{self._name}.yaml"
+        path = self._folder / "service.yaml"
         path.write_text(yaml.safe_dump(dict(content)))
         return path
 
