@@ -1,8 +1,8 @@
 """What an RL trainer notices of dying workers: TRL's reward on a toy task.
 
-Claim: with one of two real engines killed every ten steps under turns in flight, TRL's GRPO reaches the reward
-that it reaches on an engine that nobody kills. Dead engines are started anew and get the newest weights from
-the relay before the router gets them.
+Claim: with one of two real engines killed every ten steps under turns in flight, TRL's GRPO reaches the
+reward that it reaches on an engine that nobody kills. Dead engines are started anew and get the newest
+weights from the relay before the router gets them.
 
     python benchmarks/bench_trainers.py --json trainers.json
 """

@@ -1,7 +1,7 @@
 """Run as a program: TRL's GRPO on a toy reward, one JSON line per step.
 
-The reward of a completion is the part of its tokens whose id is a multiple of four. Turns go to an endpoint by
-TRL's own client; each step's weights go to the relay, and the next step waits until a worker runs them.
+The reward of a completion is the part of its tokens whose id is a multiple of four. Turns go to an endpoint
+by TRL's own client; each step's weights go to the relay, and the next step waits until a worker runs them.
 """
 
 import argparse

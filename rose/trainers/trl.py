@@ -98,8 +98,8 @@ class PublishWeights(TrainerCallback):
         while self._num_acked(number) < self._num_workers:
             if time.monotonic() >= deadline_s:
                 raise WorkerError(
-                    f"version {number}: {self._num_acked(number)} of {self._num_workers} workers run it after "
-                    f"{self._ack_timeout_s:g} s"
+                    f"version {number}: {self._num_acked(number)} of {self._num_workers} workers run it "
+                    f"after {self._ack_timeout_s:g} s"
                 )
             time.sleep(_ACK_POLL_S)
 

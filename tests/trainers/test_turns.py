@@ -32,7 +32,7 @@ async def test_what_the_router_refuses_is_a_worker_error_with_its_reason(
 ) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         turns = RouterTurns(client.router.url, "another model")
-        with pytest.raises(WorkerError, match="HTTP 404.*another model"):
+        with pytest.raises(WorkerError, match=r"HTTP 404.*another model"):
             await turns.complete("trajectory-1", [1], {})
         await turns.close()
     gone = RouterTurns(client.router.url, "scripted")
