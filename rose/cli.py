@@ -22,6 +22,8 @@ _EXTRAS = {
     "datasets": "train",
     "gymnasium": "train",
     "matplotlib": "train",
+    "opentelemetry": "otel",
+    "ray": "ray",
     "transformers": "train",
     "trl": "train",
 }
@@ -53,6 +55,7 @@ COMMANDS = (
     Command(
         name="router", module="rose.scheduler.rollout.service", summary="one endpoint for all rollout turns"
     ),
+    Command(name="ray", module="rose.ray.command", summary="relay, engines and router on a Ray cluster"),
     Command(name="profile", module="rose.node.profile", summary="measure the step times that the gate needs"),
     Command(name="top", module="rose.node.top", summary="live view of running engines"),
 )

@@ -55,6 +55,16 @@ class Settings:
             worker_api_key=variables.get("ROSE_WORKER_API_KEY") or None,
         )
 
+    def key_variables(self) -> dict[str, str]:
+        """The keys as variables for a process on another host."""
+        named = {
+            "ROSE_KEY": self.key,
+            "ROSE_ROUTER_ADMIN_KEY": self.admin_key,
+            "ROSE_ROUTER_API_KEY": self.router_api_key,
+            "ROSE_WORKER_API_KEY": self.worker_api_key,
+        }
+        return {name: key for name, key in named.items() if key is not None}
+
     @property
     def profile_dir(self) -> Path:
         """Where `rose profile` keeps its step-time profiles."""

@@ -33,14 +33,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rose.demo.frozenlake import LEVELS, FrozenLakeGame
 from rose.demo.trajectories import Endpoint, Trajectory, play
+from rose.trainers.router import Announce
 
 logger = logging.getLogger(__name__)
 
 ENTROPY_COEF = 0.02
 """Keeps the policy trying other moves while most groups still see no progress."""
 
-Announce = Callable[[int], None]
-"""Tells the router that this RL step starts."""
 Publish = Callable[[], dict[str, Any]]
 """Makes the trained weights the rollout workers' weights; returns what to log about it."""
 

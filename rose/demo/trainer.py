@@ -12,42 +12,25 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
 from rose.config import Settings
 from rose.demo.grpo import FrozenLakeRollouts, Publish, TrainingConfig, load_master, run_training
 from rose.demo.trajectories import HttpEndpoint
-from rose.errors import RoseError, WorkerError
+from rose.errors import RoseError
+from rose.trainers.router import router_announcer
 from rose.transfer.manifest import worker_name
 from rose.transfer.publisher import SyncReport, WeightPublisher
 
 logger = logging.getLogger(__name__)
 
 _START_POLL_S = 0.1
-_ANNOUNCE_TIMEOUT_S = 30.0
-
-
-def router_announcer(endpoint_url: str, admin_key: str | None) -> Callable[[int], None]:
-    """Tells the router that an RL step starts; the call raises WorkerError when the router refuses."""
-    url = endpoint_url.rstrip("/") + "/admin/rl_step"
-    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
-
-    def announce(step: int) -> None:
-        try:
-            httpx.post(
-                url, json={"step": step}, headers=headers, timeout=_ANNOUNCE_TIMEOUT_S, trust_env=False
-            ).raise_for_status()
-        except httpx.HTTPError as error:
-            raise WorkerError(f"{url}: RL step {step} not announced: {error}") from error
-
-    return announce
 
 
 def relay_publisher(publisher: WeightPublisher, worker_urls: Sequence[str], ack_timeout_s: float) -> Publish:

@@ -31,6 +31,7 @@ from rose.scheduler.rollout.passthrough import Passthrough
 from rose.scheduler.rollout.registry import openai_headers
 from rose.scheduler.rollout.resume import Chunk
 from rose.scheduler.rollout.sessions import explicit_key
+from rose.scheduler.rollout.traces import PARENT_HEADER
 from rose.scheduler.rollout.views import DEFAULT_JOB
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ class Service:
             explicit_session=explicit_key(request.headers, body),
             run_id=request.headers.get(_RUN_HEADER),
             deadline=time.monotonic() + min(_seconds(given), self._config.deadline_s),
+            trace_parent=request.headers.get(PARENT_HEADER) if self._plane.traces is not None else None,
         )
 
     async def forward(self, request: web.Request) -> web.StreamResponse:

@@ -20,6 +20,7 @@ from rose.scheduler.rollout.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.events import Event, read_events
 from rose.scheduler.rollout.placement import Place
 from rose.scheduler.rollout.resume import Chunk
+from rose.scheduler.rollout.traces import PARENT_HEADER
 from rose.scheduler.rollout.watch import Watch
 from rose.scheduler.rollout.wire import Answer, Wire
 from rose.types import StopReason, WeightVersion
@@ -82,10 +83,19 @@ class Attempt:
     """Runs once. Lives on the router's event loop."""
 
     def __init__(
-        self, place: Place, wire: Wire, config: RouterConfig, version: WeightVersion | None = None
+        self,
+        place: Place,
+        wire: Wire,
+        config: RouterConfig,
+        version: WeightVersion | None = None,
+        parent: str | None = None,
     ) -> None:
-        """`version`: it ends when the worker gets other weights; None: any will do."""
+        """`version`: it ends when the worker gets other weights; None: any will do. `parent`: the `traceparent`
+        of the worker's own spans, where turns are traced."""
         self._worker = place.worker
+        self._headers = place.worker.openai_headers
+        if parent is not None:
+            self._headers += f"{PARENT_HEADER}: {parent}\r\n".encode()
         self._wire = wire
         self._config = config
         self._seen = _Seen()
@@ -140,7 +150,7 @@ class Attempt:
     async def _run(self, watch: Watch, body: Json, take: Take) -> Ending:
         url = self._worker.completions_url
         watch.allow(self._config.first_token_s)
-        answer = await self._wire.post(url, self._worker.openai_headers, encode(body))
+        answer = await self._wire.post(url, self._headers, encode(body))
         try:
             if answer.status != 200:
                 return error_ending(answer.status, await answer.text())

@@ -93,6 +93,10 @@ class RouterConfig(_Settings):
     lease_s: float = Field(default=10.0, ge=0, description="serving GPUs keep prefix KV so long (ROSE §4.1)")
     drain_s: float = Field(default=30.0, ge=0, description="time for turns in flight on SIGTERM")
 
+    otlp_endpoint: str | None = Field(
+        default=None, description="collector of traces, e.g. http://127.0.0.1:4318/v1/traces (extra: otel)"
+    )
+
     api_key: str | None = Field(default=None, description="asked of clients on /v1")
     admin_key: str | None = Field(default=None, description="asked on /admin and /workers")
     worker_api_key: str | None = Field(default=None, description="sent to workers on /v1 (their --api-key)")

@@ -30,6 +30,7 @@ from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePol
 from rose.scheduler.rollout.registry import Registry
 from rose.scheduler.rollout.resume import Chunk, must_restart
 from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
+from rose.scheduler.rollout.traces import open_traces
 from rose.scheduler.rollout.versions import VersionMode, VersionRule
 from rose.scheduler.rollout.views import Policy, Turn, WorkerKind
 from rose.scheduler.rollout.wire import Wire
@@ -76,6 +77,7 @@ class DataPlane:
         self.dispatcher = Dispatcher(self.registry, policy, self.jobs, config.max_queued_per_job)
         self.sessions = SessionTable(config.max_sessions)
         self._keys = SessionKeys(Fingerprints(config.max_fingerprints))
+        self.traces = open_traces(config.otlp_endpoint) if config.otlp_endpoint is not None else None
 
     def _workers_changed(self) -> None:
         self.dispatcher.pump()
@@ -115,7 +117,7 @@ class DataPlane:
         self, single: Single, num_singles: int, route: Route, sink: Sink | None
     ) -> str | None:
         key = self._keys.key(route.explicit_session, single.prompt, single.index, num_singles)
-        journey = Journey(session=key, route=route, max_tokens=single.generation.max_tokens)
+        journey = self.traced(Journey(session=key, route=route, max_tokens=single.generation.max_tokens))
         result = "cancelled"
         try:
             model = await self._attempt_until_done(single, journey, sink)
@@ -128,6 +130,15 @@ class DataPlane:
             raise
         finally:
             self.counters.turns[result] += 1
+            if journey.span is not None:
+                journey.span.end(result, single.generation)
+
+    def traced(self, journey: Journey) -> Journey:
+        """With a span, where turns are traced; whoever asks ends it."""
+        if self.traces is not None:
+            route = journey.route
+            journey.span = self.traces.begin(route.job, journey.session, route.trace_parent)
+        return journey
 
     async def _attempt_until_done(self, single: Single, journey: Journey, sink: Sink | None) -> str | None:
         generation = single.generation
@@ -208,11 +219,15 @@ class DataPlane:
             elif sink is not None and (chunk.token_ids or chunk.text):
                 await sink.chunk(single, chunk, model)
 
+        span, before = journey.span, generation.num_tokens
+        parent = span.begin_attempt(worker.id) if span is not None else None
         is_pinned = self.versions.mode is VersionMode.PINNED
-        attempt = Attempt(place, self.wire, self.config, worker.weight_version if is_pinned else None)
-        before = generation.num_tokens
+        version = worker.weight_version if is_pinned else None
+        attempt = Attempt(place, self.wire, self.config, version, parent)
         body = {**generation.next_body(), "request_id": f"{generation.request['request_id']}-{epoch}"}
         ending = await attempt.run(body, take, journey.route.deadline)
+        if span is not None:
+            span.end_attempt(ending.kind.value, generation.num_tokens - before)
         if ending.kind is EndKind.FINISHED and attempt.prompt_tokens is not None:
             generation.num_prompt_tokens = attempt.prompt_tokens - before
         if attempt.cached_tokens is not None:

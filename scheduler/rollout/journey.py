@@ -8,6 +8,7 @@ Never does: decide where it goes next (dataplane.py).
 from dataclasses import dataclass, field
 
 from rose.errors import RoseError
+from rose.scheduler.rollout.traces import TurnSpan
 
 
 class Refused(RoseError):
@@ -27,6 +28,8 @@ class Route:
     explicit_session: str | None
     run_id: str | None
     deadline: float
+    trace_parent: str | None = None
+    """The client's `traceparent`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,3 +44,5 @@ class Journey:
     avoid_until: dict[str, float] = field(default_factory=dict)
     num_failures: int = 0
     num_attempts: int = 0
+    span: TurnSpan | None = None
+    """Where turns are traced."""

@@ -11,6 +11,7 @@ import time
 import aiohttp
 from aiohttp import web
 
+from rose.errors import RoseError
 from rose.scheduler.rollout.aborts import abortable
 from rose.scheduler.rollout.attempt import (
     JSON_HEADERS,
@@ -26,6 +27,7 @@ from rose.scheduler.rollout.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.errors import error_event
 from rose.scheduler.rollout.journey import Journey, Route
 from rose.scheduler.rollout.registry import openai_headers
+from rose.scheduler.rollout.traces import PARENT_HEADER
 from rose.scheduler.rollout.watch import Watch
 from rose.scheduler.rollout.worker import Worker
 from rose.types import StopReason
@@ -48,28 +50,49 @@ class Passthrough:
             return await self._forward(request, body, route)
 
     async def _forward(self, request: web.Request, body: Json, route: Route) -> web.StreamResponse:
-        journey = self._plane.new_journey(route)
+        journey = self._plane.traced(self._plane.new_journey(route))
+        result = "cancelled"
+        try:
+            answer = await self._until_answered(request, body, journey)
+            result = "finished"
+            self._plane.counters.turns[result] += 1
+            return answer
+        except RoseError as error:
+            result = type(error).__name__
+            raise
+        finally:
+            if journey.span is not None:
+                journey.span.end(result)
+
+    async def _until_answered(self, request: web.Request, body: Json, journey: Journey) -> web.StreamResponse:
+        session, span = journey.route.explicit_session, journey.span
         while True:
             place = await self._plane.acquire(journey)
             worker = place.worker
+            parent = span.begin_attempt(worker.id) if span is not None else None
             try:
-                outcome = await self._try(request, body, worker, journey)
+                outcome = await self._try(request, body, worker, journey, parent)
             finally:
                 self._plane.dispatcher.release(place)
             if isinstance(outcome, web.StreamResponse):
-                if route.explicit_session is not None:
-                    self._plane.sessions.record(route.explicit_session, worker.id, worker.weight_version)
-                self._plane.counters.turns["finished"] += 1
+                if span is not None:
+                    span.end_attempt("finished")
+                if session is not None:
+                    self._plane.sessions.record(session, worker.id, worker.weight_version)
                 return outcome
+            if span is not None:
+                span.end_attempt(outcome.kind.value)
             self._plane.rerouted(outcome, worker, journey)
 
     async def _try(
-        self, request: web.Request, body: Json, worker: Worker, journey: Journey
+        self, request: web.Request, body: Json, worker: Worker, journey: Journey, parent: str | None
     ) -> web.StreamResponse | Ending:
         if request.path not in _UNSALTED:
             body = salted(body, worker.weight_version)
         url = f"{worker.spec.url}{request.path}"
         headers = {**openai_headers(self._plane.config), **JSON_HEADERS}
+        if parent is not None:
+            headers[PARENT_HEADER] = parent
         watch = Watch(worker, journey.route.deadline)
         try:
             async with watch:

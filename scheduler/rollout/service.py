@@ -88,6 +88,8 @@ class RunningRouter:
         await self.plane.registry.close()
         self.plane.wire.close()
         await self._http.close()
+        if self.plane.traces is not None:
+            await asyncio.to_thread(self.plane.traces.close)
 
 
 async def run_router(config: RouterConfig, ready: Callable[[str], None] | None = None) -> None:

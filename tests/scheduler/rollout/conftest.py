@@ -1,6 +1,6 @@
 """Routers for tests: the real service on a free port."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -12,10 +12,25 @@ from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.service import RunningRouter
 from rose.scheduler.rollout.views import WorkerKind
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
+from tests.scheduler.rollout.stock_worker import StockWorker, stock_worker
+from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
 from tests.scheduler.rollout.waiting import until
 
 hypothesis_settings.register_profile("any-machine", deadline=None)  # tests judge no speed
 hypothesis_settings.load_profile("any-machine")
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockWorker]:
+    """One real engine for all tests of this folder: it takes longer to start than they do."""
+    model = make_tiny_qwen3(tmp_path_factory.mktemp("model"))
+    with stock_worker(model, tmp_path_factory.mktemp("log") / "engine.log") as worker:
+        yield worker
+
+
+@pytest.fixture
+def engine_url(engine: StockWorker) -> str:
+    return engine.url
 
 
 class Client:

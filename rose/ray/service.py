@@ -1,0 +1,145 @@
+"""The actor that keeps one process of ROSE on the node that Ray chose.
+
+Owns: the process, its log and its configuration file. Promises: the process is the very one that
+`rose relay`, `rose router` or `rose node` starts, and answers its clients itself; it ends with the actor,
+however that ends.
+Never: restarts it, and never sees a turn.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+import yaml
+
+from rose.config import Settings
+from rose.node.launch import READY_TIMEOUT_S
+from rose.node.processes import ServerProcess
+from rose.scheduler.rollout.views import WorkerKind
+from rose.types import Role
+
+START_TIMEOUT_S = 60.0
+_PROBE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """What an actor knows of its process."""
+
+    node: str
+    """Ray's id of it."""
+    host: str
+    urls: tuple[str, ...]
+    """Empty until they answer."""
+    pid: int | None
+    exit_status: int | None
+    log: str
+
+
+class Service:
+    """A Ray actor; its methods run in the actor's threads, ``start`` in one of them."""
+
+    def __init__(self, name: str, keys: Mapping[str, str]) -> None:
+        self._name = name
+        self._host = str(ray.util.get_node_ip_address())
+        self._folder = Settings.from_environment().make_runtime_dir() / f"ray-{name}"
+        self._folder.mkdir(exist_ok=True)
+        self._log = self._folder / "service.log"
+        self._log.unlink(missing_ok=True)  # an earlier one's URL is no answer
+        self._process: ServerProcess | None = None
+        self._urls: tuple[str, ...] = ()
+        self._env = dict(keys)
+
+    def start_relay(self, config: Mapping[str, Any]) -> str:
+        """Starts a relay; its URL. Raises: WorkerError with the log's tail."""
+        host = config["host"] if config["host"] is not None else self._host
+        argv = ["-m", "rose.transfer.relay_server", "--kind", config["kind"], "--host", host]
+        argv += ["--port", str(config["port"]), "--capacity-bytes", str(config["capacity_bytes"])]
+        self._run(argv)
+        return self._wait_told("relay's URL", _relay_url)
+
+    def start_router(self, config: Mapping[str, Any], workers: list[dict[str, Any]]) -> str:
+        """Starts a router for these workers and those of its own configuration; its URL."""
+        known = [*config.get("workers", ()), *workers]
+        content = {"host": self._host, **config, "workers": known}
+        self._run(["-m", "rose.scheduler.rollout.service", "--config", str(self._write(content))])
+        return self._wait_told("router's URL", _router_url)
+
+    def start_node(self, config: Mapping[str, Any], relay_url: str | None) -> list[dict[str, Any]]:
+        """Starts a pool and its engines; the rollout engines, as the router wants them."""
+        engines = [{"host": self._host, **engine} for engine in config["engines"]]
+        relay = {"relay": relay_url} if relay_url is not None else {}
+        logs = self._folder / "logs"
+        path = self._write({**relay, **config, "engines": engines})
+        process = self._run(["-m", "rose.node.agent", str(path), "--log-dir", str(logs)])
+        roles = {f"http://{each['host']}:{each['port']}": Role(each["role"]) for each in engines}
+        process.wait_until(lambda: all(map(_is_healthy, roles)), "healthy engines", READY_TIMEOUT_S)
+        self._urls = tuple(roles)
+        kind = WorkerKind.SERVING if Role.SERVING in roles.values() else WorkerKind.DEDICATED
+        return [{"url": url, "kind": kind.value} for url, role in roles.items() if role is Role.ROLLOUT]
+
+    def status(self) -> dict[str, Any]:
+        """A ServiceStatus, as plain values."""
+        process = self._process
+        return asdict(
+            ServiceStatus(
+                node=str(ray.get_runtime_context().get_node_id()),
+                host=self._host,
+                urls=self._urls,
+                pid=process.pid if process is not None else None,
+                exit_status=process.exit_status if process is not None else None,
+                log=str(self._log),
+            )
+        )
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL to what is left; returns when the process has ended."""
+        if self._process is not None:
+            self._process.stop()
+
+    def _write(self, content: Mapping[str, Any]) -> Path:
+        path = self._folder / "service.yaml"
+        path.write_text(yaml.safe_dump(dict(content)))
+        return path
+
+    def _run(self, argv: list[str]) -> ServerProcess:
+        process = ServerProcess([sys.executable, *argv], self._name, self._log, env=self._env)
+        self._process = process.start()
+        return self._process
+
+    def _wait_told(self, what: str, find: Callable[[str], str | None]) -> str:
+        """What the process says about itself in its log once it is ready."""
+        assert self._process is not None
+        self._process.wait_until(lambda: find(self._told()) is not None, what, START_TIMEOUT_S)
+        url = find(self._told())
+        assert url is not None
+        self._urls = (url,)
+        return url
+
+    def _told(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+
+def _relay_url(log: str) -> str | None:
+    for line in log.splitlines():
+        if line.startswith("{") and line.endswith("}"):
+            url: str = json.loads(line)["url"]
+            return url
+    return None
+
+
+def _router_url(log: str) -> str | None:
+    ready = "rose router ready "
+    return next((line.removeprefix(ready) for line in log.splitlines() if line.startswith(ready)), None)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=_PROBE_TIMEOUT_S, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False

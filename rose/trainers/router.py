@@ -1,0 +1,35 @@
+"""What any trainer tells the router.
+
+Owns: the announcement of RL steps. Promises: a refusal is one WorkerError with the URL and the step.
+Never: sends turns; those go through the trainer's own client.
+"""
+
+from collections.abc import Callable
+
+import httpx
+
+from rose.errors import WorkerError
+
+_TIMEOUT_S = 30.0
+
+Announce = Callable[[int], None]
+"""Tells the router that this RL step starts."""
+
+
+def router_announcer(router_url: str, admin_key: str | None) -> Announce:
+    """A call at the start of each RL step lets the workers' frozen budgets grow back (ROSE §4.1).
+
+    Raises, when called: WorkerError if the router refuses or does not answer.
+    """
+    url = router_url.rstrip("/") + "/admin/rl_step"
+    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
+
+    def announce(step: int) -> None:
+        try:
+            httpx.post(
+                url, json={"step": step}, headers=headers, timeout=_TIMEOUT_S, trust_env=False
+            ).raise_for_status()
+        except httpx.HTTPError as error:
+            raise WorkerError(f"{url}: RL step {step} not announced: {error}") from error
+
+    return announce

@@ -1,0 +1,42 @@
+"""SkyRL's unmodified RemoteInferenceClient on a router before a real engine."""
+
+from typing import Any
+
+import pytest
+
+from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.service import RunningRouter
+from tests.scheduler.rollout.stock_worker import SERVED_MODEL
+from tests.scheduler.rollout.waiting import until
+
+remote: Any = pytest.importorskip(
+    "skyrl.backends.skyrl_train.inference_servers.remote_inference_client", reason="SkyRL is not installed"
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio]
+
+
+async def test_it_gets_ids_logprobs_and_text_for_each_session(engine_url: str) -> None:
+    patient: Any = {"stall_s": 30, "first_token_s": 120, "lost_after_s": 30}
+    async with RunningRouter(
+        RouterConfig(port=0, workers=(WorkerSpec(url=engine_url),), **patient)
+    ) as router:
+        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+        client = remote.RemoteInferenceClient(
+            proxy_url=router.url, server_urls=[engine_url], data_parallel_size=1, model_name=SERVED_MODEL
+        )
+        sampling = {"max_tokens": 6, "temperature": 0.0, "logprobs": 1, "ignore_eos": True}
+        batch = {"prompt_token_ids": [[5, 6, 7], [8, 9]], "sampling_params": sampling}
+        output = await client.generate({**batch, "session_ids": ["a", "b"]})
+        again = await client.generate({**batch, "session_ids": ["a", "b"]})
+        body = {"model": SERVED_MODEL, "messages": [{"role": "user", "content": "w9"}], "max_tokens": 4}
+        chat = await client.chat_completion({"json": {**body, "session_id": "a"}})
+        sessions = len(router.plane.sessions)
+        await client.teardown()
+    assert [len(ids) for ids in output["response_ids"]] == [6, 6]
+    assert [len(logprobs) for logprobs in output["response_logprobs"]] == [6, 6]
+    assert all(text.startswith("w") for text in output["responses"])
+    assert output["stop_reasons"] == ["length", "length"]
+    assert again["response_ids"] == output["response_ids"]
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+    assert sessions == 2

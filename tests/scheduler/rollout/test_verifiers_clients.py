@@ -1,0 +1,68 @@
+"""prime verifiers' unmodified eval and train clients on a router before a real engine."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.service import RunningRouter
+from tests.scheduler.rollout.stock_worker import SERVED_MODEL, StockWorker
+from tests.scheduler.rollout.waiting import until
+
+clients: Any = pytest.importorskip("verifiers.v1.clients", reason="verifiers is not installed")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio]
+
+BODY = {"model": SERVED_MODEL, "messages": [{"role": "user", "content": "w9 w10"}], "ignore_eos": True}
+SESSION = "trajectory-1"
+
+
+@pytest_asyncio.fixture
+async def router(engine_url: str) -> AsyncIterator[RunningRouter]:
+    worker = WorkerSpec(url=engine_url)
+    patient: Any = {"stall_s": 30, "first_token_s": 120, "lost_after_s": 30}
+    async with RunningRouter(RouterConfig(port=0, workers=(worker,), **patient)) as router:
+        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+        yield router
+
+
+async def test_the_eval_client_gets_its_chat_answer(router: RunningRouter) -> None:
+    from verifiers.v1.clients.eval import EvalClient
+    from verifiers.v1.configs.client import EvalClientConfig
+    from verifiers.v1.dialects import ChatDialect
+    from verifiers.v1.types import SamplingConfig
+
+    config = EvalClientConfig(base_url=f"{router.url}/v1", api_key_var="NO_SUCH_KEY")
+    client = EvalClient(config)
+    body = {**BODY, "max_tokens": 6, "temperature": 0.0}
+    response = await client.get_response(ChatDialect(), body, SamplingConfig(), session_id=SESSION)
+    await client.close()
+    assert response.message.content
+    assert response.usage is not None and response.usage.completion_tokens == 6
+    assert response.finish_reason == "length"
+    assert router.plane.sessions.get(SESSION) is not None
+
+
+async def test_the_train_client_gets_ids_and_logprobs_turn_by_turn(
+    router: RunningRouter, engine: StockWorker
+) -> None:
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.configs.client import TrainClientConfig
+    from verifiers.v1.dialects import ChatDialect
+    from verifiers.v1.types import SamplingConfig
+
+    config = TrainClientConfig(
+        base_url=f"{router.url}/v1", api_key_var="NO_SUCH_KEY", renderer_model_name=str(engine.model)
+    )
+    client = TrainClient(config)
+    sampling = SamplingConfig.model_validate({"max_tokens": 6, "temperature": 0.0, "ignore_eos": True})
+    for content in ("w9 w10", "w11 w12 w13"):
+        body = {"model": SERVED_MODEL, "messages": [{"role": "user", "content": content}]}
+        response = await client.get_response(ChatDialect(), body, sampling, session_id=SESSION)
+        assert response.tokens is not None
+        assert len(response.tokens.completion_ids) == 6 == len(response.tokens.completion_logprobs)
+        assert all(logprob <= 0 for logprob in response.tokens.completion_logprobs)
+    await client.close()
+    assert len(router.plane.sessions) == 1

@@ -1,0 +1,69 @@
+"""verl's real client and manager classes, with ROSE's in their place."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from tests.scheduler.rollout.conftest import StartRouter
+from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
+
+pytest.importorskip("verl.workers.rollout.llm_server", reason="verl is not installed")
+pytest.importorskip("verl.experimental.agent_loop", reason="verl's agent loops can't be loaded here")
+
+
+def verl_config(rose: dict[str, str] | None) -> Any:
+    from omegaconf import OmegaConf
+
+    custom = {"rose": rose} if rose is not None else None
+    rollout = {"name": "vllm", "prompt_length": 8, "response_length": 4, "custom": custom}
+    return OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {}}})
+
+
+@pytest.mark.asyncio
+async def test_verls_client_class_sends_a_trajectorys_turns_to_the_router(start_router: StartRouter) -> None:
+    from verl.workers.rollout.llm_server import LLMServerClient
+    from verl.workers.rollout.replica import TokenOutput
+
+    from rose.trainers.verl import RouterLLMClient
+
+    async with ScriptedWorker(version="run/3") as worker:
+        worker.faults.append(Fault(kind="disconnect", after_tokens=1))
+        async with start_router(worker) as routed:
+            config = verl_config({"router_url": routed.router.url, "model": "scripted"})
+            client = pickle.loads(pickle.dumps(RouterLLMClient(config)))  # as verl hands it to its workers
+            assert isinstance(client, LLMServerClient)
+            sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
+            output = await client.generate("trajectory-1", prompt_ids=[1, 2], sampling_params=sampling)
+            again = [1, 2, *output.token_ids, 9, 9]
+            second = await client.generate("trajectory-1", prompt_ids=again, sampling_params={})
+            assert len(routed.router.plane.sessions) == 1
+    assert isinstance(output, TokenOutput)
+    assert output.token_ids == expected_tokens([1, 2], 4)
+    assert output.log_probs == [-token / 1000 for token in output.token_ids]
+    assert output.stop_reason == "completed"
+    assert output.extra_fields["max_global_steps"] == 3
+    assert second.token_ids == expected_tokens(again, 4)
+    assert second.log_probs is None
+
+
+@pytest.mark.asyncio
+async def test_media_and_a_missing_router_are_refused_with_the_key() -> None:
+    from rose.trainers.verl import RouterLLMClient
+
+    with pytest.raises(ValueError, match=r"rollout\.custom\.rose: missing"):
+        RouterLLMClient(verl_config(None))
+    client = RouterLLMClient(verl_config({"router_url": "http://127.0.0.1:1", "model": "m"}))
+    with pytest.raises(ValueError, match="image_data"):
+        await client.generate("t", prompt_ids=[1], sampling_params={}, image_data=["an image"])
+
+
+def test_verls_manager_gives_its_loops_the_routers_client() -> None:
+    from verl.experimental.agent_loop import AgentLoopManager
+
+    from rose.trainers.verl import RouterAgentLoopManager, RouterLLMClient
+
+    config = verl_config({"router_url": "http://127.0.0.1:1", "model": "m"})
+    manager = RouterAgentLoopManager(config, llm_client=None)
+    assert isinstance(manager, AgentLoopManager)
+    assert isinstance(manager.llm_client, RouterLLMClient)
