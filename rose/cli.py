@@ -18,6 +18,7 @@ _EXTRAS = {
     "vllm": "cpu' or 'vllm-rose[cuda",
     "torch": "cpu' or 'vllm-rose[cuda",
     "mooncake": "mooncake",
+    "redis": "redis",
     "accelerate": "train",
     "datasets": "train",
     "gymnasium": "train",
@@ -53,6 +54,7 @@ COMMANDS = (
     Command(
         name="router", module="rose.scheduler.rollout.service", summary="one endpoint for all rollout turns"
     ),
+    Command(name="sched", module="rose.scheduler.commands", summary="whole RL jobs on shared nodes"),
     Command(name="profile", module="rose.node.profile", summary="measure the step times that the gate needs"),
     Command(name="top", module="rose.node.top", summary="live view of running engines"),
 )

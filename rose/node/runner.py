@@ -74,7 +74,8 @@ class Runner:
 
     def _hello(self) -> None:
         running = {name: attempt.number for name, attempt in self._running.items()}
-        self._client.tell(Hello(seq=self._client.next_seq(), running=running))
+        logs = str(self._folder / "logs")
+        self._client.tell(Hello(seq=self._client.next_seq(), running=running, log_folder=logs))
 
     def _follow(self, order: AnyAnswer | None) -> None:
         match order:
@@ -120,7 +121,7 @@ class Runner:
         return ServerProcess(
             spec.command,
             spec.name,
-            log_path(self._folder, spec.name),
+            self._folder / "logs" / f"{spec.name}.log",
             env={"ROSE_JOB": str(path)},
             folder=Path(spec.folder),
         )
@@ -150,8 +151,3 @@ class Runner:
         self._client.tell(
             Exited(seq=self._client.next_seq(), job=job, attempt=attempt, exit_status=exit_status)
         )
-
-
-def log_path(folder: Path, job: str) -> Path:
-    """Where all attempts of a job write."""
-    return folder / "logs" / f"{job}.log"

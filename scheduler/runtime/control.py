@@ -41,6 +41,9 @@ from rose.scheduler.runtime.turns import Ask, Hold, Turns
 
 logger = logging.getLogger(__name__)
 
+AWAY_S = 2.0
+"""Between two ticks, which come four times a second."""
+
 
 class Control:
     """All jobs of one cluster."""
@@ -48,12 +51,14 @@ class Control:
     def __init__(self, cluster: ClusterSpec, rows: Mapping[str, bytes], now: float, pid: int) -> None:
         """rows: what an earlier scheduler has committed. pid: of the scheduler's process."""
         self._pid = pid
+        self._ticked_s = now
         self._cluster = cluster
         self._turns = {name: Turns(cluster.lease_s) for name in cluster.groups}
         self._jobs: dict[str, JobRecord] = {}
         self._specs: dict[str, JobSpec] = {}
         self._drained: dict[str, list[str]] = {}
         self._runner: str | None = None
+        self._log_folder = ""
         self._progress: dict[str, tuple[int, int]] = {}
         self._batch = Batch()
         self._dirty: set[str] = set()
@@ -70,7 +75,7 @@ class Control:
             elif kind == "drained":
                 self._drained[name] = msgspec.json.decode(row, type=list[str])
             elif kind == "runner":
-                self._runner = row.decode()
+                self._runner, self._log_folder = msgspec.json.decode(row, type=tuple[str, str])
         for name, turns in self._turns.items():
             if f"group:{name}" in rows:
                 turns.restore(msgspec.json.decode(rows[f"group:{name}"]), now)
@@ -120,7 +125,11 @@ class Control:
 
     def tick(self, now: float) -> None:
         """Leases that have run out: the process is ended first, its nodes go on when it has, or a lease later."""
+        was_away = now - self._ticked_s > AWAY_S
+        self._ticked_s = now
         for group, turns in self._turns.items():
+            if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
+                turns.renew(now)
             for hold in turns.expired(now):
                 if hold.is_stopping:  # and no runner has answered for a whole lease: it is gone as well
                     self._start_again(hold.job, "lease ran out, and the runner is gone", now)
@@ -305,8 +314,8 @@ class Control:
         self._grant(name, now)
 
     def _hello(self, client: str, call: Hello, now: float) -> None:
-        self._runner = client
-        self._batch.rows["runner:"] = client.encode()
+        self._runner, self._log_folder = client, call.log_folder
+        self._batch.rows["runner:"] = msgspec.json.encode((client, call.log_folder))
         self._reply(client, call.seq)
         for name, attempt in call.running.items():
             record = self._jobs.get(name)
@@ -409,6 +418,8 @@ class Control:
         return {
             "name": name,
             "state": record.state,
+            "is_over": record.state.is_over,
+            "log": f"{self._log_folder}/{name}.log",
             "group": spec.group,
             "iterations": [record.num_done, spec.num_iterations],
             "attempt": record.attempt,

@@ -51,6 +51,7 @@ class Hello(Call, frozen=True, kw_only=True):
     """The runner is there, with these attempts running."""
 
     running: dict[str, int]
+    log_folder: str
 
 
 class Exited(Call, frozen=True, kw_only=True):

@@ -97,6 +97,11 @@ class Turns:
             hold.expires_s = now + self.lease_s
         return True
 
+    def renew(self, now: float) -> None:
+        """A whole lease for every holder: nobody could be heard for a while."""
+        for hold in self.holds.values():
+            hold.expires_s = now + self.lease_s
+
     def release(self, job: str, epoch: int) -> bool:
         """The holder is done; False if it is not the holder any more."""
         hold = self.holds.get(job)
