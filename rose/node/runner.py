@@ -130,7 +130,7 @@ class Runner:
         attempt = self._running.get(order.job)
         if attempt is not None and attempt.number == order.attempt:
             attempt.process.send_signal(signal.SIGTERM)
-            attempt.kill_s = time.monotonic() + GRACE_S
+            attempt.kill_s = time.monotonic() + (0.0 if order.is_lost else GRACE_S)
         elif not order.forget:  # it never was here, or is gone
             self._report(order.job, order.attempt, -signal.SIGKILL)
         if order.forget:

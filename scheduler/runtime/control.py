@@ -137,7 +137,7 @@ class Control:
                 hold.is_stopping = True
                 hold.expires_s = now + turns.lease_s
                 self._event("expired", hold.job, phase=hold.phase, epoch=hold.epoch)
-                self._order(Stop(job=hold.job, attempt=self._jobs[hold.job].attempt))
+                self._order(Stop(job=hold.job, attempt=self._jobs[hold.job].attempt, is_lost=True))
                 logger.warning("lease ran out job=%s phase=%s group=%s", hold.job, hold.phase, group)
 
     def take_batch(self) -> Batch:

@@ -139,10 +139,14 @@ class Start(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """To the runner: end the process group of an attempt. ``forget``: its cached state too."""
+    """To the runner: end the process group of an attempt.
+
+    is_lost: at once, for it does not answer. forget: its cached state as well.
+    """
 
     job: str
     attempt: int
+    is_lost: bool = False
     forget: bool = False
 
 

@@ -4,12 +4,11 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from redis_process import RedisProcess
 from served_cluster import ServedCluster, kill, overlap, wait_until
 
 from rose.node import watcher
-from rose.scheduler.runtime.messages import Cancel, Status
+from rose.scheduler.runtime.messages import Cancel, Status, Submit
 
 
 def iterations_of(cluster: ServedCluster, job: str, phase: str) -> list[int]:
@@ -93,9 +92,9 @@ def test_another_serve_goes_on_with_the_jobs_of_a_killed_one(tmp_path: Path, cha
     with ServedCluster(tmp_path, channel_url) as first:
         first.submit("a", num_iterations=8)
         wait_until(lambda: first.job("a")["iterations"][0] >= 2, "a's second iteration")
-        pid = holder_pid(first, "a")
+        pids = [holder_pid(first, "a"), first.status()["scheduler_pid"]]
         kill(first.server.pid)
-        wait_until(lambda: watcher.group_members(pid) == [], "the watcher to end the job")
+        wait_until(lambda: not any(map(watcher.group_members, pids)), "the watchers to end job and scheduler")
     with ServedCluster(tmp_path, channel_url) as second:
         job = second.wait_state("a", "done")
         assert job["attempt"] == 2
@@ -154,24 +153,22 @@ def test_a_second_scheduler_on_a_channel_is_refused(tmp_path: Path, channel_url:
         assert first.job("a")["attempt"] == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"group": "other"}, "no group 'other'; there are main"),
-        ({"rollout_nodes": [3]}, "rollout nodes [3]: group main has 0 to 0"),
-        ({"slo": 1.0}, "slo"),
-        ({"num_iterations": 0}, "num_iterations"),
-        ({"train_bytes": 5000}, "train of group main would keep 5000 bytes for 1 jobs in host memory, it has 4096"),
-        ({"name": "no/slash"}, "is not a name"),
-        ({"phases": []}, "phases: unknown key"),
-    ],
-)
-def test_an_impossible_job_is_refused_with_the_numbers(
-    tmp_path: Path, fields: dict[str, object], words: str
-) -> None:
+IMPOSSIBLE: list[tuple[dict[str, object], str]] = [
+    ({"group": "other"}, "no group 'other'; there are main"),
+    ({"rollout_nodes": [3]}, "rollout nodes [3]: group main has 0 to 0"),
+    ({"slo": 1.0}, "slo"),
+    ({"num_iterations": 0}, "num_iterations"),
+    ({"train_bytes": 5000}, "train of group main would keep 5000 bytes for 1 jobs in host memory, it has 4096"),
+    ({"name": "no/slash"}, "is not a name"),
+    ({"phases": []}, "phases: unknown key"),
+]
+
+
+def test_impossible_jobs_are_refused_with_the_numbers(tmp_path: Path) -> None:
     with ServedCluster(tmp_path, host_memory_bytes=4096) as cluster:
-        error = cluster.submit(**{"name": "a", **fields}).error  # type: ignore[arg-type]
-        assert error is not None and words in error
+        for fields, words in IMPOSSIBLE:
+            error = cluster.ask(Submit, spec={**cluster.spec("a"), **fields}).error
+            assert error is not None and words in error
         assert cluster.ask(Status).body["jobs"] == []
 
 
