@@ -218,7 +218,9 @@ def _figure_19(
             assert server is not None
             server.kill_and_start(rig)
         else:
-            rig.wait_until(lambda: rig.status()["groups"]["main"]["holders"].get("e") is not None, "e's permit")
+            rig.wait_until(
+                lambda: rig.status()["groups"]["main"]["holders"].get("e") is not None, "e's permit"
+            )
             rig.kill(next(note["pid"] for note in reversed(rig.notes()) if note["job"] == "e"))
         rig.wait_done({"d1", "d2", "e"}, PATIENCE_S)
         num_lost = sum(_lost(rig, name, num_iterations) for name in ("d1", "d2", "e"))

@@ -48,7 +48,9 @@ class Mux:
 
     def gain(self, rates: dict[str, float]) -> float:
         """``rates``: each job's iterations/s in the group over alone."""
-        alone = sum(rates[job.name] * _dollars(len(job.rollout_nodes), job.num_train_nodes) for job in self.jobs)
+        alone = sum(
+            rates[job.name] * _dollars(len(job.rollout_nodes), job.num_train_nodes) for job in self.jobs
+        )
         return alone / _dollars(self.num_rollout_nodes, self.num_train_nodes)
 
     def group(self) -> Group:
@@ -100,7 +102,9 @@ def _muxes(num_iterations: int, compute_s: float) -> list[Mux]:
     """Lengths of one iteration from Table 4 (a: 257.7 s, b: 525.4 s, c: 574.6 s), split as §6.2 says: A in
     halves, D 2.5:1, E 6:1. The paper gives no split of C: 200 s of rollout leave its nodes to both D."""
 
-    def job(name: str, rollout_s: float, train_s: float, nodes: tuple[int, ...], num_train: int = 1) -> RigJob:
+    def job(
+        name: str, rollout_s: float, train_s: float, nodes: tuple[int, ...], num_train: int = 1
+    ) -> RigJob:
         return RigJob(
             name=name,
             rollout=rollout_s * SCALE,
@@ -113,7 +117,11 @@ def _muxes(num_iterations: int, compute_s: float) -> list[Mux]:
 
     temporal = [job("a1", 128.8, 128.8, (0,)), job("a2", 128.8, 128.8, (0,))]
     train = [job("d1", 375.3, 150.1, (0,)), job("d2", 375.3, 150.1, (1,)), job("e", 450.3, 75.1, (2,))]
-    spatial = [job("c", 200.0, 374.6, (0, 1), 2), job("d1", 375.3, 75.1, (0,), 2), job("d2", 375.3, 75.1, (1,), 2)]
+    spatial = [
+        job("c", 200.0, 374.6, (0, 1), 2),
+        job("d1", 375.3, 75.1, (0,), 2),
+        job("d2", 375.3, 75.1, (1,), 2),
+    ]
     muxes = [Mux("temporal", 1, 1, temporal), Mux("train", 3, 1, train), Mux("spatial", 2, 2, spatial)]
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) >= 2:

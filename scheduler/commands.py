@@ -24,7 +24,9 @@ class SchedCommand:
 
 _RUNTIME = "rose.scheduler.runtime.commands"
 COMMANDS = (
-    SchedCommand(name="serve", module="rose.node.sched", function="main", summary="schedule and run jobs here"),
+    SchedCommand(
+        name="serve", module="rose.node.sched", function="main", summary="schedule and run jobs here"
+    ),
     SchedCommand(name="submit", module=_RUNTIME, function="submit", summary="place a job and start it"),
     SchedCommand(name="status", module=_RUNTIME, function="status", summary="jobs, and what they wait for"),
     SchedCommand(name="cancel", module=_RUNTIME, function="cancel", summary="end a job"),

@@ -145,7 +145,9 @@ class Runner:
                 continue
             exit_status = attempt.process.stop(0.0)
             del self._running[name]
-            self._report(name, attempt.number, exit_status if exit_status is not None else START_FAILED_STATUS)
+            self._report(
+                name, attempt.number, exit_status if exit_status is not None else START_FAILED_STATUS
+            )
 
     def _report(self, job: str, attempt: int, exit_status: int) -> None:
         self._client.tell(

@@ -72,16 +72,16 @@ def cancel(argv: Sequence[str]) -> int:
 def drain(argv: Sequence[str]) -> int:
     """``rose sched drain NODE``."""
     parser = _parser(
-        "drain", "Places no more jobs on a node; those on it finish.", "rose sched drain rollout-0 --group main"
+        "drain",
+        "Places no more jobs on a node; those on it finish.",
+        "rose sched drain rollout-0 --group main",
     )
     parser.add_argument("node", help="train, or rollout-0, rollout-1, ... of the group")
     parser.add_argument("--group", default="main")
     parser.add_argument("--undo", action="store_true", help="take jobs again")
     arguments = parser.parse_args(argv)
     with _client(arguments.channel) as client:
-        call = Drain(
-            seq=client.next_seq(), group=arguments.group, node=arguments.node, undo=arguments.undo
-        )
+        call = Drain(seq=client.next_seq(), group=arguments.group, node=arguments.node, undo=arguments.undo)
         _print(_ask(client, call))
     return 0
 
@@ -96,7 +96,9 @@ def logs(argv: Sequence[str]) -> int:
         body = _ask(client, Status(seq=client.next_seq(), job=arguments.job))
         path = Path(body["jobs"][0]["log"])
         if not path.exists():
-            raise ConfigError(f"{path}: no such file on this host; {arguments.job} has not started, or not here")
+            raise ConfigError(
+                f"{path}: no such file on this host; {arguments.job} has not started, or not here"
+            )
         with path.open("r", errors="replace") as log:
             _copy(log.read())
             while arguments.follow and not body["jobs"][0]["is_over"]:

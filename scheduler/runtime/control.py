@@ -14,6 +14,7 @@ import msgspec
 
 from rose.config import parse_config
 from rose.errors import ConfigError, JobRefused
+from rose.scheduler.group.certificate import CertificateError, certify
 from rose.scheduler.runtime.channel import Batch, Outgoing
 from rose.scheduler.runtime.messages import (
     AnyCall,
@@ -36,7 +37,7 @@ from rose.scheduler.runtime.messages import (
     encode,
 )
 from rose.scheduler.runtime.records import JobRecord, JobState
-from rose.scheduler.runtime.spec import ClusterSpec, JobSpec, admit
+from rose.scheduler.runtime.spec import ClusterSpec, JobSpec, admit, group_of, nodes_of
 from rose.scheduler.runtime.turns import Ask, Hold, Turns
 
 logger = logging.getLogger(__name__)
@@ -79,9 +80,13 @@ class Control:
         for name, turns in self._turns.items():
             if f"group:{name}" in rows:
                 turns.restore(msgspec.json.decode(rows[f"group:{name}"]), now)
-        for name, record in sorted(self._jobs.items(), key=lambda each: each[1].number):
+        for name, record in self._jobs.items():
             if record.waiting is not None:
                 self._turns_of(name).ask(_ask(name, record.waiting))
+        for group, turns in self._turns.items():
+            members = self._residents(group)
+            if members:
+                turns.form(group_of(self._cluster, group, members), now)
 
     def _adopt(self, name: str, record: JobRecord) -> None:
         spec = parse_config(record.spec, JobSpec, f"job {name} of the channel")
@@ -91,8 +96,6 @@ class Control:
                 "put it back until the job is over"
             )
         self._jobs[name], self._specs[name] = record, spec
-        if not record.state.is_over:
-            self._turns[spec.group].add(name, _phase_nodes(spec))
 
     # The loop's side ----------------------------------------------------------------------------------------
 
@@ -111,7 +114,7 @@ class Control:
                 self._progress[call.job] = (call.num_done, call.num_total)
                 self._reply(client, call.seq)
             case Submit():
-                self._submit(client, call)
+                self._submit(client, call, now)
             case Status():
                 self._status(client, call)
             case Cancel():
@@ -139,6 +142,7 @@ class Control:
                 self._event("expired", hold.job, phase=hold.phase, epoch=hold.epoch)
                 self._order(Stop(job=hold.job, attempt=self._jobs[hold.job].attempt, is_lost=True))
                 logger.warning("lease ran out job=%s phase=%s group=%s", hold.job, hold.phase, group)
+            self._grant(group, now)  # the order waits only so long for a job that is between two phases
 
     def take_batch(self) -> Batch:
         """What has changed since the last call."""
@@ -171,11 +175,10 @@ class Control:
         record.waiting = request
         self._dirty.add(call.job)
         turns.ask(_ask(call.job, request))
-        self._grant(call.job, now)
+        self._grant(self._specs[call.job].group, now)
 
-    def _grant(self, job: str, now: float) -> None:
-        """Lets the phases of the job's group begin that may."""
-        group = self._specs[job].group
+    def _grant(self, group: str, now: float) -> None:
+        """Lets the phases begin that may."""
         for hold in self._turns[group].grant(now):
             record = self._jobs[hold.job]
             assert record.waiting is not None, hold
@@ -209,7 +212,7 @@ class Control:
             self._reply(client, call.seq, refusal)
             return
         turns, record = self._turns_of(call.job), self._jobs[call.job]
-        if turns.release(call.job, call.epoch):
+        if turns.release(call.job, call.epoch, now):
             record.released_epoch = call.epoch
             self._event("released", call.job, phase=call.phase, epoch=call.epoch)
             self._progress.pop(call.job, None)
@@ -223,7 +226,7 @@ class Control:
                 turns.ask(_ask(call.job, record.waiting))
             self._dirty.add(call.job)
             self._dirty_groups.add(self._specs[call.job].group)
-            self._grant(call.job, now)
+            self._grant(self._specs[call.job].group, now)
         elif record.released_epoch != call.epoch:
             refusal = _fenced(call.phase, call.epoch)
         self._reply(client, call.seq, refusal)
@@ -251,7 +254,7 @@ class Control:
 
     # Jobs ---------------------------------------------------------------------------------------------------
 
-    def _submit(self, client: str, call: Submit) -> None:
+    def _submit(self, client: str, call: Submit, now: float) -> None:
         caller = f"{client}#{call.seq}"
         name = call.spec.get("name")
         earlier = self._jobs.get(name) if isinstance(name, str) else None
@@ -262,19 +265,24 @@ class Control:
             spec = parse_config(call.spec, JobSpec, "job")
             if earlier is not None and not earlier.state.is_over:
                 raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
-            group = admit(
-                self._cluster, spec, self._residents(spec.group), self._drained.get(spec.group, [])
-            )
-        except ConfigError as error:
+            group = admit(self._cluster, spec, self._residents(spec.group), self._drained.get(spec.group, []))
+            certificate = certify(group, self._turns[spec.group].order_for(group))
+        except (ConfigError, CertificateError) as error:
             self._reply(client, call.seq, str(error))
             return
-        body = {"job": spec.name, "group": group.name, "cycle_s": group.round_robin_s, "solo_s": spec.job().solo_s}
+        body = {
+            "job": spec.name,
+            "group": group.name,
+            "cycle_s": certificate.cycle_s,
+            "solo_s": spec.job().solo_s,
+        }
         if call.dry_run:
             self._reply(client, call.seq, body={**body, "state": "would run"})
             return
         number = max((each.number for each in self._jobs.values()), default=0) + 1
         record = JobRecord(spec=call.spec, submitted_by=caller, number=number)
         self._adopt(spec.name, record)
+        self._turns[spec.group].form(group, now)
         self._event("submitted", spec.name)
         self._start(spec.name)
         self._reply(client, call.seq, body={**body, "state": record.state})
@@ -306,12 +314,12 @@ class Control:
 
     def _free(self, name: str, now: float) -> None:
         """Nobody of this attempt runs: its nodes go to the next."""
-        self._turns_of(name).drop(name)
+        self._turns_of(name).drop(name, now)
         self._jobs[name].waiting = None
         self._progress.pop(name, None)
         self._dirty.add(name)
         self._dirty_groups.add(self._specs[name].group)
-        self._grant(name, now)
+        self._grant(self._specs[name].group, now)
 
     def _hello(self, client: str, call: Hello, now: float) -> None:
         self._runner, self._log_folder = client, call.log_folder
@@ -357,7 +365,6 @@ class Control:
         record = self._jobs[name]
         record.state, record.note = state, note
         self._free(name, now)
-        self._turns_of(name).remove(name)
         self._event(state.value, name)
         self._order(Stop(job=name, attempt=record.attempt, forget=True))
 
@@ -379,7 +386,10 @@ class Control:
         if call.group not in self._cluster.groups:
             self._reply(client, call.seq, f"no group {call.group!r}; there are {', '.join(self._turns)}")
             return
-        nodes = ["train", *(f"rollout-{i}" for i in range(self._cluster.groups[call.group].num_rollout_nodes))]
+        nodes = [
+            "train",
+            *(f"rollout-{i}" for i in range(self._cluster.groups[call.group].num_rollout_nodes)),
+        ]
         if call.node not in nodes:
             self._reply(client, call.seq, f"no node {call.node!r} in group {call.group}: {', '.join(nodes)}")
             return
@@ -387,7 +397,7 @@ class Control:
         drained = drained - {call.node} if call.undo else drained | {call.node}
         self._drained[call.group] = sorted(drained)
         self._batch.rows[f"drained:{call.group}"] = msgspec.json.encode(self._drained[call.group])
-        users = [spec.name for spec in self._residents(call.group) if call.node in _all_nodes(spec)]
+        users = [spec.name for spec in self._residents(call.group) if call.node in nodes_of(spec)]
         self._reply(client, call.seq, body={"drained": sorted(drained), "still_used_by": users})
 
     # Answers ------------------------------------------------------------------------------------------------
@@ -426,7 +436,7 @@ class Control:
             "restarts": record.num_restarts,
             "holds": hold.phase if hold is not None else None,
             "waits_for": record.waiting["phase"] if record.waiting is not None else None,
-            "behind": self._turns_of(name).waiting_on(name),
+            "behind": self._turns_of(name).holders_before(name),
             "progress": list(progress) if progress is not None else None,
             "note": record.note,
         }
@@ -451,18 +461,6 @@ class Control:
         self._batch.events.append(
             msgspec.json.encode({"event": event, "job": job, "at": time.time(), **more})
         )
-
-
-def _phase_nodes(spec: JobSpec) -> dict[str, frozenset[str]]:
-    return {
-        "rollout": frozenset(f"rollout-{node}" for node in spec.rollout_nodes),
-        "train": frozenset({"train"}),
-    }
-
-
-def _all_nodes(spec: JobSpec) -> frozenset[str]:
-    nodes = _phase_nodes(spec)
-    return nodes["rollout"] | nodes["train"]
 
 
 def _ask(job: str, request: Mapping[str, Any]) -> Ask:

@@ -151,17 +151,7 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 AnyCall = (
-    Submit
-    | Status
-    | Cancel
-    | Drain
-    | Hello
-    | Exited
-    | Request
-    | Heartbeat
-    | Release
-    | Report
-    | Completed
+    Submit | Status | Cancel | Drain | Hello | Exited | Request | Heartbeat | Release | Report | Completed
 )
 AnyAnswer = Reply | Grant | Start | Stop
 

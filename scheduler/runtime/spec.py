@@ -94,8 +94,10 @@ class ClusterSpec(Section):
         return self
 
 
-def admit(cluster: ClusterSpec, spec: JobSpec, beside: Collection[JobSpec], drained: Collection[str]) -> Group:
-    """The job's group with the job in it.
+def admit(
+    cluster: ClusterSpec, spec: JobSpec, beside: Collection[JobSpec], drained: Collection[str]
+) -> Group:
+    """The job's group with the job in it; whether its order can be certified is not looked at.
 
     beside: the jobs that run in that group. drained: its nodes that take no more jobs.
     Raises: JobRefused.
@@ -108,26 +110,33 @@ def admit(cluster: ClusterSpec, spec: JobSpec, beside: Collection[JobSpec], drai
         raise JobRefused(
             f"{spec.name}: rollout nodes {missing}: group {spec.group} has 0 to {nodes.num_rollout_nodes - 1}"
         )
-    closed = [each for each in _nodes(spec) if each in drained]
+    closed = [each for each in nodes_of(spec) if each in drained]
     if closed:
-        raise JobRefused(f"{spec.name}: {', '.join(closed)} of group {spec.group} is drained; undo it or wait")
+        raise JobRefused(
+            f"{spec.name}: {', '.join(closed)} of group {spec.group} is drained; undo it or wait"
+        )
     if len(beside) >= cluster.max_residents:
         raise JobRefused(
             f"{spec.name}: group {spec.group} has {len(beside)} jobs, at most {cluster.max_residents} share one"
         )
     members = [*beside, spec]
     _check_memory(cluster.host_memory_bytes, spec, members)
-    group = Group(
-        name=spec.group,
+    return group_of(cluster, spec.group, members)
+
+
+def group_of(cluster: ClusterSpec, name: str, members: Collection[JobSpec]) -> Group:
+    """A group as policies see it."""
+    nodes = cluster.groups[name]
+    return Group(
+        name=name,
         num_train_nodes=nodes.num_train_nodes,
         num_rollout_nodes=nodes.num_rollout_nodes,
         members=tuple(Member(job=each.job(), rollout_nodes=each.rollout_nodes) for each in members),
     )
-    _check_slo(spec, group)
-    return group
 
 
-def _nodes(spec: JobSpec) -> list[str]:
+def nodes_of(spec: JobSpec) -> list[str]:
+    """The nodes that the job uses, by their names in commands."""
     return [*(f"rollout-{node}" for node in spec.rollout_nodes), "train"]
 
 
@@ -144,14 +153,4 @@ def _check_memory(limit_bytes: int, spec: JobSpec, members: Collection[JobSpec])
             raise JobRefused(
                 f"{spec.name}: {node} of group {spec.group} would keep {num_bytes} bytes for {len(members)} "
                 f"jobs in host memory, it has {limit_bytes}"
-            )
-
-
-def _check_slo(spec: JobSpec, group: Group) -> None:
-    for member in group.members:
-        allowed_s = member.job.slo * member.job.solo_s
-        if group.round_robin_s > allowed_s:
-            raise JobRefused(
-                f"{spec.name}: with it an iteration takes {group.round_robin_s:g} s in group {group.name}, "
-                f"and {member.job.name} allows {allowed_s:g} s (slo {member.job.slo:g})"
             )
