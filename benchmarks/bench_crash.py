@@ -1,15 +1,14 @@
 """A crash of a job, the scheduler or Redis costs the others next to nothing, and its own job one iteration.
 
-Real processes under `rose sched serve`, killed by SIGKILL. Redis is started again at once by this benchmark, as an
-operator's supervisor would; the scheduler by `rose sched serve`.
+Real processes under `rose sched serve`, killed by SIGKILL. Redis is started again at once by this benchmark,
+as an operator's supervisor would; the scheduler by `rose sched serve`.
 
-  kill_recovery_s[permit holder]  from the kill until the job that waited for the same nodes has begun its phase
-  kill_recovery_s[scheduler], [redis]  from the kill until the next phase of any job has begun; one is due every
-                                  0.3 s
-  others_slowdown[*]              WEAVE's Figure 19: three jobs share a training node, a kill in mid-run; iteration
-                                  time of the jobs that were not killed over theirs alone on the same nodes
-  lost_iterations[*]              iterations run again or left out by any job that was not killed; by the killed
-                                  one, more than the one that it was in
+  kill_recovery_s[permit holder]  from the kill until the job that waited for the same nodes has begun
+  kill_recovery_s[scheduler], [redis]  from the kill until the next phase of any job has begun; one is due
+                          every 0.3 s
+  others_slowdown[*]      WEAVE's Figure 19: three jobs share a training node, a kill in mid-run; iteration
+                          time of the jobs that were not killed over theirs alone on the same nodes
+  lost_iterations[*]      iterations whose training was finished twice or never, over all three jobs
 
     python benchmarks/bench_crash.py --redis-server redis-server --json crash.json
 """

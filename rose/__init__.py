@@ -1,7 +1,7 @@
 """ROSE: RL rollouts in the slack of GPUs that already serve traffic.
 
-Importing this package loads neither torch nor vllm; heavy modules are imported where used. What a job's author
-writes on the functions of an RL loop (`rose.phase`, `rose.runtime_hook`) is loaded when first named.
+Importing this package loads neither torch nor vllm; heavy modules are imported where used. What a job's
+author writes on the functions of an RL loop (`rose.phase`, `rose.runtime_hook`) is loaded when first named.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,10 +1,11 @@
 """The runner: starts and ends the processes of whole RL jobs, as the cluster scheduler orders.
 
-Owns: one process group per attempt, its job file and its log, and the host memory of jobs that are over. Promises:
-a job's death is reported when all of its process group is gone, so that its nodes are free indeed; when the
-runner itself dies, the watchers end all jobs. Never: decides who runs.
+Owns: one process group per attempt, its job file and its log, and the host memory of jobs that are over.
+Promises: a job's death is reported when all of its process group is gone, so that its nodes are free indeed;
+when the runner itself dies, the watchers end all jobs. Never: decides who runs.
 """
 
+import contextlib
 import logging
 import queue
 import shutil
@@ -57,10 +58,8 @@ class Runner:
         """Serves orders until ``check``, called in between, raises."""
         while True:
             check()
-            try:
+            with contextlib.suppress(queue.Empty):
                 self._follow(self._client.unasked.get(timeout=POLL_S))
-            except queue.Empty:
-                pass
             self._bury()
 
     def close(self) -> None:

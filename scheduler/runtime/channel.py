@@ -1,7 +1,7 @@
 """The control channel between jobs and scheduler: what every kind of it offers.
 
-Owns: the two sides' interfaces, and the choice by URL. Promises of every kind: calls reach the scheduler in the
-order in which a client made them, at least once; what `commit` was given is there after a restart of
+Owns: the two sides' interfaces, and the choice by URL. Promises of every kind: calls reach the scheduler in
+the order in which a client made them, at least once; what `commit` was given is there after a restart of
 scheduler, job or channel; a second scheduler is refused. Never: looks into a message.
 """
 
@@ -66,7 +66,7 @@ class ClientSide(Protocol):
         """Hands one call over. Raises: ConnectionError."""
 
     def receive(self) -> bytes:
-        """The next answer; waits for it. Raises: ConnectionError when the scheduler or the channel is gone."""
+        """The next answer; waits for it. Raises: ConnectionError when scheduler or channel are gone."""
 
     def connect(self) -> None:
         """Opens the channel, or opens it again. Raises: ConnectionError."""

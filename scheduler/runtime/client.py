@@ -1,8 +1,8 @@
 """A client's calls over any channel: asked again until answered, through restarts of scheduler and channel.
 
-Owns: the connection's reading thread and the calls that wait for an answer. Promises: `call` returns the answer
-to that very call, however often the scheduler was restarted meanwhile; a scheduler that is not there in time
-raises ChannelError. Never: decides what a refused call means.
+Owns: the connection's reading thread and the calls that wait for an answer. Promises: `call` returns the
+answer to that very call, however often the scheduler was restarted meanwhile; a scheduler that is not there
+in time raises ChannelError. Never: decides what a refused call means.
 """
 
 import logging
@@ -35,7 +35,7 @@ class ControlClient:
     def __init__(self, channel: ClientSide, connect_timeout_s: float) -> None:
         """Connects. Raises: ChannelError if there is no scheduler within ``connect_timeout_s``."""
         self.unasked: queue.SimpleQueue[AnyAnswer | None] = queue.SimpleQueue()
-        """What the scheduler sent of its own; None: the connection is new, and orders may have been missed."""
+        """What the scheduler sent of its own; None: a new connection, orders may have been missed."""
         self._channel = channel
         self._waiting: dict[int, _Waiting] = {}
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
 """`rose sched submit|status|cancel|logs|drain`: what people ask a running cluster scheduler.
 
-Owns: these command lines and what they print. Promises: one JSON object per answer on stdout with --json, and for
-`submit`, `cancel` and `drain` always; a refusal is one line on stderr and exit status 2.
+Owns: these command lines and what they print. Promises: one JSON object per answer on stdout with --json, and
+for `submit`, `cancel` and `drain` always; a refusal is one line on stderr and exit status 2.
 Never: decides anything itself.
 """
 
@@ -119,7 +119,7 @@ def _parser(name: str, description: str, example: str) -> CommandParser:
     parser.add_argument(
         "--channel",
         default=Settings.from_environment().channel_url,
-        help="of the scheduler: unix:FOLDER or redis://HOST:PORT/DB (default: %(default)s, from ROSE_CHANNEL)",
+        help="the scheduler's: unix:FOLDER or redis://HOST:PORT/DB (%(default)s, from ROSE_CHANNEL)",
     )
     return parser
 

@@ -1,8 +1,9 @@
 """The scheduler's decisions: which call changes what, and what is answered.
 
-Owns: all jobs and the groups' permits, as one state machine. Promises: what a call changes is in the same batch
-as its answers, so a scheduler that ends anywhere loses nothing that it has answered; a call that arrives twice
-changes nothing the second time. Pure: takes ``now``, the scheduler's monotonic clock. Never: does I/O.
+Owns: all jobs and the groups' permits, as one state machine. Promises: what a call changes is in the same
+batch as its answers, so a scheduler that ends anywhere loses nothing that it has answered; a call that
+arrives twice changes nothing the second time. Pure: takes ``now``, the scheduler's monotonic clock. Never:
+does I/O.
 """
 
 import logging
@@ -127,7 +128,7 @@ class Control:
                 self._exited(client, call, now)
 
     def tick(self, now: float) -> None:
-        """Leases that have run out: the process is ended first, its nodes go on when it has, or a lease later."""
+        """Leases that ran out: the process is ended first; when it has, or a lease later, its nodes go on."""
         was_away = now - self._ticked_s > AWAY_S
         self._ticked_s = now
         for group, turns in self._turns.items():

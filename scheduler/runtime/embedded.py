@@ -213,7 +213,7 @@ def _take(path: Path) -> IO[str]:
         owner = lock.read().strip() or "unknown"
         lock.close()
         raise ChannelError(
-            f"{path.parent}: a scheduler serves this channel already (pid {owner}); stop it, or choose another"
+            f"{path.parent}: a scheduler serves this channel already (pid {owner}); stop it or take another"
         ) from None
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")

@@ -1,8 +1,8 @@
 """`@rose.phase` and `@rose.runtime_hook`: what a job's author writes on the functions of an RL loop.
 
-Owns: the shim around a phase (permit, warm start, run, offload, release) and the loop over iterations. Promises:
-between phases the process sleeps with sockets, groups and all other state kept; outside of a scheduler the
-same program runs alone, without permits. Never: knows what a phase does.
+Owns: the shim around a phase (permit, warm start, run, offload, release) and the loop over iterations.
+Promises: between phases the process sleeps with sockets, groups and all other state kept; outside of a
+scheduler the same program runs alone, without permits. Never: knows what a phase does.
 
     @rose.phase("rollout", working_set=engine)
     def rollout(iteration): ...
@@ -55,7 +55,7 @@ class _Loop:
         self.iteration = 0
 
     def after(self, phase: str) -> str | None:
-        """What needs the other pool next. A new iteration asks for itself: its nodes would idle until then."""
+        """The next phase, on the other pool. A new iteration asks itself: until then nodes would idle."""
         return "train" if phase == "rollout" and "train" in self.phases else None
 
 

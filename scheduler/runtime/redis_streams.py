@@ -1,12 +1,11 @@
 """The control channel over Redis Streams, for clusters of more than one host.
 
-Owns: the keys of one channel. Promises: as in channel.py, as long as Redis keeps what it has acknowledged: start it
-with ``appendonly yes`` and ``appendfsync always`` (or ``everysec``: a crash of its host then loses a second).
-Commit, answers and acknowledgement are one script, so they happen together or not at all, and only while this
+Owns: the keys of one channel. Promises: as in channel.py, as long as Redis keeps what it has acknowledged: start
+it with ``appendonly yes`` and ``appendfsync always`` (``everysec``: its host's crash may lose a second). Commit, answers and acknowledgement are one script, so they happen together or not at all, and only while this
 scheduler still owns the channel. Never: looks into a message.
 
-Keys, with P = ``rose:{CHANNEL}`` (one hash slot): P:owner (who schedules; expires), P:calls (stream; consumer group
-``scheduler``), P:rows (hash), P:events (stream), P:to:CLIENT (stream; expires when nobody was answered for a day).
+Keys, with P = ``rose:{CHANNEL}`` (one hash slot): P:owner (who schedules; expires), P:calls (stream; consumer
+group ``scheduler``), P:rows (hash), P:events (stream), P:to:CLIENT (stream; expires a day after its last answer).
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from rose.scheduler.runtime.channel import Batch, Incoming
 Result = TypeVar("Result")
 
 OWNER_S = 5.0
-"""A scheduler that is not heard of for so long may be replaced from another host; on its own host, at once."""
+"""A scheduler not heard of for so long may be replaced from another host; on its own host, at once."""
 RETRY_S = 0.02
 GONE_S = 60.0
 """Redis away for longer ends the scheduler with an error."""
@@ -40,8 +39,8 @@ BLOCK_S = 1.0
 """A client's wait in one call, so that a Redis that is gone without a word is noticed."""
 
 _COMMIT = """
--- KEYS: owner, rows, events, calls. ARGV: token, owner's ttl in ms, counts of: rows to set, to remove, events,
--- answers, ids; then these. Returns the owner if it is another.
+-- KEYS: owner, rows, events, calls. ARGV: token, owner's ttl in ms, counts of: rows to set, to remove,
+-- events, answers, ids; then these. Returns the owner if it is another.
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return owner end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
@@ -161,7 +160,7 @@ class RedisScheduler:
             if not _is_dead(owner.decode()):
                 raise ChannelError(
                     f"{self._keys.server}: a scheduler serves {self._keys.prefix} already (host, pid, start: "
-                    f"{owner.decode()}); stop it, choose another channel, or wait {OWNER_S:g} s if its host is gone"
+                    f"{owner.decode()}); stop it, choose another channel, or wait {OWNER_S:g} s if it is gone"
                 )
             # Killed on this very host. Only if nobody else has taken it meanwhile:
             drop = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"

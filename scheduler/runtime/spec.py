@@ -1,7 +1,7 @@
 """What `rose sched serve` and `rose sched submit` read: the nodes of a cluster, and a job that runs on them.
 
-Owns: the two YAML files' shape, and whether a job fits beside those that run. Promises: a job that can't run as
-asked raises JobRefused with the constraint and the numbers. Never: chooses a group; a job names its own.
+Owns: the two YAML files' shape, and whether a job fits beside those that run. Promises: a job that can't run
+as asked raises JobRefused with the constraint and the numbers. Never: chooses a group; a job names its own.
 """
 
 import re
@@ -79,7 +79,7 @@ class GroupSpec(Section):
 class ClusterSpec(Section):
     """The YAML of `rose sched serve`."""
 
-    groups: dict[str, GroupSpec] = {"main": GroupSpec()}
+    groups: dict[str, GroupSpec] = Field(default_factory=lambda: {"main": GroupSpec()})
     host_memory_bytes: int = Field(default=1 << 40, ge=1)
     """Of each node, for the suspended phases of all its jobs."""
     max_residents: int = Field(default=5, ge=1)
@@ -117,7 +117,7 @@ def admit(
         )
     if len(beside) >= cluster.max_residents:
         raise JobRefused(
-            f"{spec.name}: group {spec.group} has {len(beside)} jobs, at most {cluster.max_residents} share one"
+            f"{spec.name}: group {spec.group} has {len(beside)} jobs, at most {cluster.max_residents} may"
         )
     members = [*beside, spec]
     _check_memory(cluster.host_memory_bytes, spec, members)

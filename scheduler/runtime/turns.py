@@ -1,12 +1,12 @@
 """Who holds a group's nodes, and who is next: one group's permits, across joins and restarts.
 
 Owns: the group's permit book, what is held and asked for as jobs see it (iteration, epoch), and the leases.
-Promises: grants follow the certified order of the book; a job that joins, and a new scheduler, take the permits
-over that are out; each grant's epoch is higher than all before. Pure: takes ``now``. Never: sends.
+Promises: grants follow the certified order of the book; a job that joins, and a new scheduler, take the
+permits over that are out; each grant's epoch is higher than all before. Pure: takes ``now``. Never: sends.
 
-The book is made anew when a job joins, and after a restart: in an order in which what is held now is held in turn.
-A job that leaves keeps an empty turn until then (removing one can slow others). Leases are watched here and not
-by the book, which gives a dead holder's nodes on at once: here its process is ended first.
+The book is made anew when a job joins, and after a restart: in an order in which what is held now is held in
+turn. A job that leaves keeps an empty turn until then (removing one can slow others). Leases are watched here
+and not by the book, which gives a dead holder's nodes on at once: here its process is ended first.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """A job of the tests: phases that sleep, a log of who ran when, a checkpoint per iteration.
 
-``sleeping_job.py FOLDER ROLLOUT_S TRAIN_S``; a file FOLDER/NAME.crash makes one attempt end itself in training.
+``sleeping_job.py FOLDER ROLLOUT_S TRAIN_S``
 """
 
 import json
@@ -47,10 +47,6 @@ def train(iteration: int) -> None:
     begin_s = time.monotonic()
     if not weights.arrays:
         weights.arrays = {"step": np.zeros(1, np.int64)}
-    crash = folder / f"{NAME}.crash"
-    if crash.exists():
-        crash.unlink()
-        os._exit(3)
     time.sleep(train_s)
     weights.arrays["step"] += 1
     note("train", iteration, begin_s)
