@@ -4,8 +4,8 @@ Real processes under `rose sched serve`; phases sleep for the paper's lengths / 
 host's CPU nothing), their working sets are copied to and from host memory under the permit.
 
   mux[temporal], [train], [spatial]  what solo disaggregation pays for the same progress over what the group
-                 pays, at WEAVE's prices: sum over jobs of (iterations/s in the group / alone) x dollars/h alone,
-                 over the group's dollars/h. Beside it: what a schedule without any overhead would give
+                 pays, at WEAVE's prices: sum over jobs of (iterations/s in the group / alone) x dollars/h
+                 alone, over the group's dollars/h. Beside it: what a schedule without any overhead would give
   mux[compute]   temporal, with phases that compute on a CPU of their own each, as nodes do
   mux_overhead[*] longest job's iteration in the group over its iteration alone, less one
   permit_ms[unix], [redis]  a free permit, asked for and granted, to a client in another process

@@ -1,11 +1,12 @@
 """The control channel over Redis Streams, for clusters of more than one host.
 
-Owns: the keys of one channel. Promises: as in channel.py, as long as Redis keeps what it has acknowledged: start
-it with ``appendonly yes`` and ``appendfsync always`` (``everysec``: its host's crash may lose a second). Commit, answers and acknowledgement are one script, so they happen together or not at all, and only while this
+Owns: the keys of one channel. Promises: as in channel.py, as long as Redis keeps what it has acknowledged:
+start it with ``appendonly yes`` and ``appendfsync always`` (``everysec``: a crash may lose a second).
+Commit, answers and acknowledgement are one script, so they happen together or not at all, and only while this
 scheduler still owns the channel. Never: looks into a message.
 
 Keys, with P = ``rose:{CHANNEL}`` (one hash slot): P:owner (who schedules; expires), P:calls (stream; consumer
-group ``scheduler``), P:rows (hash), P:events (stream), P:to:CLIENT (stream; expires a day after its last answer).
+group ``scheduler``), P:rows (hash), P:events (stream), P:to:CLIENT (stream; expires a day after its last).
 """
 
 import contextlib
@@ -231,6 +232,10 @@ class RedisClient:
             return work()
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise ConnectionError(f"{self._keys.server}: {error}") from error
+        except (OSError, ValueError) as error:  # another thread closed it under our hands
+            if not self._is_closed:
+                raise
+            raise ConnectionError("the client was closed") from error
 
 
 def _host() -> str:
