@@ -77,7 +77,7 @@ class ClusterRig:
     def __enter__(self) -> Self:
         self._server.start()
         try:
-            self.client = ControlClient(ChannelUrl.parse(self.url).join(f"rig:{os.getpid()}"), START_S)
+            self.client = ControlClient(ChannelUrl.parse(self.url).join("rig"), START_S)
             self.wait_until(lambda: self.scheduler_pid() is not None, "scheduler")
         except BaseException:
             self.__exit__(None, None, None)

@@ -95,7 +95,7 @@ def _run(node: ScheduledNode, channel: str, folder: Path, settings: Settings) ->
 
 
 def _joined(channel: str) -> ClientSide:
-    return ChannelUrl.parse(channel).join(f"runner:{os.uname().nodename}:{os.getpid()}")
+    return ChannelUrl.parse(channel).join(f"runner:{os.uname().nodename}")
 
 
 def _wait_for(node: ScheduledNode, client: ControlClient) -> None:

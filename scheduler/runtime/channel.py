@@ -5,6 +5,7 @@ the order in which a client made them, at least once; what `commit` was given is
 scheduler, job or channel; a second scheduler is refused. Never: looks into a message.
 """
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -99,7 +100,8 @@ class ChannelUrl:
         return RedisScheduler(self.url)
 
     def join(self, client: str) -> ClientSide:
-        """A client's end, not connected yet. ``client`` is unique among those that are alive."""
+        """A client's end, not connected yet. ``client`` says in logs who it is; its name is made unique."""
+        client = f"{client}:{uuid.uuid4().hex[:12]}"
         if self.url.startswith("unix:"):
             from rose.scheduler.runtime.embedded import EmbeddedClient
 

@@ -125,8 +125,7 @@ def _parser(name: str, description: str, example: str) -> CommandParser:
 
 
 def _client(channel: str) -> ControlClient:
-    name = f"command:{os.uname().nodename}:{os.getpid()}"
-    return ControlClient(ChannelUrl.parse(channel).join(name), CONNECT_S)
+    return ControlClient(ChannelUrl.parse(channel).join(f"command:{os.uname().nodename}"), CONNECT_S)
 
 
 def _ask(client: ControlClient, call: Call) -> dict[str, Any]:

@@ -5,7 +5,6 @@ a permit that was taken back raises PermitLost before another phase begins. Neve
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -57,7 +56,7 @@ class RunningJob:
 
     def __init__(self, file: JobFile) -> None:
         self.file = file
-        channel = ChannelUrl.parse(file.channel).join(f"job:{file.name}:{file.attempt}:{os.getpid()}")
+        channel = ChannelUrl.parse(file.channel).join(f"job:{file.name}:{file.attempt}")
         self._client = ControlClient(channel, CONNECT_TIMEOUT_S)
         self._held: Grant | None = None
         self._is_held = threading.Condition()

@@ -50,8 +50,7 @@ class ServedCluster:
     @property
     def client(self) -> ControlClient:
         if self._client is None:
-            channel = ChannelUrl.parse(self.url).join(f"test:{os.getpid()}:{time.monotonic_ns()}")
-            self._client = ControlClient(channel, PATIENCE_S)
+            self._client = ControlClient(ChannelUrl.parse(self.url).join("test"), PATIENCE_S)
         return self._client
 
     def ask(self, kind: type[AnyCall], **fields: Any) -> Reply:
