@@ -14,89 +14,61 @@ as an operator's supervisor would; the scheduler by `rose sched serve`.
 """
 
 import argparse
-import shutil
-import socket
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from bench_mux import SCALE, SLO
+from bench_mux import SLO
 from cluster_rig import ClusterRig, RigJob
 from harness import median_figure, run_benchmark
+from redis_server import RedisServer, redis_server
 
 from rose.demo.figures import Figure
 from rose.errors import WorkerError
-from rose.node.processes import ServerProcess
 
-CASES = ("permit holder", "scheduler", "redis")
 PATIENCE_S = 120.0
-
-
-class RedisServer:
-    """A Redis of our own that loses nothing it has acknowledged."""
-
-    def __init__(self, binary: str, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{port}/0"
-        self._argv = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
-        self._argv += ["--appendonly", "yes", "--appendfsync", "always"]
-        self._log = folder / "redis.log"
-        self.start()
-
-    def start(self) -> None:
-        """Again, after a kill."""
-        self._server = ServerProcess(self._argv, "redis", self._log).start()
-
-    def kill_and_start(self, rig: ClusterRig) -> float:
-        """When it was killed."""
-        killed_s = rig.kill(self._server.pid)
-        self._server.stop(0.0)
-        self.start()
-        return killed_s
-
-    def stop(self) -> None:
-        """For good."""
-        self._server.stop()
-
-
-@contextmanager
-def _redis(binary: str | None) -> Iterator[RedisServer | None]:
-    if binary is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="rose-redis-") as folder:
-        server = RedisServer(binary, Path(folder))
-        try:
-            yield server
-        finally:
-            server.stop()
+SCALE = 1 / 200
+"""Of the paper's phases, for the others' slowdown."""
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    binary = shutil.which(args.redis_server)
     num_kills, num_iterations = (2, 6) if args.quick else (8, 16)
-    figures: list[Figure] = []
-    alone = _alone(num_iterations)
-    for case in CASES:
-        if case == "redis" and binary is None:
+    alone_s = _alone(num_iterations)
+    figures = []
+    for case in ("permit holder", "scheduler"):
+        figures += _case(case, num_kills, num_iterations, alone_s, None)
+    with redis_server(args.redis_server) as server:
+        if server is None:
             figures.append(Figure(name="kill_recovery_s[redis]", value=None, unit="s", target="<= 2"))
-            continue
-        with _redis(binary if case == "redis" else None) as server:
-            recoveries = _recoveries(case, num_kills, server)
-        with _redis(binary if case == "redis" else None) as server:
-            slowdowns, num_lost = _figure_19(case, num_iterations, alone, server)
-        figures += [
-            median_figure(f"kill_recovery_s[{case}]", recoveries, "s", target="<= 2"),
-            median_figure(f"others_slowdown[{case}]", slowdowns, "x solo", target="<= 1.05"),
-            Figure(name=f"lost_iterations[{case}]", value=num_lost, unit="iterations", target="<= 0"),
-        ]
+        else:
+            figures += _case("redis", num_kills, num_iterations, alone_s, server)
     return figures
+
+
+def _case(
+    case: str, num_kills: int, num_iterations: int, alone_s: float, server: RedisServer | None
+) -> list[Figure]:
+    recoveries = _recoveries(case, num_kills, server)
+    slowdowns, num_lost = _figure_19(case, num_iterations, alone_s, server)
+    return [
+        median_figure(f"kill_recovery_s[{case}]", recoveries, "s", target="<= 2"),
+        median_figure(f"others_slowdown[{case}]", slowdowns, "x solo", target="<= 1.05"),
+        Figure(name=f"lost_iterations[{case}]", value=num_lost, unit="iterations", target="<= 0"),
+    ]
+
+
+def _url(server: RedisServer | None, channel: str) -> str | None:
+    return f"{server.url}?channel={channel}" if server is not None else None
+
+
+def _kill_redis(rig: ClusterRig, server: RedisServer | None) -> float:
+    """When it was killed; it is started again at once."""
+    assert server is not None
+    killed_s = rig.kill(server.pid)
+    server.stop()
+    server.start()
+    return killed_s
 
 
 # Recovery -------------------------------------------------------------------------------------------------
@@ -104,7 +76,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 def _recoveries(case: str, num_kills: int, server: RedisServer | None) -> list[float]:
     """Two jobs of which one always waits for the other's training."""
-    with ClusterRig(1, 1, server.url if server is not None else None) as rig:
+    with ClusterRig(1, 1, _url(server, "recovery")) as rig:
         for name in ("x", "y"):
             rig.submit(RigJob(name=name, rollout=0.05, train=0.3, num_iterations=10_000), slo=SLO)
         return [_one_kill(case, rig, server) for _ in range(num_kills)]
@@ -117,8 +89,7 @@ def _one_kill(case: str, rig: ClusterRig, server: RedisServer | None) -> float:
         assert pid is not None
         killed_s = rig.kill(pid)
     elif case == "redis":
-        assert server is not None
-        killed_s = server.kill_and_start(rig)
+        killed_s = _kill_redis(rig, server)
     else:
         holder, pid = _wait_for_holder(rig)
         killed_s = rig.kill(pid)
@@ -205,7 +176,7 @@ def _figure_19(
     case: str, num_iterations: int, alone_s: float, server: RedisServer | None
 ) -> tuple[list[float], int]:
     """The others' slowdowns, and how many iterations too many or too few were run."""
-    with ClusterRig(3, 1, server.url if server is not None else None) as rig:
+    with ClusterRig(3, 1, _url(server, "figure19")) as rig:
         for job in _jobs(num_iterations):
             rig.submit(job, slo=SLO)
         rig.wait_until(lambda: len(_trained(rig, "e")) >= num_iterations // 3, "third of the run", PATIENCE_S)
@@ -214,8 +185,7 @@ def _figure_19(
             assert pid is not None
             rig.kill(pid)
         elif case == "redis":
-            assert server is not None
-            server.kill_and_start(rig)
+            _kill_redis(rig, server)
         else:
             rig.wait_until(
                 lambda: rig.status()["groups"]["main"]["holders"].get("e") is not None, "e's permit"
