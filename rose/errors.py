@@ -56,3 +56,7 @@ class WorkerError(RoseError):
 
 class NoWorkerError(RoseError):
     """No registered worker may take this turn (none alive, or none with the weight version)."""
+
+
+class PlacementError(RoseError):
+    """The cluster's pools have no room for a job."""
