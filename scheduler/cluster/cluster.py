@@ -13,6 +13,7 @@ from rose.errors import PlacementError
 from rose.scheduler.cluster.cycle import promised_s
 from rose.scheduler.cluster.index import GroupIndex
 from rose.scheduler.cluster.model import Group, Job, Member, SloKind
+from rose.scheduler.cluster.placements import certified
 from rose.scheduler.cluster.pools import Pool, Pools
 from rose.scheduler.cluster.residents import Resident
 
@@ -104,6 +105,9 @@ class Cluster:
     def remove(self, name: str, now_s: float) -> Group | None:
         """A job has ended. Its group without it, without rollout nodes that nobody uses; None: the group too."""
         group = without(self.group_of(name), name)
+        if group.periods_s:
+            # Those who stay may go faster now; if not, their timetable has a hole.
+            group = certified(group, self.limit_s, multi_rate=True) or group
         self.apply(Plan(groups=(group,)), now_s)
         del self.residents[name], self._group_of[name]
         return group if group.members else None
@@ -156,8 +160,14 @@ class Cluster:
 
 def without(group: Group, name: str) -> Group:
     """A group without one member and without the rollout nodes that only it used."""
-    members = tuple(member for member in group.members if member.job.name != name)
-    return compact(replace(group, members=members))
+    stay = [k for k, member in enumerate(group.members) if member.job.name != name]
+    return compact(
+        replace(
+            group,
+            members=tuple(group.members[k] for k in stay),
+            periods_s=tuple(group.periods_s[k] for k in stay) if len(stay) > 1 and group.periods_s else (),
+        )
+    )
 
 
 def compact(group: Group) -> Group:

@@ -1,17 +1,12 @@
 """How long an iteration of each member may take, at most, under the order in which a group is run.
 
-Owns: the promise that admission rests on, for round-robin and for multi-rate groups, jobs on several rollout
-nodes included. Promises: no schedule that follows the group's order exceeds it while phases keep to their
+Owns: the promise that admission rests on, jobs on several rollout nodes included. Promises: no schedule that follows the group's order exceeds it while phases keep to their
 worst-case times. Never: schedules.
 
 Round-robin with every job on one rollout node: the longer of T_cycle and T_load (WEAVE Theorem 1). With a job
 on several nodes that is too short (three jobs: bound 76, optimum 78), so the period of the order itself is
 computed: phases are nodes of a graph, "not before the end of" its edges, an edge into the next cycle has height
 1, and the period is the largest sum of times over heights among the graph's cycles.
-
-Multi-rate, ours: nodes serve first come, first served, and a job waits for one phase at a time, so each other
-job on the same node is ahead at most once. Jobs on several rollout nodes tie those together: there, all jobs of
-the tied nodes count as ahead.
 """
 
 from rose.scheduler.cluster.model import Group
@@ -21,10 +16,8 @@ _Edge = tuple[int, int, float, int]
 
 
 def promised_s(group: Group) -> tuple[float, ...]:
-    """The longest iteration of each member, in the members' order."""
-    if group.is_multi_rate:
-        return _multi_rate_s(group)
-    return (round_robin_s(group),) * len(group.members)
+    """The longest iteration of each member, in the members' order: its period where it has one (rates.py)."""
+    return group.periods_s or (round_robin_s(group),) * len(group.members)
 
 
 def round_robin_s(group: Group) -> float:
@@ -32,29 +25,6 @@ def round_robin_s(group: Group) -> float:
     if all(len(member.rollout_nodes) == 1 for member in group.members):
         return group.round_robin_s
     return _order_s(group)
-
-
-def _multi_rate_s(group: Group) -> tuple[float, ...]:
-    train_s = [member.job.train_s_on(group.num_train_nodes) for member in group.members]
-    total_train_s = sum(train_s)
-    tied = _tied_rollout_s(group)
-    return tuple(
-        total_train_s + tied[member.rollout_nodes[0]] + member.job.sync_s for member in group.members
-    )
-
-
-def _tied_rollout_s(group: Group) -> list[float]:
-    """For each rollout node, the rollouts of all jobs on the nodes that are tied to it."""
-    root = list(range(group.num_rollout_nodes))
-    for member in group.members:
-        first = root[member.rollout_nodes[0]]
-        for node in member.rollout_nodes[1:]:
-            old = root[node]
-            root = [first if one == old else one for one in root]
-    total = [0.0] * group.num_rollout_nodes
-    for member in group.members:
-        total[root[member.rollout_nodes[0]]] += member.job.rollout_s
-    return [total[root[node]] for node in range(group.num_rollout_nodes)]
 
 
 def _order_s(group: Group) -> float:

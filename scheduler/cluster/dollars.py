@@ -6,8 +6,8 @@ Never: chooses. Numbers instead of groups where it can, as a decision walks seve
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from rose.scheduler.cluster.cluster import without
 from rose.scheduler.cluster.cycle import promised_s
 from rose.scheduler.cluster.model import Group
 from rose.scheduler.cluster.pools import Pools
@@ -46,15 +46,14 @@ def _ends_s(group: Group, residents: Sequence[Resident], now_s: float) -> list[f
     ends_s = [now_s] * size
     there, time_s = list(range(size)), now_s
     while there:
-        load_s = [0.0] * group.num_rollout_nodes
-        for k in there:
-            load_s[node[k]] += rollout_s[k]
-        all_train_s = sum(train_s[k] for k in there)
-        if group.is_multi_rate:
-            pace = {k: (all_train_s + load_s[node[k]] + sync_s[k]) / solo_s[k] for k in there}
+        if group.periods_s and len(there) > 1:
+            pace = {k: group.periods_s[k] / solo_s[k] for k in there}
         else:
+            load_s = [0.0] * group.num_rollout_nodes
+            for k in there:
+                load_s[node[k]] += rollout_s[k]
             longest_s = max(train_s[k] + rollout_s[k] + sync_s[k] for k in there)
-            cycle_s = max(longest_s, all_train_s, *load_s)
+            cycle_s = max(longest_s, sum(train_s[k] for k in there), *load_s)
             pace = {k: cycle_s / solo_s[k] for k in there}
         first = min(there, key=lambda k: left_s[k] * pace[k])  # noqa: B023
         passed_s = left_s[first] * pace[first]
@@ -82,7 +81,7 @@ def _ends_by_group_s(group: Group, residents: Sequence[Resident], now_s: float) 
         for name in pace:
             left_s[name] -= passed_s / pace[name]
         end_s[first] = time_s
-        group = replace(group, members=tuple(m for m in group.members if m.job.name != first))
+        group = without(group, first)
     return [end_s[resident.job.name] for resident in residents]
 
 

@@ -28,27 +28,47 @@ _CENT = 0.01
 
 
 class Exact:
-    """Regroups everything at every event."""
+    """Regroups everything at every event. `charges_moves`: jobs pause when they leave their group's core."""
 
     name = "exact"
     max_moves = 1
-    """Counted as one: it is no scheduler."""
+    """Its plans are one each, however many jobs they move: it is no scheduler."""
 
-    def __init__(self) -> None:
-        self._seen: frozenset[str] = frozenset()
+    def __init__(self, *, charges_moves: bool = False) -> None:
+        self._charges_moves = charges_moves
+        self._seen: frozenset[Job] = frozenset()
 
     def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
         return alone(cluster, job)
 
     def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
-        names = frozenset(cluster.residents)
-        if names == self._seen:
-            return None
-        self._seen = names
         jobs = [resident.job for resident in cluster.residents.values()]
-        groups = optimum(jobs, cluster.pools, cluster.limit_s)
-        empty = (replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0) for group in cluster.groups.values())
-        return Plan(groups=(*(replace(group, name=cluster.new_name()) for group in groups), *empty))
+        if frozenset(jobs) == self._seen:
+            return None
+        self._seen = frozenset(jobs)
+        groups, moved = _matched(cluster, optimum(jobs, cluster.pools, cluster.limit_s))
+        names = {group.name for group in groups}
+        empty = (
+            replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0)
+            for group in cluster.groups.values()
+            if group.name not in names
+        )
+        return Plan(groups=(*groups, *empty), moved=tuple(moved) if self._charges_moves else ())
+
+
+def _matched(cluster: Cluster, groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
+    """Every group under the name of the one that most of its jobs come from, and the jobs that come from others."""
+    taken: set[str] = set()
+    found, moved = [], []
+    for group in sorted(groups, key=lambda group: -len(group.members)):
+        jobs = [member.job.name for member in group.members]
+        origins = [cluster.group_of(job).name for job in jobs]
+        free = [origin for origin in origins if origin not in taken]
+        name = max(free, key=origins.count) if free else cluster.new_name()
+        taken.add(name)
+        found.append(replace(group, name=name))
+        moved += [job for job, origin in zip(jobs, origins, strict=True) if origin != name]
+    return found, moved
 
 
 def optimum(jobs: Sequence[Job], pools: Pools, limit_of: LimitOf) -> list[Group]:

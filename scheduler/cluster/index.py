@@ -5,13 +5,12 @@ out; where every job sits on one rollout node and no job has a bank, one that co
 decides: survivors are checked as groups. Times of jobs on several rollout nodes are bounds from below here.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from rose.scheduler.cluster.cycle import promised_s
 from rose.scheduler.cluster.model import Group, Job
 from rose.scheduler.cluster.placements import EPSILON, rollout_load_s
 from rose.scheduler.cluster.pools import Pools
@@ -24,9 +23,9 @@ _NONE = np.inf
 
 _SCALARS = (
     "num_train_nodes", "train_s", "cycle_s", "limit_s", "max_node_s", "num_jobs", "num_nodes", "train_free",
-    "end_s", "rate_slack_s",
+    "end_s", "train_use", "longest_train_s",
 )  # fmt: skip
-_PER_NODE = ("node_s", "node_free", "node_end_s", "node_rate_slack_s")
+_PER_NODE = ("node_s", "node_free", "node_end_s", "node_use", "node_longest_s", "node_limit_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +82,11 @@ class GroupIndex:
         if group.num_rollout_nodes > self._per_node["node_s"].shape[1]:
             self._widen(group.num_rollout_nodes)
         limits = [resident.limit_s for resident in residents]
-        promises = promised_s(group)
-        # A group that is over a limit already takes nobody.
-        slack = [limit - promise for limit, promise in zip(limits, _rates_s(group, promises), strict=True)]
+        train_s = [member.job.train_s_on(group.num_train_nodes) for member in group.members]
         node_s = rollout_load_s(group)
         scalars = {
             "num_train_nodes": float(group.num_train_nodes),
-            "train_s": sum(member.job.train_s_on(group.num_train_nodes) for member in group.members),
+            "train_s": sum(train_s),
             "cycle_s": group.cycle_s,
             "limit_s": min(limits),
             "max_node_s": max(node_s),
@@ -99,7 +96,8 @@ class GroupIndex:
                 self._pools.train.host_bytes - sum(member.job.train_bytes for member in group.members)
             ),
             "end_s": max(resident.end_s for resident in residents),
-            "rate_slack_s": min(slack),
+            "train_use": sum(time_s / limit for time_s, limit in zip(train_s, limits, strict=True)),
+            "longest_train_s": max(train_s),
         }
         for name, value in scalars.items():
             self._scalars[name][row] = value
@@ -111,7 +109,10 @@ class GroupIndex:
             self._per_node["node_s"][row, node] = load_s
             self._per_node["node_free"][row, node] = self._pools.rollout.host_bytes - held
             self._per_node["node_end_s"][row, node] = max(residents[k].end_s for k in here)
-            self._per_node["node_rate_slack_s"][row, node] = min(slack[k] for k in here)
+            times = [(group.members[k].job.rollout_s, limits[k]) for k in here]
+            self._per_node["node_use"][row, node] = sum(time_s / limit for time_s, limit in times)
+            self._per_node["node_longest_s"][row, node] = max(time_s for time_s, _ in times)
+            self._per_node["node_limit_s"][row, node] = min(limit for _, limit in times)
 
     def remove(self, name: str) -> None:
         """A group has no members any more."""
@@ -166,11 +167,15 @@ class GroupIndex:
         nodes = cycle[:, None] & (node_s <= limit[:, None])
         scaled = cycle
         if multi_rate:
-            own = limit_s * (1 + EPSILON) - all_train_s - job.sync_s
-            rated = base & (train_s <= column("rate_slack_s") + EPSILON * limit_s)
-            scaled = scaled | (rated & (own >= job.rollout_s))
-            roomy = (self.node_column("node_rate_slack_s") + EPSILON * limit_s) >= (train_s + job.rollout_s)[:, None]
-            nodes |= rated[:, None] & roomy & (node_s <= own[:, None])
+            # What any timetable needs: room in all, and for the two longest phases in a row.
+            more = 1 + EPSILON
+            rated = base & (solo_s <= limit_s * more) & (column("train_use") + train_s / limit_s <= more)
+            rated &= column("longest_train_s") + train_s <= limit
+            scaled = scaled | rated
+            in_a_row = self.node_column("node_longest_s") + job.rollout_s
+            room = self.node_column("node_use") + job.rollout_s / limit_s <= more
+            room &= in_a_row <= np.minimum(self.node_column("node_limit_s"), limit_s) * more
+            nodes |= rated[:, None] & room
         if job.rollout_bytes:
             nodes &= self.node_column("node_free") >= job.rollout_bytes
         return Fit(nodes, scaled)
@@ -185,7 +190,3 @@ class GroupIndex:
             loads = self._per_node["node_s"][row]
             assert loads[np.isfinite(loads)].tolist() == rollout_load_s(groups[name])
 
-
-def _rates_s(group: Group, promises: Iterable[float]) -> Sequence[float]:
-    """What members would be promised in a multi-rate group."""
-    return tuple(promises) if group.is_multi_rate else promised_s(replace(group, is_multi_rate=True))

@@ -65,16 +65,15 @@ class Member:
 class Group:
     """Jobs that share `num_train_nodes` training nodes and take turns on their rollout nodes.
 
-    `members` stand in cyclic order: the order in which their phases run on every node they share. In a group
-    with `is_multi_rate` there is no common cycle: every node serves whoever asked first, each job at its own
-    rate, under the looser promise of `cycle.promised_s`.
+    `members` stand in cyclic order: the order in which their phases run on every node they share. In a
+    multi-rate group each has a period of its own instead, `periods_s` as the members stand; empty: round-robin.
     """
 
     name: str
     num_train_nodes: int
     num_rollout_nodes: int
     members: tuple[Member, ...] = ()
-    is_multi_rate: bool = False
+    periods_s: tuple[float, ...] = ()
 
     def solo_s(self, job: Job) -> float:
         """An iteration of a member alone on this group's nodes."""

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rose.scheduler.cluster.cycle import promised_s
+from rose.scheduler.cluster.cycle import round_robin_s
 from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.cluster.rates import timetable
 
 EPSILON = 1e-9
 """Relative: sums of times in another order differ in their last bits."""
@@ -121,25 +122,19 @@ def is_saturated(group: Group) -> bool:
 
 def certified(group: Group, limit_of: LimitOf, *, multi_rate: bool) -> Group | None:
     """The group in an order that keeps all limits, if one was found: as it stands; with its last member at
-    another place where jobs on several nodes make that matter; then at rates of their own, if that may be."""
-    limits = {member.job.name: limit_of(member.job) * (1 + EPSILON) for member in group.members}
-    orders = [replace(group, is_multi_rate=False)]
+    another place where jobs on several nodes make that matter; then with periods of their own, if that may be."""
+    limits_s = [limit_of(member.job) for member in group.members]
+    group = replace(group, periods_s=()) if group.periods_s else group
+    if round_robin_s(group) <= min(limits_s) * (1 + EPSILON):
+        return group
     if any(len(member.rollout_nodes) > 1 for member in group.members):
         *others, last = group.members
-        orders += [
-            replace(orders[0], members=(*others[:place], last, *others[place:]))
-            for place in range(1, len(others))
-        ]
-    if multi_rate:
-        orders.append(replace(group, is_multi_rate=True))
-    for order in orders:
-        promises = promised_s(order)
-        if all(
-            promise <= limits[member.job.name]
-            for member, promise in zip(order.members, promises, strict=True)
-        ):
-            return order
-    return None
+        for place in range(1, len(others)):
+            order = replace(group, members=(*others[:place], last, *others[place:]))
+            if round_robin_s(order) <= min(limits_s) * (1 + EPSILON):
+                return order
+    slots = timetable(group, limits_s) if multi_rate else None
+    return replace(group, periods_s=tuple(slot.period_s for slot in slots)) if slots is not None else None
 
 
 def memory_shortage(group: Group, pools: Pools) -> str | None:
@@ -177,9 +172,6 @@ def check(
 
 
 def _worst(group: Group, limit_of: LimitOf) -> str:
-    promises = promised_s(replace(group, is_multi_rate=False))
-    over, name, promise_s, limit_s = max(
-        (promise - limit_of(member.job), member.job.name, promise, limit_of(member.job))
-        for member, promise in zip(group.members, promises, strict=True)
-    )
-    return f"a cycle of {promise_s:.1f} s, {name} allows {limit_s:.1f} s ({over:.1f} s over)"
+    promise_s = round_robin_s(replace(group, periods_s=()))
+    limit_s, name = min((limit_of(member.job), member.job.name) for member in group.members)
+    return f"a cycle of {promise_s:.1f} s, {name} allows {limit_s:.1f} s ({promise_s - limit_s:.1f} s over)"
