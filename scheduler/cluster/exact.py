@@ -37,8 +37,10 @@ class Exact:
     def __init__(self, *, charges_moves: bool = False) -> None:
         self._charges_moves = charges_moves
         self._seen: frozenset[Job] = frozenset()
+        self._new: set[str] = set()
 
     def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+        self._new.add(job.name)
         return alone(cluster, job)
 
     def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
@@ -46,7 +48,14 @@ class Exact:
         if frozenset(jobs) == self._seen:
             return None
         self._seen = frozenset(jobs)
-        groups, moved = _matched(cluster, optimum(jobs, cluster.pools, cluster.limit_s))
+
+        def limit_s(job: Job) -> float:
+            # A job whose budget is spent has to run all the same.
+            return max(cluster.limit_s(job), job.solo_s)
+
+        groups, moved = _matched(cluster, optimum(jobs, cluster.pools, limit_s))
+        moved = [name for name in moved if name not in self._new]
+        self._new.clear()
         names = {group.name for group in groups}
         empty = (
             replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0)

@@ -19,6 +19,7 @@ from rose.scheduler.cluster.model import Job, SloKind
 from rose.scheduler.cluster.placements import EPSILON, Kind
 from rose.scheduler.cluster.policies import Policy
 from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.sim.workloads import Submission
 
 
@@ -175,9 +176,11 @@ class Simulation:
     def _arrive(self, one: Submission) -> None:
         self._place(one.job, one.work_s)
 
-    def _place(self, job: Job, work_s: float) -> None:
+    def _place(self, job: Job, work_s: float, resident: Resident | None = None) -> None:
         self._refresh()
         self.cluster.submit(job, self._now_s, work_s)
+        if resident is not None:
+            self.cluster.residents[job.name] = resident
         placement = self._policy.place(self.cluster, job, self._now_s)
         self._kinds[placement.kind] += 1
         self.cluster.apply(Plan(groups=(placement.group,)), self._now_s)
@@ -229,11 +232,7 @@ class Simulation:
     def _resubmit(self, job: Job) -> None:
         resident = self.cluster.residents[job.name].at(self._now_s)
         self.cluster.remove(job.name, self._now_s)
-        self._place(job, resident.work_s)
-        paused = replace(resident, since_s=self._now_s).paused(self.cluster.pause_s)
-        self.cluster.residents[job.name] = replace(
-            paused, slowdown=self.cluster.residents[job.name].slowdown
-        )
+        self._place(job, resident.work_s, resident.paused(self.cluster.pause_s))
         self._pause(job.name)
 
     def _fail(self, failure: Failure) -> None:
