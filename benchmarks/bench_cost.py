@@ -22,20 +22,20 @@ H800 $42.24; every job takes one node of each.
 """
 
 import argparse
-import random
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness import run_benchmark
 
 from rose.demo.figures import Figure
+from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.exact import Exact
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import SloKind
-from rose.scheduler.cluster.policies import Greedy, Policy, Random, Solo, Weave
+from rose.scheduler.cluster.policies import Weave
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.sim.drift import drifts
 from rose.scheduler.sim.loop import Result, Simulation
@@ -44,17 +44,10 @@ from rose.scheduler.sim.workloads import Arrival, Workload, generate_trace, read
 PARTS = ("workloads", "slo", "size", "stretch", "drift")
 BANK = "-bank"
 """Suffix of a policy that is asked to keep SLOs over the lifetime only."""
-POLICIES: dict[str, Callable[[int], Policy]] = {
-    "solo": lambda seed: Solo(),
-    "random": lambda seed: Random(random.Random(seed)),
-    "greedy": lambda seed: Greedy(),
-    "weave": lambda seed: Weave(),
-    "weave-unpruned": lambda seed: Weave(prune_saturated=False),
-    "lifetime-static": lambda seed: Lifetime(max_moves=0),
-    "lifetime": lambda seed: Lifetime(),
-    "lifetime-multirate": lambda seed: Lifetime(multi_rate=True),
-    f"lifetime{BANK}": lambda seed: Lifetime(),
-}
+EVERY = (
+    "solo", "random", "greedy", "weave", "weave-unpruned", "lifetime-static", "lifetime", "lifetime-multirate",
+    f"lifetime{BANK}",
+)  # fmt: skip
 FEW = ("weave", "lifetime", "lifetime-multirate", f"lifetime{BANK}")
 TARGETS = {
     ("lifetime", "mixed"): "<= 1.04",
@@ -91,13 +84,12 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 
 def _cases(args: argparse.Namespace) -> list[_Case]:
-    every = tuple(POLICIES)
     if args.quick:
         heavy = _Case(name="rollout-heavy", workload=Workload.ROLLOUT_HEAVY)
-        cases = [_Case(name="mixed", policies=every), heavy] if "workloads" in args.parts else []
+        cases = [_Case(name="mixed", policies=EVERY), heavy] if "workloads" in args.parts else []
     else:
         cases = [
-            _Case(name=workload.value, workload=workload, policies=every if workload is Workload.MIXED else FEW)
+            _Case(name=workload.value, workload=workload, policies=EVERY if workload is Workload.MIXED else FEW)
             for workload in args.workloads
             if "workloads" in args.parts
         ]
@@ -111,9 +103,9 @@ def _cases(args: argparse.Namespace) -> list[_Case]:
 
 
 def _figures(case: _Case, trace: Sequence[Arrival], seeds: Sequence[int]) -> list[Figure]:
-    best = [_run("exact", lambda seed: Exact(), case, trace, seed) for seed in seeds]
+    best = [_run("exact", case, trace, seed) for seed in seeds]
     results = {
-        name: [_run(name, POLICIES[name], case, trace, seed) for seed in seeds] for name in case.policies
+        name: [_run(name, case, trace, seed) for seed in seeds] for name in case.policies
     }
     figures = []
     for name, runs in results.items():
@@ -142,11 +134,11 @@ def _figures(case: _Case, trace: Sequence[Arrival], seeds: Sequence[int]) -> lis
     return figures
 
 
-def _run(name: str, make: Callable[[int], Policy], case: _Case, trace: Sequence[Arrival], seed: int) -> Result:
+def _run(name: str, case: _Case, trace: Sequence[Arrival], seed: int) -> Result:
     kind = SloKind.LIFETIME if name.endswith(BANK) else SloKind.ITERATION
     jobs = submissions(trace, case.workload, seed, slo=case.slo, slo_kind=kind)
     pools = Pools(max_residents=case.max_residents)
-    return Simulation(jobs, make(seed), pools, keeps_ends=case.keeps_ends).run()
+    return Simulation(jobs, POLICIES[name.removesuffix(BANK)](seed), pools, keeps_ends=case.keeps_ends).run()
 
 
 def _drift(kind: str, trace: Sequence[Arrival], seeds: Sequence[int]) -> Figure:

@@ -18,6 +18,7 @@ _EXTRAS = {
     "vllm": "cpu' or 'vllm-rose[cuda",
     "torch": "cpu' or 'vllm-rose[cuda",
     "mooncake": "mooncake",
+    "ortools": "cluster",
     "accelerate": "train",
     "datasets": "train",
     "gymnasium": "train",
@@ -52,6 +53,9 @@ COMMANDS = (
     Command(name="plan", module="rose.engine.plan", summary="which weights each rank of an engine holds"),
     Command(
         name="router", module="rose.scheduler.rollout.service", summary="one endpoint for all rollout turns"
+    ),
+    Command(
+        name="sched", module="rose.scheduler.cluster.command", summary="whole RL jobs on H20 and H800 pools"
     ),
     Command(name="profile", module="rose.node.profile", summary="measure the step times that the gate needs"),
     Command(name="top", module="rose.node.top", summary="live view of running engines"),
