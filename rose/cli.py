@@ -19,6 +19,7 @@ _EXTRAS = {
     "torch": "cpu' or 'vllm-rose[cuda",
     "mooncake": "mooncake",
     "redis": "redis",
+    "ortools": "cluster",
     "accelerate": "train",
     "datasets": "train",
     "gymnasium": "train",
@@ -54,7 +55,9 @@ COMMANDS = (
     Command(
         name="router", module="rose.scheduler.rollout.service", summary="one endpoint for all rollout turns"
     ),
-    Command(name="sched", module="rose.scheduler.commands", summary="whole RL jobs on shared nodes"),
+    Command(
+        name="sched", module="rose.scheduler.cluster.command", summary="whole RL jobs on H20 and H800 pools"
+    ),
     Command(name="profile", module="rose.node.profile", summary="measure the step times that the gate needs"),
     Command(name="top", module="rose.node.top", summary="live view of running engines"),
 )

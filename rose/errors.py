@@ -72,3 +72,7 @@ class PermitLost(RoseError):
 
 class CacheFull(RoseError):
     """A phase's working set does not fit in the host memory that the job was given."""
+
+
+class PlacementError(RoseError):
+    """The cluster's pools have no room for a job."""

@@ -65,13 +65,15 @@ class Member:
 class Group:
     """Jobs that share `num_train_nodes` training nodes and take turns on their rollout nodes.
 
-    `members` stand in cyclic order: the order in which their phases run on every node they share.
+    `members` stand in cyclic order: the order in which their phases run on every node they share. In a
+    multi-rate group each has a period of its own instead, `periods_s` as the members stand; empty: round-robin.
     """
 
     name: str
     num_train_nodes: int
     num_rollout_nodes: int
     members: tuple[Member, ...] = ()
+    periods_s: tuple[float, ...] = ()
 
     def solo_s(self, job: Job) -> float:
         """An iteration of a member alone on this group's nodes."""
