@@ -104,7 +104,7 @@ class Pace:
         for key in step.resources:
             if self._on[key].turn <= turn:  # a resource that a tail freed may be further
                 self._on[key] = _Last(time_s, turn)
-        self._of[step.job] = _Last(time_s + self._certificate.sync_s(turn % len(self._order.steps)), turn)
+        self._of[step.job] = _Last(time_s + self._certificate.syncs_s[turn % len(self._order.steps)], turn)
 
     def _following(self, steps: tuple[int, ...], turn: int) -> int:
         """The next turn in a chain of steps, without those of jobs that are gone."""
