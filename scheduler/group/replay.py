@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rose.scheduler.cluster.model import SloKind
-from rose.scheduler.group.certificate import Certificate
+from rose.scheduler.group.certificate import SLO_TOLERANCE, Certificate
 from rose.scheduler.group.order import PhaseKind
 from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import Permit, PermitBook
@@ -48,11 +48,12 @@ class History:
         for name, bound in certificate.bounds.items():
             starts = self.starts_s[name]
             longest_s = max((after - start for start, after in zip(starts, starts[1:], strict=False)), default=0.0)
-            allowed_s = max(bound.limit_s, bound.longest_s)
+            allowed_s = max(bound.limit_s * (1 + SLO_TOLERANCE), bound.longest_s)
             if kinds[name] is SloKind.ITERATION and longest_s > allowed_s + TOLERANCE_S:
                 found.append(f"job {name}: an iteration of {longest_s:g} s, {allowed_s:g} s promised")
             # The timetable begins with the group: what a job waits for its first turn is within one pass.
-            late_s = self.ends_s[name][-1] - certificate.cycle_s - len(self.ends_s[name]) * bound.mean_s
+            ends = self.ends_s[name]
+            late_s = ends[-1] - certificate.cycle_s - len(ends) * bound.mean_s if ends else 0.0
             if late_s > bound.longest_s + TOLERANCE_S:
                 found.append(f"job {name}: {late_s:g} s behind its mean iteration of {bound.mean_s:g} s")
         return found
@@ -110,7 +111,7 @@ class _Replay:
             for permit in self._book.advance(now):
                 self._begin(permit, now)
             if self._with_pace:
-                self._history.longest_delay_s = max(self._history.longest_delay_s, self._pace.delay_s)
+                self._history.longest_delay_s = max(self._history.longest_delay_s, self._pace.delay_s(now))
                 wake_s = self._book.next_wake_s(now)
                 if wake_s is not None and now < wake_s < NO_LEASE_S:
                     self._add(wake_s, "wake", "")

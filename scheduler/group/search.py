@@ -10,13 +10,20 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rose.scheduler.cluster.model import Group
-from rose.scheduler.group.certificate import Certificate, CertificateError, certify, limit_s
+from rose.scheduler.group.certificate import (
+    SLO_TOLERANCE,
+    Certificate,
+    CertificateError,
+    certify,
+    limit_s,
+)
 from rose.scheduler.group.order import order_of
 
 MAX_EXHAUSTIVE = 5
 """Members of which every round-robin order is tried: 24 cyclic orders."""
-MAX_REPEATS = 8
-"""Iterations of one job in a pass: more adds little, and a pass must stay short for departures."""
+MAX_REPEATS = 6
+MAX_TURNS = 16
+"""Iterations of one job, and of all, in a pass: more adds little and costs milliseconds to decide."""
 MIN_GAIN = 1.001
 """Multi-rate passes are longer, hence slower to change: not for nothing."""
 
@@ -34,7 +41,7 @@ def best_certificate(group: Group, *, multi_rate: bool = True) -> Certificate:
             break  # no round-robin cycle is shorter
     if multi_rate:
         closest = list(refusals)
-        for iterations in _multi_rates(group):
+        for iterations in _multi_rates(group, best.progress * MIN_GAIN if best is not None else 0.0):
             best = _better(group, iterations, best, MIN_GAIN, refusals)
         refusals = closest if closest else refusals
     if best is None:
@@ -85,28 +92,48 @@ def _swapped(order: Sequence[int]) -> Iterator[Sequence[int]]:
         yield swapped
 
 
-def _multi_rates(group: Group) -> Iterator[Sequence[int]]:
-    """Orders in which the short jobs run several times while the longest runs once.
+def _multi_rates(group: Group, least_progress: float) -> Iterator[Sequence[int]]:
+    """Orders in which short jobs run several times while the longest runs once, if they can be worth it."""
+    for counts in _repeats(group):
+        pass_s = _least_pass_s(group, counts)
+        jobs = [member.job for member in group.members]
+        progress = sum(count * group.solo_s(job) for count, job in zip(counts, jobs, strict=True)) / pass_s
+        is_slow = any(pass_s > count * limit_s(job) * (1 + SLO_TOLERANCE) for count, job in zip(counts, jobs, strict=True))
+        if progress > least_progress and not is_slow:
+            yield _evenly(counts)
+            yield _as_they_start(group, counts)
+
+
+def _repeats(group: Group) -> Iterator[tuple[int, ...]]:
+    """Iterations of every member in a pass.
 
     A pass is planned as long as each member's iteration alone, or as its SLO allows it, and holds as many
-    iterations of the others as fit, or as their SLOs need. The turns stand in the order in which jobs would
-    start by themselves, always the one that is furthest behind its share first.
+    iterations of the others as fit, or as their SLOs need.
     """
     alone = [group.solo_s(member.job) for member in group.members]
     limits = [max(limit_s(member.job), time) for member, time in zip(group.members, alone, strict=True)]
     seen: set[tuple[int, ...]] = set()
     for pass_s in sorted({*alone, *limits, group.round_robin_s}):
-        for counts in (
-            [math.floor(pass_s / time + 1e-9) for time in alone],
-            [math.ceil(pass_s / limit - 1e-9) for limit in limits],
-            [math.floor(pass_s / group.round_robin_s + 1e-9) + (time < pass_s / 2) for time in alone],
-        ):
+        fits = [math.floor(pass_s / time + 1e-9) for time in alone]
+        needed = [math.ceil(pass_s / limit - 1e-9) for limit in limits]
+        for counts in (fits, needed):
             clipped = tuple(min(max(count, 1), MAX_REPEATS) for count in counts)
-            if max(clipped) == 1 or clipped in seen:
-                continue
-            seen.add(clipped)
-            yield _evenly(clipped)
-            yield _as_they_start(group, clipped)
+            if max(clipped) > 1 and sum(clipped) <= MAX_TURNS and clipped not in seen:
+                seen.add(clipped)
+                yield clipped
+
+
+def _least_pass_s(group: Group, counts: Sequence[int]) -> float:
+    """No pass with so many iterations is shorter: the busiest resource's work, or one job's own."""
+    train_s = 0.0
+    nodes = [0.0] * group.num_rollout_nodes
+    longest_s = 0.0
+    for count, member in zip(counts, group.members, strict=True):
+        train_s += count * member.job.train_s_on(group.num_train_nodes)
+        longest_s = max(longest_s, count * group.solo_s(member.job))
+        for node in member.rollout_nodes:
+            nodes[node] += count * member.job.rollout_s
+    return max(train_s, longest_s, *nodes)
 
 
 def _evenly(counts: Sequence[int]) -> list[int]:
