@@ -40,39 +40,37 @@ class Pace:
         for name, steps in self._order.steps_of_job.items():
             if self._order.steps[steps[0]].kind is PhaseKind.TRAIN:
                 self._of[name].turn = steps[0]  # its first pass begins with a rollout, later in the order
-        self._lowest_anchor_s = self.anchor_s
+        self._lowest_anchor_s = self.anchor_s(now)
 
-    @property
-    def anchor_s(self) -> float:
-        """When the timetable's first pass begins, for all that is still to start."""
+    def anchor_s(self, now: float) -> float:
+        """When the timetable's first pass begins, for all that is still to start: later than now."""
         anchors = [
-            last.time_s - self._planned_s(self._following(self._order.steps_on[key], last.turn))
+            max(last.time_s, now) - self._planned_s(self._following(self._order.steps_on[key], last.turn))
             for key, last in self._on.items()
             if not self._gone.issuperset(self._order.steps[step].job for step in self._order.steps_on[key])
         ]
         anchors += [
-            last.time_s - self._planned_s(self._following(self._order.steps_of_job[name], last.turn))
+            max(last.time_s, now) - self._planned_s(self._following(self._order.steps_of_job[name], last.turn))
             for name, last in self._of.items()
             if name not in self._gone
         ]
         return max(anchors, default=float("-inf"))
 
-    @property
-    def delay_s(self) -> float:
+    def delay_s(self, now: float) -> float:
         """How much later than certified the group is: some phase, or a job between two, exceeded its worst
         case. Above zero, the certificate no longer holds: profile again, certify again or move a job."""
-        return max(0.0, self.anchor_s - self._lowest_anchor_s)
+        return max(0.0, self.anchor_s(now) - self._lowest_anchor_s)
 
-    def not_before_s(self, turn: int) -> float:
+    def not_before_s(self, turn: int, now: float) -> float:
         """When a step may start. Only rollouts, which begin an iteration, ever wait."""
         step = self._order.steps[turn % len(self._order.steps)]
         if step.kind is PhaseKind.TRAIN:
             return float("-inf")
-        return self.anchor_s + self._planned_s(turn) - self._certificate.bounds[step.job].lead_s
+        return self.anchor_s(now) + self._planned_s(turn) - self._certificate.bounds[step.job].lead_s
 
     def start(self, turn: int, now: float) -> None:
         """A phase began; it may take what the certificate was made with."""
-        self._lowest_anchor_s = min(self._lowest_anchor_s, self.anchor_s)
+        self._lowest_anchor_s = min(self._lowest_anchor_s, self.anchor_s(now))
         self._note(turn, now + self._certificate.durations_s[turn % len(self._order.steps)])
 
     def end(self, turn: int, now: float) -> None:

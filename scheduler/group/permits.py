@@ -25,6 +25,9 @@ from rose.errors import RoseError
 from rose.scheduler.group.order import CyclicOrder, PhaseKind
 from rose.scheduler.group.pace import Pace
 
+ROUNDING_S = 1e-6
+"""A timetable's own resolution."""
+
 
 class StalePermit(RoseError):
     """The message's epoch is not that of the job's permit: it expired, was released, or was granted anew."""
@@ -66,6 +69,7 @@ class _Queue:
     """A resource's steps, and how far it is."""
 
     steps: tuple[int, ...]
+    jobs: frozenset[str]
     count: int = 0
     guests: list[str] = field(default_factory=list)
 
@@ -94,7 +98,10 @@ class PermitBook:
         self._epoch = first_epoch - 1
         self._pace = pace
         self._places = {name: _Place(name, 0) for name in order.steps_of_job}
-        self._queues = {key: _Queue(steps) for key, steps in order.steps_on.items()}
+        self._queues = {
+            key: _Queue(steps, frozenset(order.steps[step].job for step in steps))
+            for key, steps in order.steps_on.items()
+        }
         ranks = {index: rank for steps in order.steps_of_job.values() for rank, index in enumerate(steps)}
         self._rank_of_step = tuple(ranks[index] for index in range(len(order.steps)))
 
@@ -187,20 +194,13 @@ class PermitBook:
         for place in self._places.values():
             if place.until_s is not None and place.until_s <= now:
                 self.leave(place.name, now)
-        if all(place.until_s is None for place in self._places.values()):
-            return ()  # every turn would be passed over, for ever
         granted: list[Permit] = []
         moved = True
         while moved:
             moved = False
             for key, queue in self._queues.items():
                 place = self._move(key, queue)
-                if place is None:
-                    continue
-                if place.until_s is None:
-                    place.position += 1
-                    moved = True
-                elif self._may_start(place, now):
+                if place is not None and self._may_start(place, now):
                     granted.append(self._grant(place, now))
                     moved = True
         return tuple(granted)
@@ -210,7 +210,7 @@ class PermitBook:
         times = [place.until_s for place in self._places.values() if place.until_s is not None]
         if self._pace is not None:
             times += [
-                self._pace.not_before_s(self._turn_of(place))
+                self._pace.not_before_s(self._turn_of(place), now)
                 for place in self._places.values()
                 if self._is_first(place)
             ]
@@ -259,9 +259,13 @@ class PermitBook:
         return self._places[name], cycle * len(self._order.steps_of_job[name]) + self._rank_of_step[index]
 
     def _move(self, key: int, queue: _Queue) -> _Place | None:
-        """Moves a resource past turns that are over; who is next there, if it has no permit yet."""
+        """Moves a resource past turns that are over or empty; who is next there, if it has no permit yet."""
+        if all(self._places[name].until_s is None for name in queue.jobs):
+            return None  # nobody to move on for
         while True:
             place, position = self._next_on(queue)
+            if place.until_s is None:
+                place.position = max(place.position, position + 1)
             if place.position == position and key in place.freed:
                 queue.guests.append(place.name)
             elif place.position <= position:
@@ -281,7 +285,7 @@ class PermitBook:
             return False
         if self._pace is None:
             return True
-        return self._pace.not_before_s(self._turn_of(place)) <= now
+        return self._pace.not_before_s(self._turn_of(place), now) <= now + ROUNDING_S
 
     def _grant(self, place: _Place, now: float) -> Permit:
         index = self._step_at(place)
