@@ -18,6 +18,8 @@ _EXTRAS = {
     "vllm": "cpu' or 'vllm-rose[cuda",
     "torch": "cpu' or 'vllm-rose[cuda",
     "mooncake": "mooncake",
+    "redis": "redis",
+    "ortools": "cluster",
     "accelerate": "train",
     "datasets": "train",
     "gymnasium": "train",
@@ -56,6 +58,9 @@ COMMANDS = (
         name="router", module="rose.scheduler.rollout.service", summary="one endpoint for all rollout turns"
     ),
     Command(name="ray", module="rose.ray.command", summary="relay, engines and router on a Ray cluster"),
+    Command(
+        name="sched", module="rose.scheduler.cluster.command", summary="whole RL jobs on H20 and H800 pools"
+    ),
     Command(name="profile", module="rose.node.profile", summary="measure the step times that the gate needs"),
     Command(name="top", module="rose.node.top", summary="live view of running engines"),
 )

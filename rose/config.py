@@ -40,6 +40,10 @@ class Settings:
     """Bearer key that the router asks of its clients on /v1 (ROSE_ROUTER_API_KEY)."""
     worker_api_key: str | None = None
     """Bearer key that workers ask for on /v1, vLLM's --api-key (ROSE_WORKER_API_KEY)."""
+    channel: str | None = None
+    """Control channel of the cluster scheduler (ROSE_CHANNEL); None: this user's own, on this host."""
+    job_file: Path | None = None
+    """What a job's process was started for (ROSE_JOB): set by the runner, not by users."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -53,6 +57,8 @@ class Settings:
             admin_key=variables.get("ROSE_ROUTER_ADMIN_KEY") or None,
             router_api_key=variables.get("ROSE_ROUTER_API_KEY") or None,
             worker_api_key=variables.get("ROSE_WORKER_API_KEY") or None,
+            channel=variables.get("ROSE_CHANNEL") or None,
+            job_file=Path(variables["ROSE_JOB"]) if variables.get("ROSE_JOB") else None,
         )
 
     def key_variables(self) -> dict[str, str]:
@@ -69,6 +75,11 @@ class Settings:
     def profile_dir(self) -> Path:
         """Where `rose profile` keeps its step-time profiles."""
         return self.cache_dir / "profiles"
+
+    @property
+    def channel_url(self) -> str:
+        """The control channel that `rose sched` uses unless a command names another."""
+        return self.channel if self.channel is not None else f"unix:{self.runtime_dir / 'sched'}"
 
     def pool_socket(self, pool: str) -> Path:
         """The unix socket of the daemon that owns ``pool``."""

@@ -56,3 +56,23 @@ class WorkerError(RoseError):
 
 class NoWorkerError(RoseError):
     """No registered worker may take this turn (none alive, or none with the weight version)."""
+
+
+class ChannelError(RoseError):
+    """The control channel is gone, owned by another scheduler, or carried what can't be read."""
+
+
+class JobRefused(ConfigError):
+    """A job that can't be placed: names the constraint and the numbers."""
+
+
+class PermitLost(RoseError):
+    """A phase's permit was taken back: its lease ran out, or the job was resubmitted or cancelled."""
+
+
+class CacheFull(RoseError):
+    """A phase's working set does not fit in the host memory that the job was given."""
+
+
+class PlacementError(RoseError):
+    """The cluster's pools have no room for a job."""

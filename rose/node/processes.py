@@ -42,16 +42,18 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         cpus: Iterable[int] | None = None,
         nice: int = 0,
+        folder: Path | None = None,
     ) -> None:
         """Describes the process; ``start`` runs it.
 
         env: variables added to the inherited ones. cpus: pins the process to these. log_path: receives
-        stdout and stderr (appended); None leaves both on the supervisor's terminal.
+        stdout and stderr (appended); None leaves both on the supervisor's terminal. folder: where it runs.
         """
         self.name = name
         self.log_path = log_path
         self.argv = [*_pinning(cpus, nice), *argv]
         self._env = child_environment(env)
+        self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
         self._exit_status: int | None = None
@@ -91,13 +93,18 @@ class ServerProcess:
     def _spawn(self) -> subprocess.Popen[bytes]:
         if self.log_path is None:
             return subprocess.Popen(
-                self.argv, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True
+                self.argv,
+                env=self._env,
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
                 self.argv,
                 env=self._env,
+                cwd=self._folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,154 @@
+"""The runner: starts and ends the processes of whole RL jobs, as the cluster scheduler orders.
+
+Owns: one process group per attempt, its job file and its log, and the host memory of jobs that are over.
+Promises: a job's death is reported when all of its process group is gone, so that its nodes are free indeed;
+when the runner itself dies, the watchers end all jobs. Never: decides who runs.
+"""
+
+import contextlib
+import logging
+import queue
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rose.config import parse_config
+from rose.node.processes import ServerProcess
+from rose.scheduler.runtime.client import ControlClient
+from rose.scheduler.runtime.job import JobFile
+from rose.scheduler.runtime.messages import AnyAnswer, Exited, Hello, Start, Stop
+from rose.scheduler.runtime.spec import JobSpec
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+"""How late a job's death is noticed at most."""
+GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL of a job that is told to end."""
+START_FAILED_STATUS = 127
+"""What a shell reports for a command that could not be run."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    number: int
+    process: ServerProcess
+    kill_s: float | None = None
+    """When it gets SIGKILL, once it was told to end."""
+
+
+class Runner:
+    """All jobs of one host. One thread."""
+
+    def __init__(self, client: ControlClient, channel: str, folder: Path, cache_root: Path) -> None:
+        """folder: job files and logs. cache_root: where suspended phases keep their state."""
+        self._client = client
+        self._channel = channel
+        self._folder = folder
+        self._cache_root = cache_root
+        self._running: dict[str, _Attempt] = {}
+        self._hello()
+
+    def run(self, check: Callable[[], object]) -> None:
+        """Serves orders until ``check``, called in between, raises."""
+        while True:
+            check()
+            with contextlib.suppress(queue.Empty):
+                self._follow(self._client.unasked.get(timeout=POLL_S))
+            self._bury()
+
+    def close(self) -> None:
+        """Ends all jobs' processes; the scheduler starts them again for the next runner."""
+        for attempt in self._running.values():
+            attempt.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_S
+        for attempt in self._running.values():
+            attempt.process.stop(max(0.0, deadline - time.monotonic()))
+        self._running.clear()
+
+    def _hello(self) -> None:
+        running = {name: attempt.number for name, attempt in self._running.items()}
+        logs = str(self._folder / "logs")
+        self._client.tell(Hello(seq=self._client.next_seq(), running=running, log_folder=logs))
+
+    def _follow(self, order: AnyAnswer | None) -> None:
+        match order:
+            case None:  # orders may have been missed
+                self._hello()
+            case Start():
+                self._start(order)
+            case Stop():
+                self._stop(order)
+            case _:
+                raise AssertionError(f"not an order: {order}")
+
+    def _start(self, order: Start) -> None:
+        before = self._running.get(order.job)
+        if before is not None:
+            if before.number == order.attempt:
+                return
+            before.process.stop(0.0)
+            del self._running[order.job]
+        spec = parse_config(order.spec, JobSpec, f"job {order.job}")
+        process = self._process(spec, order)
+        try:
+            process.start()
+        except OSError as error:
+            logger.error("can't start job=%s command=%s error=%s", order.job, spec.command, error)
+            self._report(order.job, order.attempt, START_FAILED_STATUS)
+            return
+        self._running[order.job] = _Attempt(order.attempt, process)
+
+    def _process(self, spec: JobSpec, order: Start) -> ServerProcess:
+        path = self._folder / "jobs" / f"{spec.name}.{order.attempt}.json"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = JobFile(
+            channel=self._channel,
+            name=spec.name,
+            attempt=order.attempt,
+            first_iteration=order.first_iteration,
+            num_iterations=spec.num_iterations,
+            cache_folder=str(self._cache_root / spec.name),
+            limit_bytes={"rollout": spec.rollout_bytes, "train": spec.train_bytes},
+        )
+        path.write_bytes(msgspec.json.encode(file))
+        return ServerProcess(
+            spec.command,
+            spec.name,
+            self._folder / "logs" / f"{spec.name}.log",
+            env={"ROSE_JOB": str(path)},
+            folder=Path(spec.folder),
+        )
+
+    def _stop(self, order: Stop) -> None:
+        attempt = self._running.get(order.job)
+        if attempt is not None and attempt.number == order.attempt:
+            attempt.process.send_signal(signal.SIGTERM)
+            attempt.kill_s = time.monotonic() + (0.0 if order.is_lost else GRACE_S)
+        elif not order.forget:  # it never was here, or is gone
+            self._report(order.job, order.attempt, -signal.SIGKILL)
+        if order.forget:
+            shutil.rmtree(self._cache_root / order.job, ignore_errors=True)
+            for path in (self._folder / "jobs").glob(f"{order.job}.*.json"):
+                path.unlink()
+
+    def _bury(self) -> None:
+        for name, attempt in list(self._running.items()):
+            is_late = attempt.kill_s is not None and time.monotonic() >= attempt.kill_s
+            if attempt.process.is_alive() and not is_late:
+                continue
+            exit_status = attempt.process.stop(0.0)
+            del self._running[name]
+            self._report(
+                name, attempt.number, exit_status if exit_status is not None else START_FAILED_STATUS
+            )
+
+    def _report(self, job: str, attempt: int, exit_status: int) -> None:
+        self._client.tell(
+            Exited(seq=self._client.next_seq(), job=job, attempt=attempt, exit_status=exit_status)
+        )

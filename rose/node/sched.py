@@ -1,0 +1,135 @@
+"""`rose sched serve`: the cluster scheduler and the runner of its jobs, on one machine.
+
+Owns: the scheduler's process and the runner. Promises: a scheduler that dies is started again and its jobs
+don't notice, but for a wait; when this process ends, all of them end. Never: decides.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.arguments import CommandParser, run_command
+from rose.config import Settings, load_yaml, make_private_dir
+from rose.errors import ChannelError, WorkerError
+from rose.node.processes import ServerProcess
+from rose.node.runner import Runner
+from rose.node.signals import StopOnSignals
+from rose.scheduler.runtime.channel import ChannelUrl, ClientSide
+from rose.scheduler.runtime.client import ControlClient
+from rose.scheduler.runtime.messages import Reply, Status
+from rose.scheduler.runtime.spec import ClusterSpec
+
+logger = logging.getLogger(__name__)
+
+START_S = 30.0
+POLL_S = 0.1
+
+
+class ScheduledNode:
+    """The scheduler under its supervisor. ``check`` starts it again when a signal has ended it."""
+
+    def __init__(self, channel: str, cluster: Path | None) -> None:
+        """Checks both, starts nothing."""
+        ChannelUrl.parse(channel)
+        self._argv = [sys.executable, "-m", "rose.scheduler.runtime.service", "--channel", channel]
+        if cluster is not None:
+            load_yaml(cluster, ClusterSpec)
+            self._argv += ["--cluster", str(cluster)]
+        self._scheduler = self._new()
+
+    def _new(self) -> ServerProcess:
+        return ServerProcess(self._argv, "scheduler", None)
+
+    def start(self) -> None:
+        """Runs the scheduler."""
+        self._scheduler.start()
+
+    @property
+    def scheduler_pid(self) -> int:
+        """Of the one that runs now."""
+        return self._scheduler.pid
+
+    def check(self) -> None:
+        """Raises: WorkerError when the scheduler has ended by itself, after saying why."""
+        if self._scheduler.is_alive():
+            return
+        exit_status = self._scheduler.stop(0.0)
+        if exit_status is None or exit_status >= 0:
+            raise WorkerError(f"the scheduler ended with status {exit_status}; its last line says why")
+        logger.warning("scheduler died signal=%d, starting it again", -exit_status)
+        self._scheduler = self._new()
+        self._scheduler.start()
+
+    def stop(self) -> None:
+        """Ends the scheduler; its state stays in the channel."""
+        self._scheduler.stop()
+
+
+def main(argv: Sequence[str]) -> int:
+    """``rose sched serve [CLUSTER.yaml]``."""
+    settings = Settings.from_environment()
+    arguments = _parser(settings).parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    folder = make_private_dir(arguments.folder, "choose another with --folder")
+    node = ScheduledNode(arguments.channel, arguments.cluster)
+    with StopOnSignals():
+        node.start()
+        try:
+            _run(node, arguments.channel, folder, settings)
+        finally:
+            node.stop()
+    return 0
+
+
+def _run(node: ScheduledNode, channel: str, folder: Path, settings: Settings) -> None:
+    with ControlClient(_joined(channel), START_S) as client:
+        _wait_for(node, client)
+        runner = Runner(client, channel, folder, settings.staging_root / "jobs")
+        try:
+            runner.run(node.check)
+        finally:
+            runner.close()
+
+
+def _joined(channel: str) -> ClientSide:
+    return ChannelUrl.parse(channel).join(f"runner:{os.uname().nodename}")
+
+
+def _wait_for(node: ScheduledNode, client: ControlClient) -> None:
+    """Until the scheduler that answers is ours: another one may have the channel, and ours then says so."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        node.check()
+        try:
+            reply = client.ask(Status(seq=client.next_seq()), timeout_s=POLL_S)
+        except ChannelError:  # not there yet
+            continue
+        if isinstance(reply, Reply) and reply.body["scheduler_pid"] == node.scheduler_pid:
+            return
+        time.sleep(POLL_S)
+    raise WorkerError(f"the scheduler, pid {node.scheduler_pid}, does not answer after {START_S:.0f} s")
+
+
+def _parser(settings: Settings) -> CommandParser:
+    parser = CommandParser(
+        "rose sched serve",
+        "Schedules whole RL jobs on shared nodes, and runs their processes on this machine.",
+        "rose sched serve cluster.yaml --channel redis://127.0.0.1:6379/0",
+    )
+    parser.add_argument("cluster", nargs="?", type=Path, help="groups and limits; default: two nodes")
+    parser.add_argument(
+        "--channel",
+        default=settings.channel_url,
+        help="unix:FOLDER, or redis://HOST:PORT/DB (default: %(default)s, from ROSE_CHANNEL)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=settings.runtime_dir / "jobs", help="job files and logs (%(default)s)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("sched serve", main, sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Whole RL jobs on rollout and training pools: which job shares which nodes."""

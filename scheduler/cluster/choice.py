@@ -1,0 +1,24 @@
+"""The policies by their names.
+
+Owns: the table. Promises: each call makes a new policy. Never: imports OR-tools before `exact` is asked for.
+"""
+
+import random
+from collections.abc import Callable
+
+from rose.scheduler.cluster.exact import Exact
+from rose.scheduler.cluster.lifetime import Lifetime
+from rose.scheduler.cluster.policies import Greedy, Policy, Random, Solo, Weave
+
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "lifetime": lambda seed: Lifetime(),
+    "lifetime-static": lambda seed: Lifetime(max_moves=0),
+    "lifetime-multirate": lambda seed: Lifetime(multi_rate=True),
+    "weave": lambda seed: Weave(),
+    "weave-unpruned": lambda seed: Weave(prune_saturated=False),
+    "solo": lambda seed: Solo(),
+    "random": lambda seed: Random(random.Random(seed)),
+    "greedy": lambda seed: Greedy(),
+    "exact": lambda seed: Exact(),
+}
+"""By a seed, which only `random` needs."""

@@ -1,0 +1,212 @@
+"""Which groups run, and on which nodes: the state that policies read and plans change.
+
+Owns: groups, running jobs, free nodes, the index. Promises: a plan is applied whole or refused whole, and what
+`place` put somewhere is there until it is removed. Never: chooses, or reads a clock. Not thread-safe: one
+scheduler owns it.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from rose.errors import PlacementError
+from rose.scheduler.cluster.cycle import promised_s
+from rose.scheduler.cluster.index import GroupIndex
+from rose.scheduler.cluster.model import Group, Job, Member, SloKind
+from rose.scheduler.cluster.placements import certified
+from rose.scheduler.cluster.pools import Pool, Pools
+from rose.scheduler.cluster.residents import Resident
+
+PAUSE_S = 300.0
+"""A move: stop, copy, start. Source: WEAVE §6.6, 197 to 419 s for 7B to 32B."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A change: groups as they shall be (without members: given back), and the jobs that are paused for it."""
+
+    groups: tuple[Group, ...]
+    moved: tuple[str, ...] = ()
+
+
+class Cluster:
+    """All groups of one scheduler. `keeps_ends`: see Resident."""
+
+    def __init__(self, pools: Pools, *, keeps_ends: bool = False, pause_s: float = PAUSE_S) -> None:
+        self.pools = pools
+        self.pause_s = pause_s
+        self.keeps_ends = keeps_ends
+        self.groups: dict[str, Group] = {}
+        self.residents: dict[str, Resident] = {}
+        self.index = GroupIndex(pools)
+        self._group_of: dict[str, str] = {}
+        self._names = itertools.count(1)
+        self._num_rollout_nodes = 0
+        self._num_train_nodes = 0
+
+    # Questions ------------------------------------------------------------------------------------------
+
+    def group_of(self, name: str) -> Group:
+        """The group that runs a job."""
+        return self.groups[self._group_of[name]]
+
+    def limit_s(self, job: Job) -> float:
+        """The longest iteration that a job, running or new, may be promised."""
+        resident = self.residents.get(job.name)
+        return resident.limit_s if resident is not None else job.slo * job.solo_s
+
+    @property
+    def dollars_per_hour(self) -> float:
+        return self.pools.price(self._num_rollout_nodes, self._num_train_nodes)
+
+    @property
+    def num_free_rollout_nodes(self) -> int | None:
+        """None: no end of them."""
+        return _free(self.pools.rollout, self._num_rollout_nodes)
+
+    @property
+    def num_free_train_nodes(self) -> int | None:
+        return _free(self.pools.train, self._num_train_nodes)
+
+    def new_name(self) -> str:
+        """A name that no group had."""
+        return f"g{next(self._names)}"
+
+    # Changes --------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job, now_s: float, work_s: float | None = None) -> None:
+        """A job is about to be placed: the next plan has to bring it. `work_s`: solo seconds that are left.
+
+        Raises ValueError for a name that runs already.
+        """
+        if job.name in self.residents:
+            raise ValueError(f"a job named {job.name} runs in group {self._group_of.get(job.name)}")
+        self.residents[job.name] = Resident(
+            job=job,
+            since_s=now_s,
+            work_s=work_s if work_s is not None else job.solo_s * job.num_iterations,
+            keeps_end=self.keeps_ends,
+        )
+
+    def apply(self, plan: Plan, now_s: float) -> None:
+        """Raises PlacementError, and changes nothing, if a pool has too few nodes."""
+        old = [self.groups[group.name] for group in plan.groups if group.name in self.groups]
+        rollout = _sum_rollout(plan.groups) - _sum_rollout(old)
+        train = _sum_train(plan.groups) - _sum_train(old)
+        _refuse_shortage(self.pools.rollout, self._num_rollout_nodes + rollout)
+        _refuse_shortage(self.pools.train, self._num_train_nodes + train)
+        self._num_rollout_nodes += rollout
+        self._num_train_nodes += train
+        for name in plan.moved:
+            self.residents[name] = self.residents[name].at(now_s).paused(self.pause_s)
+        for group in plan.groups:
+            self._put(group, now_s)
+
+    def remove(self, name: str, now_s: float) -> Group | None:
+        """A job has ended. Its group without it, without rollout nodes that nobody uses; None: the group too."""
+        group = without(self.group_of(name), name)
+        if group.periods_s:
+            # Those who stay may go faster now; if not, their timetable has a hole.
+            group = certified(group, self.limit_s, multi_rate=True) or group
+        self.apply(Plan(groups=(group,)), now_s)
+        del self.residents[name], self._group_of[name]
+        return group if group.members else None
+
+    def change(self, job: Job, now_s: float) -> Group:
+        """A running job has other times than before, its work in iterations stays. Its group with them."""
+        group, resident = self.group_of(job.name), self.residents[job.name].at(now_s)
+        factor = job.solo_s / resident.job.solo_s
+        work_s = resident.work_s if self.keeps_ends else resident.work_s * factor
+        self.residents[job.name] = replace(resident, job=job, work_s=work_s)
+        members = tuple(
+            replace(member, job=job) if member.job.name == job.name else member for member in group.members
+        )
+        changed = replace(group, members=members)
+        self._put(changed, now_s)
+        return changed
+
+    def refresh(self, now_s: float) -> None:
+        """Bring the limits of jobs with a bank up to date; without it they are tighter than they could be."""
+        for group in self.groups.values():
+            if any(member.job.slo_kind is SloKind.LIFETIME for member in group.members):
+                self._put(group, now_s)
+
+    def _put(self, group: Group, now_s: float) -> None:
+        if not group.members:
+            self.groups.pop(group.name, None)
+            self.index.remove(group.name)
+            return
+        residents = []
+        for member, promise_s in zip(group.members, promised_s(group), strict=True):
+            name = member.job.name
+            resident = self.residents[name].at(now_s).slowed(promise_s / member.job.solo_s)
+            self.residents[name] = resident
+            self._group_of[name] = group.name
+            residents.append(resident)
+        self.groups[group.name] = group
+        self.index.put(group, residents)
+
+    def check_integrity(self) -> None:
+        """Every job in one group, every count the sum of its parts."""
+        placed = [member.job.name for group in self.groups.values() for member in group.members]
+        assert sorted(placed) == sorted(self._group_of) == sorted(self.residents)
+        assert self._num_rollout_nodes == _sum_rollout(self.groups.values())
+        assert self._num_train_nodes == _sum_train(self.groups.values())
+        for group in self.groups.values():
+            used = {node for member in group.members for node in member.rollout_nodes}
+            assert used == set(range(group.num_rollout_nodes)), (group.name, used)
+        self.index.check_integrity(self.groups)
+
+
+def without(group: Group, name: str) -> Group:
+    """A group without one member and without the rollout nodes that only it used."""
+    stay = [k for k, member in enumerate(group.members) if member.job.name != name]
+    return compact(
+        replace(
+            group,
+            members=tuple(group.members[k] for k in stay),
+            periods_s=tuple(group.periods_s[k] for k in stay) if len(stay) > 1 and group.periods_s else (),
+        )
+    )
+
+
+def compact(group: Group) -> Group:
+    """Without unused rollout nodes; a group without members has no nodes."""
+    used = sorted({node for member in group.members for node in member.rollout_nodes})
+    if len(used) == group.num_rollout_nodes and group.members:
+        return group
+    number = {node: index for index, node in enumerate(used)}
+    return replace(
+        group,
+        members=tuple(
+            Member(job=member.job, rollout_nodes=tuple(number[node] for node in member.rollout_nodes))
+            for member in group.members
+        ),
+        num_rollout_nodes=len(used),
+        num_train_nodes=group.num_train_nodes if group.members else 0,
+    )
+
+
+def residents_of(cluster: Cluster, group: Group, now_s: float) -> Iterator[Resident]:
+    """The members as they are now, in order."""
+    return (cluster.residents[member.job.name].at(now_s) for member in group.members)
+
+
+def _sum_rollout(groups: Iterable[Group]) -> int:
+    return sum(group.num_rollout_nodes for group in groups)
+
+
+def _sum_train(groups: Iterable[Group]) -> int:
+    return sum(group.num_train_nodes for group in groups)
+
+
+def _free(pool: Pool, num_used: int) -> int | None:
+    return None if pool.num_nodes is None else pool.num_nodes - num_used
+
+
+def _refuse_shortage(pool: Pool, num_needed: int) -> None:
+    if pool.num_nodes is not None and num_needed > pool.num_nodes:
+        raise PlacementError(
+            f"pool {pool.name}: {num_needed} nodes needed, {pool.num_nodes} there; "
+            f"wait for a job to end or give the pool more nodes"
+        )

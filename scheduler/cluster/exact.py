@@ -1,0 +1,212 @@
+"""The cheapest arrangement of all jobs at once, proven: what the other policies are compared with.
+
+Owns: the set partition over all groups, solved with OR-tools (the extra `cluster`). Promises: no arrangement
+under round-robin that keeps every limit costs less an hour. Never: counts moves; jobs are regrouped for free.
+It minimises dollars an hour now, so a policy that looks ahead may spend fewer dollars in all.
+
+Columns are priced in: a linear program over few columns gives every job a price, columns cheaper than their
+jobs' prices come in, until there are none. Then only columns within the gap between the program's bound and
+the best whole solution can matter, and those go to the integer solver.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rose.errors import PlacementError
+from rose.scheduler.cluster.cluster import Cluster, Plan
+from rose.scheduler.cluster.columns import Columns, Floats, Ints, enumerate_columns
+from rose.scheduler.cluster.model import Group, Job, Member
+from rose.scheduler.cluster.placements import EPSILON, LimitOf, Placement
+from rose.scheduler.cluster.policies import alone
+from rose.scheduler.cluster.pools import Pools
+
+_CENT = 0.01
+"""Dollars an hour: below it, costs are the same. Prices of nodes lie far apart."""
+
+
+class Exact:
+    """Regroups everything at every event. `charges_moves`: jobs pause when they leave their group's core."""
+
+    name = "exact"
+    max_moves = 1
+    """Its plans are one each, however many jobs they move: it is no scheduler."""
+
+    def __init__(self, *, charges_moves: bool = False) -> None:
+        self._charges_moves = charges_moves
+        self._seen: frozenset[Job] = frozenset()
+        self._new: set[str] = set()
+
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+        self._new.add(job.name)
+        return alone(cluster, job)
+
+    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
+        jobs = [resident.job for resident in cluster.residents.values()]
+        if frozenset(jobs) == self._seen:
+            return None
+        self._seen = frozenset(jobs)
+
+        def limit_s(job: Job) -> float:
+            # A job whose budget is spent has to run all the same.
+            return max(cluster.limit_s(job), job.solo_s)
+
+        groups, moved = _matched(cluster, optimum(jobs, cluster.pools, limit_s))
+        moved = [name for name in moved if name not in self._new]
+        self._new.clear()
+        names = {group.name for group in groups}
+        empty = (
+            replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0)
+            for group in cluster.groups.values()
+            if group.name not in names
+        )
+        return Plan(groups=(*groups, *empty), moved=tuple(moved) if self._charges_moves else ())
+
+
+def _matched(cluster: Cluster, groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
+    """Every group under the name of the one that most of its jobs come from, and the jobs that come from others."""
+    taken: set[str] = set()
+    found, moved = [], []
+    for group in sorted(groups, key=lambda group: -len(group.members)):
+        jobs = [member.job.name for member in group.members]
+        origins = [cluster.group_of(job).name for job in jobs]
+        free = [origin for origin in origins if origin not in taken]
+        name = max(free, key=origins.count) if free else cluster.new_name()
+        taken.add(name)
+        found.append(replace(group, name=name))
+        moved += [job for job, origin in zip(jobs, origins, strict=True) if origin != name]
+    return found, moved
+
+
+def optimum(jobs: Sequence[Job], pools: Pools, limit_of: LimitOf) -> list[Group]:
+    """Groups that cost least in all.
+
+    Raises PlacementError where a job can't even run alone, ValueError for jobs on several rollout nodes.
+    """
+    if not jobs:
+        return []
+    columns = enumerate_columns(jobs, [limit_of(job) for job in jobs], pools)
+    covered = np.unique(columns.jobs)
+    for number, job in enumerate(jobs):
+        if number not in covered:
+            raise PlacementError(f"job {job.name} keeps its limit of {limit_of(job):.1f} s in no group, not even alone")
+    chosen = _cover(columns, len(jobs))
+    return _groups(columns, chosen, jobs, pools, limit_of)
+
+
+def _cover(columns: Columns, num_jobs: int) -> list[int]:
+    """Columns that hold every job, at the least cost."""
+    costs = columns.dollars_per_hour
+    active = _start(columns, num_jobs)
+    while True:
+        _, prices = _solve(columns, active, num_jobs, whole=False)
+        reduced = costs - _sum_prices(columns.jobs, prices)
+        cheapest = np.argsort(reduced)[: 20 * num_jobs]
+        missing = [int(c) for c in cheapest if reduced[c] < -1e-7 and c not in active]
+        if not missing:
+            break
+        active |= set(missing)
+    bound = float(prices.sum())
+    gap = costs.min()
+    while True:
+        close = {int(c) for c in np.flatnonzero(reduced <= gap + 1e-7)} | _start(columns, num_jobs)
+        chosen, _ = _solve(columns, close, num_jobs, whole=True)
+        found_gap = float(costs[chosen].sum()) - bound
+        if found_gap <= gap + _CENT or len(close) == len(columns):
+            return chosen
+        gap = found_gap
+
+
+def _start(columns: Columns, num_jobs: int) -> set[int]:
+    """For each job a column that holds it, so that there is a solution."""
+    found: set[int] = set()
+    order = np.argsort(columns.dollars_per_hour, kind="stable")
+    for number in range(num_jobs):
+        holds = (columns.jobs[order] == number).any(axis=1)
+        found.add(int(order[int(np.argmax(holds))]))
+    return found
+
+
+def _sum_prices(jobs: Ints, prices: Floats) -> Floats:
+    """-1, which stands for no job, takes the last price: nothing."""
+    total: Floats = np.append(prices, 0.0)[jobs].sum(axis=1)
+    return total
+
+
+def _solve(columns: Columns, active: set[int], num_jobs: int, *, whole: bool) -> tuple[list[int], Floats]:
+    """The chosen columns of the integer program, or every job's price in the linear one."""
+    from ortools.linear_solver import pywraplp
+
+    solver: Any = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
+    objective = solver.Objective()
+    rows = [solver.Constraint(1.0, solver.infinity()) for _ in range(num_jobs)]
+    order = sorted(active)
+    variables = []
+    for column in order:
+        variable = solver.BoolVar("") if whole else solver.NumVar(0.0, solver.infinity(), "")
+        objective.SetCoefficient(variable, float(columns.dollars_per_hour[column]))
+        for number in columns.jobs[column]:
+            if number >= 0:
+                rows[number].SetCoefficient(variable, 1.0)
+        variables.append(variable)
+    objective.SetMinimization()
+    status = solver.Solve()
+    assert status == pywraplp.Solver.OPTIMAL, f"solver status {status} with {len(order)} columns"
+    chosen = [c for c, variable in zip(order, variables, strict=True) if variable.solution_value() > 0.5]
+    prices = np.zeros(num_jobs) if whole else np.array([row.dual_value() for row in rows])
+    return chosen, prices
+
+
+def _groups(
+    columns: Columns, chosen: Sequence[int], jobs: Sequence[Job], pools: Pools, limit_of: LimitOf
+) -> list[Group]:
+    """A job in two columns stays in the first."""
+    left = set(range(len(jobs)))
+    groups = []
+    for number, column in enumerate(chosen):
+        mine = [jobs[int(k)] for k in columns.jobs[column] if int(k) in left]
+        left -= {int(k) for k in columns.jobs[column]}
+        if mine:
+            limit_s = min(map(limit_of, mine)) * (1 + EPSILON)
+            blocks = _fewest_blocks(mine, limit_s, pools.rollout.host_bytes)
+            members = tuple(
+                Member(job=job, rollout_nodes=(node,)) for node, block in enumerate(blocks) for job in block
+            )
+            groups.append(
+                Group(
+                    name=f"exact{number}",
+                    num_train_nodes=int(columns.num_train_nodes[column]),
+                    num_rollout_nodes=len(blocks),
+                    members=members,
+                )
+            )
+    return groups
+
+
+def _fewest_blocks(jobs: Sequence[Job], limit_s: float, host_bytes: int) -> list[list[Job]]:
+    """The jobs on as few rollout nodes as the limit and the hosts' memory allow."""
+    best: list[list[Job]] = [[job] for job in jobs]
+    blocks: list[list[Job]] = []
+
+    def put(number: int) -> None:
+        nonlocal best
+        if len(blocks) >= len(best):
+            return
+        if number == len(jobs):
+            best = [list(block) for block in blocks]
+            return
+        job = jobs[number]
+        for block in blocks:
+            load_s = sum(one.rollout_s for one in block) + job.rollout_s
+            if load_s <= limit_s and sum(one.rollout_bytes for one in block) + job.rollout_bytes <= host_bytes:
+                block.append(job)
+                put(number + 1)
+                block.pop()
+        blocks.append([job])
+        put(number + 1)
+        blocks.pop()
+
+    put(0)
+    return best

@@ -1,0 +1,195 @@
+"""The policy `lifetime`: the group where a job adds the fewest dollars until all its members have left.
+
+Owns: that cost as the rule for arrivals, and the few moves that pay for themselves. Promises: every placement
+is certified; a move's pause is within the job's SLO budget and its time in the bill; a move gains at least
+`least_gain_dollars` (hysteresis), and an event sees no more moves than it is asked for. Never: changes the
+cluster. Ours; WEAVE looks at dollars an hour now, and never moves.
+
+An arrival is decided in two stages: the index gives every group's cost as if nobody were slowed, and the few
+cheapest are walked to the end.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rose.scheduler.cluster.cluster import Cluster, Plan, residents_of, without
+from rose.scheduler.cluster.dollars import lifetime_dollars
+from rose.scheduler.cluster.model import Group, Job, Member
+from rose.scheduler.cluster.placements import Kind, Placement, check, placements
+from rose.scheduler.cluster.policies import alone
+from rose.scheduler.cluster.residents import Resident
+
+_MAX_MOVERS = 64
+"""Jobs that are tried for a move at one event; those of small groups come first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """A certified placement and what it adds until the end."""
+
+    dollars: float
+    placement: Placement
+
+
+class Lifetime:
+    """`multi_rate`: groups may leave the common cycle. `num_candidates`: placements that are walked."""
+
+    def __init__(
+        self,
+        *,
+        multi_rate: bool = False,
+        max_moves: int = 2,
+        least_gain_dollars: float = 0.5,
+        num_candidates: int = 8,
+    ) -> None:
+        self.name = "lifetime-multirate" if multi_rate else "lifetime"
+        self.max_moves = max_moves
+        self._multi_rate = multi_rate
+        self._least_gain_dollars = least_gain_dollars
+        self._num_candidates = num_candidates
+
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+        newcomer = cluster.residents.get(job.name) or _newcomer(cluster, job, now_s)
+        targets = list(self._targets(cluster, newcomer, now_s, self._num_candidates))
+        own_s = newcomer.end_s - now_s
+        own = cluster.pools.price(job.num_rollout_nodes, job.num_train_nodes) * own_s / 3600
+        best = min(targets, key=lambda target: target.dollars, default=None)
+        return best.placement if best is not None and best.dollars <= own else alone(cluster, job)
+
+    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
+        best_gain, best = self._least_gain_dollars, None
+        for group in _movable(cluster):
+            members = list(residents_of(cluster, group, now_s))
+            cost = lifetime_dollars(group, members, now_s, cluster.pools)
+            found = []
+            for mover in members:
+                rest = without(group, mover.job.name)
+                stay = [resident for resident in members if resident is not mover]
+                saved = cost - lifetime_dollars(rest, stay, now_s, cluster.pools)
+                if saved < self._least_gain_dollars:
+                    continue
+                target = self._best_move(cluster, mover, now_s, group)
+                if target is None:
+                    continue
+                found.append((mover, target))
+                if saved - target.dollars > best_gain:
+                    best_gain = saved - target.dollars
+                    best = Plan(groups=(target.placement.group, rest), moved=(mover.job.name,))
+            if max_moves > 1 and len(members) == 2 and len(found) == 2:
+                pair = self._dissolve(cluster, group, [target for _, target in found])
+                if pair is not None and cost - sum(target.dollars for _, target in found) > best_gain:
+                    best_gain, best = cost - sum(target.dollars for _, target in found), pair
+        return best
+
+    def _best_move(self, cluster: Cluster, mover: Resident, now_s: float, group: Group) -> _Target | None:
+        paused = mover.at(now_s).paused(cluster.pause_s)
+        if paused.limit_s < mover.job.solo_s:
+            return None
+        targets = self._targets(cluster, paused, now_s, self._num_candidates // 2, leave=group.name)
+        return min(targets, key=lambda target: target.dollars, default=None)
+
+    def _dissolve(self, cluster: Cluster, group: Group, targets: Sequence[_Target]) -> Plan | None:
+        """Both members of a group to two others."""
+        after = [target.placement.group for target in targets]
+        if after[0].name == after[1].name:
+            return None
+        given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0)
+        moved = tuple(target.placement.job.name for target in targets)
+        return Plan(groups=(*after, given_back), moved=moved)
+
+    # Where to ---------------------------------------------------------------------------------------------
+
+    def _targets(
+        self, cluster: Cluster, newcomer: Resident, now_s: float, num: int, leave: str | None = None
+    ) -> Iterator[_Target]:
+        """The certified placements among the `num` that look cheapest, none in the group `leave`."""
+        job = newcomer.job
+
+        def limit_s(one: Job) -> float:
+            return newcomer.limit_s if one.name == job.name else cluster.limit_s(one)
+
+        for placement in self._promising(cluster, newcomer, now_s, num, leave):
+            found = check(
+                placement,
+                cluster.pools,
+                limit_s,
+                multi_rate=self._multi_rate,
+                num_free=cluster.num_free_rollout_nodes,
+            )
+            if not isinstance(found, Placement):
+                continue
+            before = cluster.groups[found.group.name]
+            residents = {one.job.name: one for one in residents_of(cluster, before, now_s)}
+            cost = lifetime_dollars(before, list(residents.values()), now_s, cluster.pools)
+            residents[job.name] = newcomer
+            members = [residents[member.job.name] for member in found.group.members]
+            more = lifetime_dollars(found.group, members, now_s, cluster.pools) - cost
+            yield _Target(dollars=more, placement=found)
+
+    def _promising(
+        self, cluster: Cluster, newcomer: Resident, now_s: float, num: int, leave: str | None
+    ) -> Iterator[Placement]:
+        index, job, pools = cluster.index, newcomer.job, cluster.pools
+        fit = index.fit(job, newcomer.limit_s, prune_saturated=False, multi_rate=self._multi_rate)
+        rows = fit.groups()
+        if not len(rows):
+            return
+        end_s = newcomer.end_s
+        train_s = np.maximum(0.0, end_s - index.column("end_s")[rows]) * index.column("num_train_nodes")[rows]
+        train = train_s * pools.train.dollars_per_node_hour
+        node_price = pools.rollout.dollars_per_node_hour * job.num_rollout_nodes
+        longer_s = np.maximum(0.0, end_s - index.node_column("node_end_s")[rows])
+        direct = np.where(fit.nodes[rows], train[:, None] + longer_s * node_price, np.inf)
+        scaled = np.where(fit.scaled[rows], train + (end_s - now_s) * node_price, np.inf)
+        cost = np.column_stack([scaled, direct])
+        # Placements by their cost: entry 0 of a row is new nodes, entry 1 + n is node n.
+        flat = cost.ravel()
+        some = np.argpartition(flat, num)[:num] if num < len(flat) else np.arange(len(flat))
+        seen: set[int] = set()
+        for entry in heapq.nsmallest(num, some.tolist(), key=flat.__getitem__):
+            row, place = divmod(entry, cost.shape[1])
+            name = index.name(int(rows[row]))
+            if flat[entry] == np.inf or name == leave:
+                continue
+            group = cluster.groups[name]
+            if job.num_rollout_nodes == 1:
+                yield _on_node(cluster, group, job, place - 1 if place else group.num_rollout_nodes)
+            elif row not in seen:
+                seen.add(row)
+                yield from placements(group, job, pools)
+
+
+def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Placement:
+    """On one rollout node; the one past the last is a new one."""
+    num_new = int(node == group.num_rollout_nodes)
+    grown = replace(
+        group,
+        num_rollout_nodes=group.num_rollout_nodes + num_new,
+        members=(*group.members, Member(job=job, rollout_nodes=(node,))),
+    )
+    return Placement(
+        job=job,
+        kind=Kind.SCALED if num_new else Kind.DIRECT,
+        group=grown,
+        dollars_per_hour=cluster.pools.price(num_new, 0),
+    )
+
+
+def _movable(cluster: Cluster) -> list[Group]:
+    """Small groups first: giving one up saves the most."""
+    chosen, num = [], 0
+    for group in sorted(cluster.groups.values(), key=lambda group: len(group.members)):
+        num += len(group.members)
+        if num > _MAX_MOVERS:
+            break
+        chosen.append(group)
+    return chosen
+
+
+def _newcomer(cluster: Cluster, job: Job, now_s: float) -> Resident:
+    return Resident(
+        job=job, since_s=now_s, work_s=job.solo_s * job.num_iterations, keeps_end=cluster.keeps_ends
+    )

@@ -1,0 +1,102 @@
+"""What the cluster scheduler reasons about: jobs, their phases' worst-case times, and groups that share nodes.
+
+Owns: the nouns of inter- and intra-group scheduling, and the formulas that follow from them alone. Promises:
+values that never change, so that a policy can try a placement by making another group. Never: chooses.
+
+Source: WEAVE §4.1 and §4.2. A *node* has eight GPUs; a *group* is one set of training nodes, used by all its
+jobs, with rollout nodes of which each job is pinned to some. In one *cycle* (the papers' meta-iteration) every
+job runs one rollout and one training phase.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class SloKind(StrEnum):
+    """Over what a job's slowdown is held against its SLO."""
+
+    ITERATION = "iteration"
+    """Every iteration. Source: WEAVE §4.1."""
+    LIFETIME = "lifetime"
+    """The mean over all iterations: time saved by fast ones may be spent later. Ours, looser than the paper's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One RL job, as profiled once at its longest responses.
+
+    `rollout_s` and `train_s` are worst-case times of a phase on the job's own node counts; `sync_s` is the
+    transfer of weights after training, during which the job holds neither pool. `slo` is the longest allowed
+    iteration over `solo_s`. `rollout_bytes` and `train_bytes` are what a suspended phase keeps in the host
+    memory of each of its nodes.
+    """
+
+    name: str
+    rollout_s: float
+    train_s: float
+    num_rollout_nodes: int = 1
+    num_train_nodes: int = 1
+    slo: float = 2.0
+    slo_kind: SloKind = SloKind.ITERATION
+    num_iterations: int = 1
+    rollout_bytes: int = 0
+    train_bytes: int = 0
+    sync_s: float = 0.0
+
+    @property
+    def solo_s(self) -> float:
+        """An iteration alone on the nodes it asked for: what its SLO is relative to."""
+        return self.rollout_s + self.train_s + self.sync_s
+
+    def train_s_on(self, num_train_nodes: int) -> float:
+        """A training phase on another number of nodes, in proportion. Source: WEAVE §4.2, footnote 3."""
+        return self.train_s * self.num_train_nodes / num_train_nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A job in a group, pinned to rollout nodes by their index in the group."""
+
+    job: Job
+    rollout_nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Jobs that share `num_train_nodes` training nodes and take turns on their rollout nodes.
+
+    `members` stand in cyclic order: the order in which their phases run on every node they share. In a
+    multi-rate group each has a period of its own instead, `periods_s` as the members stand; empty: round-robin.
+    """
+
+    name: str
+    num_train_nodes: int
+    num_rollout_nodes: int
+    members: tuple[Member, ...] = ()
+    periods_s: tuple[float, ...] = ()
+
+    def solo_s(self, job: Job) -> float:
+        """An iteration of a member alone on this group's nodes."""
+        return job.rollout_s + job.train_s_on(self.num_train_nodes) + job.sync_s
+
+    @property
+    def cycle_s(self) -> float:
+        """The longest member's iteration: no cycle is shorter. Source: WEAVE §4.2, T_cycle."""
+        return max((self.solo_s(member.job) for member in self.members), default=0.0)
+
+    @property
+    def load_s(self) -> float:
+        """Work of one cycle on the busiest resource. Source: WEAVE §4.2, T_load."""
+        rollout = [0.0] * self.num_rollout_nodes
+        train = 0.0
+        for member in self.members:
+            train += member.job.train_s_on(self.num_train_nodes)
+            for node in member.rollout_nodes:
+                rollout[node] += member.job.rollout_s
+        return max(train, *rollout) if rollout else train
+
+    @property
+    def round_robin_s(self) -> float:
+        """Length of a round-robin cycle where every job sits on one rollout node; with jobs on several, only
+        a lower bound (the counterexample stands in the tests of the certificate). Source: WEAVE Theorem 1."""
+        return max(self.cycle_s, self.load_s)

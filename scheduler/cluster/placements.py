@@ -1,0 +1,177 @@
+"""Where a job could go in a group, and what speaks against it.
+
+Owns: the three kinds of placement and the constraints on them. Promises: a placement that passed keeps every
+member's limit under its certified iteration time, every node's host memory, the residency and the pools'
+sizes. Never: chooses between them.
+
+Source: WEAVE §4.2, Algorithm 1 lines 6 to 12. Where we differ: line 8 refuses memory that fits exactly (>=);
+ours lets it in, and holds rollout and training nodes to their own footprints.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from rose.scheduler.cluster.cycle import round_robin_s
+from rose.scheduler.cluster.model import Group, Job, Member
+from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.cluster.rates import timetable
+
+EPSILON = 1e-9
+"""Relative: sums of times in another order differ in their last bits."""
+LimitOf = Callable[[Job], float]
+"""The longest iteration that a job may be promised, in seconds."""
+
+
+class Kind(StrEnum):
+    """How a placement gets its nodes. Source: WEAVE §4.2, Figure 5."""
+
+    DIRECT = "direct packing"
+    SCALED = "rollout scaling"
+    ISOLATED = "isolated provisioning"
+
+
+class Constraint(StrEnum):
+    """Why a group can't take a job."""
+
+    SATURATED = "saturated"
+    RESIDENCY = "residency"
+    MEMORY = "host memory"
+    SLO = "slo"
+    POOL = "pool"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """One placement that was refused; `text` has the numbers."""
+
+    group: str
+    kind: Kind
+    constraint: Constraint
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A group as it would be with the job in it."""
+
+    job: Job
+    kind: Kind
+    group: Group
+    dollars_per_hour: float
+    """More than before."""
+
+
+def own_limit_s(job: Job) -> float:
+    """What a job's SLO allows when nothing of it was used yet."""
+    return job.slo * job.solo_s
+
+
+def isolated(job: Job, name: str, pools: Pools) -> Placement:
+    """A group of the job's own, on the nodes it asked for."""
+    member = Member(job=job, rollout_nodes=tuple(range(job.num_rollout_nodes)))
+    group = Group(
+        name=name,
+        num_train_nodes=job.num_train_nodes,
+        num_rollout_nodes=job.num_rollout_nodes,
+        members=(member,),
+    )
+    return Placement(job=job, kind=Kind.ISOLATED, group=group, dollars_per_hour=pools.dollars_per_hour(group))
+
+
+def placements(group: Group, job: Job, pools: Pools) -> Iterator[Placement]:
+    """Every placement that is tried, cheapest first: on nodes that are there, then with 1, 2, ... more.
+
+    A job on one node tries each; one on several takes neighbours in the order of load, as all subsets would
+    be too many.
+    """
+    load_s = rollout_load_s(group)
+    by_load = sorted(range(group.num_rollout_nodes), key=lambda node: (load_s[node], node))
+    want = job.num_rollout_nodes
+    for num_new in range(max(0, want - len(by_load)), want + 1):
+        new = tuple(range(group.num_rollout_nodes, group.num_rollout_nodes + num_new))
+        num_old = want - num_new
+        for first in range(len(by_load) - num_old + 1 if num_old else 1):
+            nodes = tuple(sorted(by_load[first : first + num_old])) + new
+            grown = replace(
+                group,
+                num_rollout_nodes=group.num_rollout_nodes + num_new,
+                members=(*group.members, Member(job=job, rollout_nodes=nodes)),
+            )
+            yield Placement(
+                job=job,
+                kind=Kind.SCALED if num_new else Kind.DIRECT,
+                group=grown,
+                dollars_per_hour=pools.price(num_new, 0),
+            )
+
+
+def rollout_load_s(group: Group) -> list[float]:
+    """Rollouts of one cycle on each rollout node."""
+    load_s = [0.0] * group.num_rollout_nodes
+    for member in group.members:
+        for node in member.rollout_nodes:
+            load_s[node] += member.job.rollout_s
+    return load_s
+
+
+def is_saturated(group: Group) -> bool:
+    """No slack to absorb new work. Source: WEAVE §4.2, strategy 3, Algorithm 1 line 4."""
+    return group.load_s >= group.cycle_s
+
+
+def certified(group: Group, limit_of: LimitOf, *, multi_rate: bool) -> Group | None:
+    """The group in an order that keeps all limits, if one was found: as it stands; with its last member at
+    another place where jobs on several nodes make that matter; then with periods of their own, if that may be."""
+    limits_s = [limit_of(member.job) for member in group.members]
+    group = replace(group, periods_s=()) if group.periods_s else group
+    if round_robin_s(group) <= min(limits_s) * (1 + EPSILON):
+        return group
+    if any(len(member.rollout_nodes) > 1 for member in group.members):
+        *others, last = group.members
+        for place in range(1, len(others)):
+            order = replace(group, members=(*others[:place], last, *others[place:]))
+            if round_robin_s(order) <= min(limits_s) * (1 + EPSILON):
+                return order
+    slots = timetable(group, limits_s) if multi_rate else None
+    return replace(group, periods_s=tuple(slot.period_s for slot in slots)) if slots is not None else None
+
+
+def memory_shortage(group: Group, pools: Pools) -> str | None:
+    """Which node's host can't hold its residents, with the bytes; None if all fit."""
+    train_bytes = sum(member.job.train_bytes for member in group.members)
+    if train_bytes > pools.train.host_bytes:
+        return f"training nodes: {train_bytes / 1e9:.1f} of {pools.train.host_bytes / 1e9:.1f} GB"
+    for node in range(group.num_rollout_nodes):
+        held = sum(member.job.rollout_bytes for member in group.members if node in member.rollout_nodes)
+        if held > pools.rollout.host_bytes:
+            return f"rollout node {node}: {held / 1e9:.1f} of {pools.rollout.host_bytes / 1e9:.1f} GB"
+    return None
+
+
+def check(
+    placement: Placement, pools: Pools, limit_of: LimitOf, *, multi_rate: bool, num_free: int | None = None
+) -> Placement | Rejection:
+    """The placement in a certified order, or why not. `num_free`: rollout nodes that the pool still has."""
+    group = placement.group
+
+    def refuse(constraint: Constraint, text: str) -> Rejection:
+        return Rejection(group=group.name, kind=placement.kind, constraint=constraint, text=text)
+
+    if len(group.members) > pools.max_residents:
+        return refuse(Constraint.RESIDENCY, f"{len(group.members)} jobs, at most {pools.max_residents}")
+    num_new = round(placement.dollars_per_hour / pools.rollout.dollars_per_node_hour)
+    if num_free is not None and placement.kind is Kind.SCALED and num_new > num_free:
+        return refuse(Constraint.POOL, f"{num_new} {pools.rollout.name} nodes needed, {num_free} free")
+    if (shortage := memory_shortage(group, pools)) is not None:
+        return refuse(Constraint.MEMORY, shortage)
+    order = certified(group, limit_of, multi_rate=multi_rate)
+    if order is None:
+        return refuse(Constraint.SLO, _worst(group, limit_of))
+    return replace(placement, group=order)
+
+
+def _worst(group: Group, limit_of: LimitOf) -> str:
+    promise_s = round_robin_s(replace(group, periods_s=()))
+    limit_s, name = min((limit_of(member.job), member.job.name) for member in group.members)
+    return f"a cycle of {promise_s:.1f} s, {name} allows {limit_s:.1f} s ({promise_s - limit_s:.1f} s over)"

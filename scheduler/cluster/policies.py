@@ -1,0 +1,201 @@
+"""Where an arriving job goes: WEAVE's algorithm, and the simple policies beside it.
+
+Owns: the interface of all policies; `weave`, `random`, `greedy`, `solo`. Promises: `weave` never returns a
+placement that breaks a limit; `random` and `greedy` look at memory alone, as the paper's do. Never: changes
+the cluster.
+
+WEAVE leaves ties open: ours go to the group with the first row. The paper says little about Random and Greedy,
+and their published figures could not be had from what it says; here they open a group only when none has room.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from rose.errors import PlacementError
+from rose.scheduler.cluster.cluster import Cluster, Plan
+from rose.scheduler.cluster.model import Group, Job
+from rose.scheduler.cluster.placements import (
+    Constraint,
+    Kind,
+    Placement,
+    Rejection,
+    check,
+    is_saturated,
+    isolated,
+    memory_shortage,
+    placements,
+    rollout_load_s,
+)
+
+
+class Policy(Protocol):
+    """What the scheduler asks, in production and in simulation."""
+
+    name: str
+    max_moves: int
+    """At one event."""
+
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+        """Where the job goes. Raises PlacementError where no pool has the nodes."""
+        ...
+
+    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
+        """After every event: a better arrangement of what runs, if there is one, with so few moves."""
+        ...
+
+
+class _Static:
+    """Leaves every job where it is."""
+
+    max_moves = 0
+
+    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
+        return None
+
+
+class Weave(_Static):
+    """Least marginal dollars an hour. Source: WEAVE Algorithm 1.
+
+    `prune_saturated`: line 4. Theorem 1 does not need it, and without it costs are lower.
+    """
+
+    def __init__(self, *, prune_saturated: bool = True) -> None:
+        self.name = "weave" if prune_saturated else "weave-unpruned"
+        self.prune_saturated = prune_saturated
+
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+        limit_s = cluster.limit_s(job)
+        fit = cluster.index.fit(job, limit_s, prune_saturated=self.prune_saturated, multi_rate=False)
+        direct = fit.nodes.any(axis=1)
+        best: Placement | None = None
+        if job.num_rollout_nodes > 1:
+            rows = fit.groups()
+        elif direct.any():
+            rows = direct.nonzero()[0]
+        else:
+            rows = fit.scaled.nonzero()[0]
+        for row in rows:
+            group = cluster.groups[cluster.index.name(row)]
+            found = first_fitting(cluster, group, job)
+            if found is not None and (best is None or found.dollars_per_hour < best.dollars_per_hour):
+                best = found
+                # No group can cost less than nothing, or than the one new node of a job that fits nowhere.
+                if found.dollars_per_hour == 0 or (job.num_rollout_nodes == 1 and not direct.any()):
+                    break
+        return best if best is not None else alone(cluster, job)
+
+
+class Solo(_Static):
+    """Every job on nodes of its own: the usual disaggregation."""
+
+    name = "solo"
+
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+        return alone(cluster, job)
+
+
+class Random(_Static):
+    """A random group that has room in its hosts' memory, on random nodes. Source: WEAVE §6.5."""
+
+    name = "random"
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+        groups = [cluster.groups[name] for name in cluster.index.names()]
+        self._chance.shuffle(groups)
+        for group in groups:
+            fitting = list(_with_memory(cluster, group, job))
+            if fitting:
+                return self._chance.choice(fitting)
+        return alone(cluster, job)
+
+
+class Greedy(_Static):
+    """The group that idles most, on the nodes that idle most. Source: WEAVE §6.5."""
+
+    name = "greedy"
+
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+        for group in sorted(map(cluster.groups.__getitem__, cluster.index.names()), key=_busy_share):
+            # The first is on the least loaded nodes.
+            for placement in _with_memory(cluster, group, job):
+                return placement
+        return alone(cluster, job)
+
+
+def first_fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool = False) -> Placement | None:
+    """The cheapest placement in a group that keeps every constraint."""
+    return next(fitting(cluster, group, job, multi_rate=multi_rate), None)
+
+
+def fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool) -> Iterator[Placement]:
+    """The placements in a group that keep every constraint, cheapest first."""
+    for placement in placements(group, job, cluster.pools):
+        found = check(
+            placement,
+            cluster.pools,
+            cluster.limit_s,
+            multi_rate=multi_rate,
+            num_free=cluster.num_free_rollout_nodes,
+        )
+        if isinstance(found, Placement):
+            yield found
+
+
+def alone(cluster: Cluster, job: Job) -> Placement:
+    """A new group. Raises PlacementError where a pool lacks the nodes, and memory that no node has."""
+    placement = isolated(job, cluster.new_name(), cluster.pools)
+    if (shortage := memory_shortage(placement.group, cluster.pools)) is not None:
+        raise PlacementError(f"job {job.name} fits no host: {shortage}; use more nodes or a smaller state")
+    for pool, needed, free in (
+        (cluster.pools.rollout, job.num_rollout_nodes, cluster.num_free_rollout_nodes),
+        (cluster.pools.train, job.num_train_nodes, cluster.num_free_train_nodes),
+    ):
+        if free is not None and needed > free:
+            raise PlacementError(
+                f"job {job.name} fits no group, and a new one needs {needed} nodes of pool {pool.name}, "
+                f"{free} of {pool.num_nodes} free; wait for a job to end or give the pool more nodes"
+            )
+    return placement
+
+
+def explain(cluster: Cluster, job: Job, *, prune_saturated: bool, multi_rate: bool) -> list[Placement | Rejection]:
+    """What every group says to a job, in the rows' order: for people, not for deciding."""
+    verdicts: list[Placement | Rejection] = []
+    for name in cluster.index.names():
+        group = cluster.groups[name]
+        if prune_saturated and is_saturated(group):
+            text = f"{group.load_s:.1f} s of work in a cycle of {group.cycle_s:.1f} s"
+            verdicts.append(
+                Rejection(group=name, kind=Kind.DIRECT, constraint=Constraint.SATURATED, text=text)
+            )
+            continue
+        for placement in placements(group, job, cluster.pools):
+            verdicts.append(
+                check(
+                    placement,
+                    cluster.pools,
+                    cluster.limit_s,
+                    multi_rate=multi_rate,
+                    num_free=cluster.num_free_rollout_nodes,
+                )
+            )
+    return verdicts
+
+
+def _with_memory(cluster: Cluster, group: Group, job: Job) -> Iterable[Placement]:
+    if len(group.members) >= cluster.pools.max_residents:
+        return
+    for placement in placements(group, job, cluster.pools):
+        if placement.kind is Kind.DIRECT and memory_shortage(placement.group, cluster.pools) is None:
+            yield placement
+
+
+def _busy_share(group: Group) -> float:
+    """Of the group's nodes, weighted alike, over one cycle."""
+    train_s = sum(member.job.train_s_on(group.num_train_nodes) for member in group.members)
+    load_s = [train_s] * group.num_train_nodes + rollout_load_s(group)
+    return sum(load_s) / (len(load_s) * group.round_robin_s)

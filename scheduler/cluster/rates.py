@@ -1,0 +1,174 @@
+"""Multi-rate groups: a period for each member, and a timetable that proves them.
+
+Owns: the search for periods and the timetable. Promises: in a timetable that is returned, no two phases ever
+meet on a node, every job's training follows its rollout, and no period is over the job's limit. Not finding
+one proves nothing. Never: knows round-robin.
+
+WEAVE holds that repeating a job's phases in a cycle never pays. With several rollout nodes it does: a short job
+need not wait for a long one's cycle. Periods are whole multiples of a common one, so that two jobs meet again
+after the greatest common divisor of their periods, and it is enough to keep them apart over that.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rose.scheduler.cluster.model import Group
+
+MAX_RATIO = 8
+"""Longest period over the common one: beyond it there was nothing to gain on Table 6's jobs."""
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """When a member's phases start, again and again after `period_s`."""
+
+    period_s: float
+    rollout_at_s: float
+    train_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A member on its group's nodes."""
+
+    rollout_s: float
+    train_s: float
+    solo_s: float
+    limit_s: float
+    nodes: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Busy:
+    """A phase already in the timetable, on one resource."""
+
+    start_s: float
+    length_s: float
+    num: int
+    """Its period in common ones."""
+
+
+def timetable(group: Group, limits_s: Sequence[float]) -> tuple[Slot, ...] | None:
+    """Slots for all members, as they stand, or None."""
+    tasks = [
+        _Task(
+            member.job.rollout_s,
+            member.job.train_s_on(group.num_train_nodes),
+            group.solo_s(member.job),
+            limit_s * (1 + _EPSILON),
+            frozenset(member.rollout_nodes),
+        )
+        for member, limit_s in zip(group.members, limits_s, strict=True)
+    ]
+    if not _could_fit(tasks):
+        return None
+    for nums, shortest_s, longest_s in _multiples(tasks):
+        for common_s in (shortest_s, longest_s):
+            slots = _packed(tasks, nums, common_s)
+            if slots is not None:
+                return slots
+    return None
+
+
+def _could_fit(tasks: Sequence[_Task]) -> bool:
+    """Needed whatever the periods: each job alone, training in all, and the longest two trainings in a row."""
+    if any(task.solo_s > task.limit_s for task in tasks):
+        return False
+    if sum(task.train_s / task.limit_s for task in tasks) > 1 + _EPSILON:
+        return False
+    longest = sorted(task.train_s for task in tasks)[-2:]
+    return sum(longest) <= min(task.limit_s for task in tasks)
+
+
+def _multiples(tasks: Sequence[_Task]) -> Iterator[tuple[tuple[int, ...], float, float]]:
+    """Periods as multiples of a common one, and the bounds of that: equal periods first, then longer ratios."""
+    fastest_s = min(task.limit_s for task in tasks)
+    commons = {
+        task.limit_s / num for task in tasks for num in range(1, MAX_RATIO + 1) if task.limit_s / num <= fastest_s
+    }
+    seen: set[tuple[int, ...]] = set()
+    for common_s in sorted(commons, reverse=True):
+        low = [max(1, math.ceil(task.solo_s / common_s - _EPSILON)) for task in tasks]
+        high = [math.floor(task.limit_s / common_s + _EPSILON) for task in tasks]
+        if any(a > b or a > MAX_RATIO for a, b in zip(low, high, strict=True)):
+            continue
+        powers = tuple(
+            1 << (b.bit_length() - 1) if 1 << (b.bit_length() - 1) >= a else a
+            for a, b in zip(low, high, strict=True)
+        )
+        for nums in (tuple(low), powers, tuple(high)):
+            if nums in seen:
+                continue
+            seen.add(nums)
+            shortest_s = max(task.solo_s / num for task, num in zip(tasks, nums, strict=True))
+            longest_s = min(task.limit_s / num for task, num in zip(tasks, nums, strict=True))
+            yield nums, min(shortest_s, longest_s), longest_s
+
+
+def _packed(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> tuple[Slot, ...] | None:
+    """Every job at the first free time, the most frequent and then the longest first."""
+    training: list[_Busy] = []
+    rollouts: list[tuple[frozenset[int], _Busy]] = []
+    slots: dict[int, Slot] = {}
+    for k in sorted(range(len(tasks)), key=lambda k: (nums[k], -tasks[k].train_s)):
+        task, num = tasks[k], nums[k]
+        others = [busy for nodes, busy in rollouts if nodes & task.nodes]
+        period_s = num * common_s
+        for train_at_s in _free_starts(training, task.train_s, num, common_s):
+            at_s = _rollout_start(others, task, num, common_s, train_at_s)
+            if at_s is not None:
+                slots[k] = Slot(period_s=period_s, rollout_at_s=at_s, train_at_s=train_at_s)
+                training.append(_Busy(train_at_s, task.train_s, num))
+                rollouts.append((task.nodes, _Busy(at_s, task.rollout_s, num)))
+                break
+        else:
+            return None
+    return tuple(slots[k] for k in range(len(tasks)))
+
+
+def _free_starts(busy: Sequence[_Busy], length_s: float, num: int, common_s: float) -> Iterator[float]:
+    """Times within the period at which the resource is free: right after another phase, or at 0."""
+    if not busy:
+        yield 0.0
+        return
+    for one in busy:
+        shared = math.gcd(num, one.num)
+        for again in range(num // shared):
+            start_s = (one.start_s + one.length_s + again * shared * common_s) % (num * common_s)
+            if _is_free(busy, start_s, length_s, num, common_s):
+                yield start_s
+
+
+def _rollout_start(
+    busy: Sequence[_Busy], task: _Task, num: int, common_s: float, train_at_s: float
+) -> float | None:
+    """The latest free start that lets the rollout end before training, and after the training before."""
+    latest_s = train_at_s - task.rollout_s
+    earliest_s = latest_s - (num * common_s - task.solo_s)
+    if _is_free(busy, latest_s, task.rollout_s, num, common_s):
+        return latest_s
+    for one in busy:
+        shared_s = math.gcd(num, one.num) * common_s
+        # Right before it, or, going backwards in the window, right after its end.
+        for at_s in (one.start_s - task.rollout_s, one.start_s + one.length_s):
+            start_s = latest_s - (latest_s - at_s) % shared_s
+            while start_s >= earliest_s - _EPSILON * common_s:
+                if _is_free(busy, start_s, task.rollout_s, num, common_s):
+                    return start_s
+                start_s -= shared_s
+    return None
+
+
+def _is_free(busy: Sequence[_Busy], start_s: float, length_s: float, num: int, common_s: float) -> bool:
+    for one in busy:
+        shared_s = math.gcd(num, one.num) * common_s
+        after_s = (start_s - one.start_s) % shared_s
+        slack_s = 1e-9 * common_s
+        # A start that rounds to just before the other's is one just after it, a whole turn later.
+        if shared_s - after_s < slack_s:
+            after_s = 0.0
+        if after_s < one.length_s - slack_s or after_s + length_s > shared_s + slack_s:
+            return False
+    return True

@@ -1,0 +1,69 @@
+"""Jobs that run: what is left of them, and how slow they may still be.
+
+Owns: a running job's remaining work and its SLO budget. Promises: values; asking at a later time changes
+nothing. Never: knows the job's group.
+
+The budget: every second of work done may take `slo` seconds. What a job did not use of that is its bank, which
+pays for the pauses of moves; under an SLO over the lifetime it also pays for slower iterations later. The
+limit is set so that at this pace the whole lifetime still keeps the SLO.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from rose.scheduler.cluster.model import Job, SloKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """A job as of `since_s`: `work_s` of solo time are left, and the SLO allows `bank_s` more than was used.
+
+    `slowdown`: seconds of time per second of solo work, as promised by its group. `keeps_end`: the job leaves
+    at a fixed time whatever its slowdown, as the papers' simulations have it.
+    """
+
+    job: Job
+    since_s: float
+    work_s: float
+    bank_s: float = 0.0
+    slowdown: float = 1.0
+    keeps_end: bool = False
+
+    @property
+    def pace(self) -> float:
+        """Seconds of time per second of work."""
+        return 1.0 if self.keeps_end else self.slowdown
+
+    @property
+    def end_s(self) -> float:
+        """When it leaves, if its group stays as it is."""
+        return self.since_s + self.work_s * self.pace
+
+    @property
+    def limit_s(self) -> float:
+        """The longest iteration that it may be promised."""
+        job = self.job
+        allowed = job.slo + self.bank_s / self.work_s if self.work_s > 0 else job.slo
+        if job.slo_kind is SloKind.ITERATION:
+            allowed = min(job.slo, allowed)
+        return allowed * job.solo_s
+
+    def at(self, now_s: float) -> Self:
+        """The same job later."""
+        if now_s <= self.since_s:
+            return self
+        done_s = min(self.work_s, (now_s - self.since_s) / self.pace)
+        return replace(
+            self,
+            since_s=now_s,
+            work_s=self.work_s - done_s,
+            bank_s=self.bank_s + (self.job.slo - self.slowdown) * done_s,
+        )
+
+    def slowed(self, slowdown: float) -> Self:
+        """At another pace from its `since_s` on."""
+        return replace(self, slowdown=slowdown)
+
+    def paused(self, pause_s: float) -> Self:
+        """Stands still for so long, at the expense of its bank."""
+        return replace(self, since_s=self.since_s + pause_s, bank_s=self.bank_s - pause_s)

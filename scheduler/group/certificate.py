@@ -1,0 +1,202 @@
+"""Whether a cyclic order keeps every job's SLO, proved by a timetable that anyone can check.
+
+Owns: certificates, and which constraints an order and its jobs' SLOs give. Promises: a certificate's timetable
+satisfies all of them in whole microseconds, with worst-case phase times; an order without such a timetable is
+refused with the job, its bound and its SLO. Never: chooses an order (search.py).
+
+The proof: steps that follow one another, on a resource or in a job, give start[v] >= start[u] + duration[u] -
+passes * cycle; a job's longest iteration gives start[u] >= start[v] - limit. Such a system has a solution for a
+cycle time exactly if no loop of constraints is positive (max-plus algebra; maxplus.py finds the shortest cycle).
+Because every start is a maximum of earlier starts plus durations, phases that are shorter than assumed can only
+make later ones earlier: the timetable remains an upper bound (pace.py says what follows for one iteration).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from rose.errors import RoseError
+from rose.scheduler.cluster.model import Group, Job, SloKind
+from rose.scheduler.group.maxplus import Constraint, NoTimetable, shortest_cycle
+from rose.scheduler.group.order import CyclicOrder, PhaseKind
+
+TICKS_PER_S = 1_000_000
+"""Whole numbers, so that a check is exact. Durations are rounded up."""
+SLO_TOLERANCE = 1e-6
+"""Of the limit: rounding must not refuse a group that meets its SLO to the digit."""
+
+
+class CertificateError(RoseError):
+    """The order can't be certified: names the job, the iteration it could be promised, and its SLO."""
+
+    def __init__(self, message: str, *, job: str, bound_s: float, limit_s: float) -> None:
+        super().__init__(message)
+        self.job = job
+        self.bound_s = bound_s
+        self.limit_s = limit_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobBound:
+    """What a job is promised: `longest_s` from one rollout's start to the next, `mean_s` over whole passes.
+
+    `limit_s` is what its SLO allows of the one that its `slo_kind` names; `alone_s` is an iteration alone on the
+    group's nodes.
+    """
+
+    num_iterations: int
+    mean_s: float
+    longest_s: float
+    limit_s: float
+    alone_s: float
+    lead_s: float
+    """How far the job may run ahead of the timetable without one iteration becoming longer than allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """A timetable of one pass through an order, repeated every cycle."""
+
+    order: CyclicOrder
+    starts_ticks: tuple[int, ...]
+    cycle_ticks: int
+    constraints: tuple[Constraint, ...]
+    bounds: Mapping[str, JobBound]
+    durations_s: tuple[float, ...]
+    syncs_s: tuple[float, ...]
+    """After each step, until the same job's next may start."""
+
+    @cached_property
+    def cycle_s(self) -> float:
+        """The length of one pass."""
+        return self.cycle_ticks / TICKS_PER_S
+
+    @cached_property
+    def starts_s(self) -> tuple[float, ...]:
+        """Of every step, from the beginning of a pass."""
+        return tuple(ticks / TICKS_PER_S for ticks in self.starts_ticks)
+
+    @property
+    def progress(self) -> float:
+        """The jobs' speeds relative to running alone, summed: the number of jobs if nobody ever waits."""
+        return sum(bound.alone_s / bound.mean_s for bound in self.bounds.values())
+
+    def check(self) -> None:
+        """Proves the timetable in whole numbers, independently of how it was found. Raises: AssertionError."""
+        for each in self.constraints:
+            earliest = self.starts_ticks[each.before] + each.ticks - each.passes * self.cycle_ticks
+            assert self.starts_ticks[each.after] >= earliest, f"{each} does not hold"
+
+
+def certify(group: Group, order: CyclicOrder) -> Certificate:
+    """The shortest timetable of this order in which every member meets its SLO.
+
+    Raises: CertificateError; ValueError for an order of other jobs.
+    """
+    jobs = {member.job.name: member.job for member in group.members}
+    if jobs.keys() != order.steps_of_job.keys():
+        raise ValueError(
+            f"group {group.name} has {', '.join(jobs)}, the order {', '.join(order.steps_of_job)}"
+        )
+    durations_s = tuple(_duration_s(group, jobs[step.job], step.kind) for step in order.steps)
+    syncs_s = tuple(jobs[step.job].sync_s if step.kind is PhaseKind.TRAIN else 0.0 for step in order.steps)
+    ticks = [_ticks(duration) for duration in durations_s]
+    after = [_ticks(each + sync) for each, sync in zip(durations_s, syncs_s, strict=True)]
+    precedence = [*_precedence(order, ticks, after)]
+    at_least = max((each.ticks for each in precedence if each.before == each.after), default=1)
+    slo = [edge for job in jobs.values() for edge in _slo(order, job)]
+
+    def issue(starts: list[int], cycle: int) -> Certificate:
+        return Certificate(
+            order=order,
+            starts_ticks=tuple(starts),
+            cycle_ticks=cycle,
+            constraints=(*precedence, *slo),
+            bounds={name: _bound(group, order, job, starts, cycle) for name, job in jobs.items()},
+            durations_s=durations_s,
+            syncs_s=syncs_s,
+        )
+
+    try:
+        cycle, starts = shortest_cycle(len(order.steps), [*precedence, *slo], at_least)
+    except NoTimetable:
+        cycle, starts = shortest_cycle(len(order.steps), precedence, at_least)
+        raise _refusal(group, jobs, issue(starts, cycle)) from None
+    return issue(starts, cycle)
+
+
+def limit_s(job: Job) -> float:
+    """The longest iteration that a job's SLO allows."""
+    return job.slo * job.solo_s
+
+
+def _duration_s(group: Group, job: Job, kind: PhaseKind) -> float:
+    return job.rollout_s if kind is PhaseKind.ROLLOUT else job.train_s_on(group.num_train_nodes)
+
+
+def _ticks(seconds: float) -> int:
+    # What is below a picosecond is the float's own rounding, not time.
+    return math.ceil(round(seconds * TICKS_PER_S, 6))
+
+
+def _limit_ticks(job: Job) -> int:
+    return math.floor(limit_s(job) * (1 + SLO_TOLERANCE) * TICKS_PER_S)
+
+
+def _precedence(order: CyclicOrder, ticks: list[int], after: list[int]) -> Iterator[Constraint]:
+    chains = [(steps, ticks) for steps in order.steps_on.values()]
+    chains += [(steps, after) for steps in order.steps_of_job.values()]
+    for steps, lengths in chains:
+        for before, following in zip(steps, (*steps[1:], steps[0]), strict=True):
+            yield Constraint(
+                before=before, after=following, ticks=lengths[before], passes=int(following <= before)
+            )
+
+
+def _slo(order: CyclicOrder, job: Job) -> Iterator[Constraint]:
+    rollouts = _rollouts(order, job.name)
+    limit = _limit_ticks(job)
+    if job.slo_kind is SloKind.LIFETIME:
+        first = rollouts[0]
+        yield Constraint(before=first, after=first, ticks=-limit * len(rollouts), passes=-1)
+        return
+    for before, following in zip(rollouts, (*rollouts[1:], rollouts[0]), strict=True):
+        yield Constraint(before=following, after=before, ticks=-limit, passes=-int(following <= before))
+
+
+def _rollouts(order: CyclicOrder, job: str) -> list[int]:
+    return [index for index in order.steps_of_job[job] if order.steps[index].kind is PhaseKind.ROLLOUT]
+
+
+def _bound(group: Group, order: CyclicOrder, job: Job, starts: list[int], cycle: int) -> JobBound:
+    times = [starts[index] for index in _rollouts(order, job.name)]
+    longest = max(following - time for time, following in zip(times, (*times[1:], times[0] + cycle), strict=True))
+    limit = _limit_ticks(job)
+    has_lead = job.slo_kind is SloKind.ITERATION
+    return JobBound(
+        num_iterations=len(times),
+        mean_s=cycle / len(times) / TICKS_PER_S,
+        longest_s=longest / TICKS_PER_S,
+        limit_s=limit_s(job),
+        alone_s=group.solo_s(job),
+        lead_s=max(0, limit - longest) / TICKS_PER_S if has_lead else math.inf,
+    )
+
+
+def _refusal(group: Group, jobs: Mapping[str, Job], found: Certificate) -> CertificateError:
+    """The job that is furthest from its SLO in the shortest cycle without SLOs."""
+
+    def promised_s(name: str) -> float:
+        bound = found.bounds[name]
+        return bound.longest_s if jobs[name].slo_kind is SloKind.ITERATION else bound.mean_s
+
+    worst = max(jobs, key=lambda name: promised_s(name) / found.bounds[name].limit_s)
+    limit, promised = found.bounds[worst].limit_s, promised_s(worst)
+    return CertificateError(
+        f"group {group.name}: job {worst} could be promised an iteration of {promised:.6g} s, its SLO is "
+        f"{limit:.6g} s ({jobs[worst].slo:g} x {jobs[worst].solo_s:.6g} s alone): move it, or loosen its SLO",
+        job=worst,
+        bound_s=promised,
+        limit_s=limit,
+    )

@@ -1,0 +1,103 @@
+"""The cyclic order of a group: which phase follows which on every node, repeated for ever.
+
+Owns: phases, steps and the order, and which node each step holds. Promises: values that never change; an order
+that could not run (a job without training, two rollouts in a row) is refused. Never: knows times.
+
+One *hyper-cycle* is one pass through the order. In a round-robin order every job has one iteration in it; in a
+multi-rate order a short job may have several (WEAVE §4.3 holds that to be worse, which is false as soon as jobs
+sit on different rollout nodes).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import TypeVar
+
+from rose.scheduler.cluster.model import Group
+
+K = TypeVar("K", str, int)
+
+TRAIN_POOL = -1
+"""The resource that all of a group's training nodes are: they work for one job at a time."""
+
+
+class PhaseKind(StrEnum):
+    """The phases that hold nodes. Weights move between them without any."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One phase of one job within the hyper-cycle.
+
+    `resources` are what it holds: rollout nodes by their index in the group, or `TRAIN_POOL`.
+    """
+
+    job: str
+    kind: PhaseKind
+    resources: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicOrder:
+    """The steps of one hyper-cycle; steps on the same resource run in this order, others may overlap.
+
+    Raises: ValueError for an order whose jobs don't alternate between rollout and training.
+    """
+
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        for job, indices in self.steps_of_job.items():
+            kinds = [self.steps[index].kind for index in indices]
+            if len(kinds) % 2 or any(kind is following for kind, following in zip(kinds, kinds[1:], strict=False)):
+                raise ValueError(
+                    f"job {job}: rollout and training must alternate in an order, got {', '.join(kinds)}"
+                )
+
+    @cached_property
+    def steps_of_job(self) -> dict[str, tuple[int, ...]]:
+        """Every job's steps, by their index."""
+        return _indices([(step.job,) for step in self.steps])
+
+    @cached_property
+    def steps_on(self) -> dict[int, tuple[int, ...]]:
+        """Every resource's steps, by their index."""
+        return _indices([step.resources for step in self.steps])
+
+    def num_iterations(self, job: str) -> int:
+        """Iterations of a job in one hyper-cycle."""
+        return len(self.steps_of_job[job]) // 2
+
+
+def order_of(group: Group, iterations: Sequence[int]) -> CyclicOrder:
+    """The order in which the group's members, by index, take their turns; each turn is a whole iteration.
+
+    A member may take several turns. Raises: ValueError for a member without a turn.
+    """
+    missing = [m.job.name for index, m in enumerate(group.members) if index not in iterations]
+    if missing:
+        raise ValueError(f"group {group.name}: the order has no turn for {', '.join(missing)}")
+    steps = []
+    for index in iterations:
+        member = group.members[index]
+        name = member.job.name
+        steps.append(Step(job=name, kind=PhaseKind.ROLLOUT, resources=member.rollout_nodes))
+        steps.append(Step(job=name, kind=PhaseKind.TRAIN, resources=(TRAIN_POOL,)))
+    return CyclicOrder(steps=tuple(steps))
+
+
+def round_robin(group: Group) -> CyclicOrder:
+    """Every member once, in the group's own order."""
+    return order_of(group, range(len(group.members)))
+
+
+def _indices(keys_of_step: Sequence[Sequence[K]]) -> dict[K, tuple[int, ...]]:
+    found: dict[K, list[int]] = {}
+    for index, keys in enumerate(keys_of_step):
+        for key in keys:
+            found.setdefault(key, []).append(index)
+    return {key: tuple(indices) for key, indices in found.items()}

@@ -1,0 +1,128 @@
+"""A suspended phase's working set in host memory: what a warm start loads instead of the disk.
+
+Owns: one folder of shared memory per job and phase. Promises: a job never keeps more than it was given, and a
+set that was not written to its end is not there (the index is removed first and comes back last), so that an
+attempt killed while offloading starts cold, not wrong. Never: decides what belongs to a working set.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from rose.errors import CacheFull
+
+Array = npt.NDArray[np.generic]
+_INDEX = "index.json"
+
+
+class _Entry(TypedDict):
+    file: str
+    dtype: str
+    shape: list[int]
+
+
+class WorkingSet(Protocol):
+    """What a phase needs on its devices."""
+
+    def load(self, cache: "HostCache") -> None:
+        """Brings the state back to the devices; a cold start if the cache is empty."""
+
+    def offload(self, cache: "HostCache") -> None:
+        """Keeps the state in the cache and frees the devices."""
+
+
+class HostCache:
+    """The cached state of one phase of one job on this host. Not thread-safe: a phase runs once at a time."""
+
+    def __init__(self, folder: Path, limit_bytes: int, owner: str) -> None:
+        """``owner`` names job and phase in errors."""
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._owner = owner
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole set; 0 when there is none."""
+        return sum(
+            np.dtype(entry["dtype"]).itemsize * math.prod(entry["shape"]) for entry in self._index().values()
+        )
+
+    def keep(self, arrays: Mapping[str, Array]) -> None:
+        """Replaces the set. Raises: CacheFull, with the old set untouched, if it is over the limit."""
+        wanted = sum(array.nbytes for array in arrays.values())
+        if wanted > self._limit_bytes:
+            raise CacheFull(
+                f"{self._owner}: {wanted} bytes in {len(arrays)} arrays, {self._limit_bytes} allowed; "
+                "ask for more in the job's memory"
+            )
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._index_path.unlink(missing_ok=True)
+        index: dict[str, _Entry] = {}
+        for number, (name, array) in enumerate(arrays.items()):
+            file = f"{number}.bin"
+            _write(self._folder / file, array)
+            index[name] = {"file": file, "dtype": array.dtype.str, "shape": list(array.shape)}
+        for path in self._folder.iterdir():
+            if path.name not in {entry["file"] for entry in index.values()}:
+                path.unlink()
+        fresh = self._folder / "index.new"
+        fresh.write_text(json.dumps(index))
+        fresh.rename(self._index_path)
+
+    def arrays(self) -> dict[str, Array]:
+        """The set, read-only and not copied; empty when there is none."""
+        found: dict[str, Array] = {}
+        for name, entry in self._index().items():
+            shape = tuple(entry["shape"])
+            path = self._folder / entry["file"]
+            if math.prod(entry["shape"]) == 0:  # nothing to map
+                found[name] = np.zeros(shape, entry["dtype"])
+            else:
+                found[name] = np.memmap(path, dtype=entry["dtype"], mode="r", shape=shape)
+        return found
+
+    def forget(self) -> None:
+        """Gives the memory back."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _index(self) -> dict[str, _Entry]:
+        try:
+            index: dict[str, _Entry] = json.loads(self._index_path.read_text())
+        except FileNotFoundError:
+            return {}
+        return index
+
+    @property
+    def _index_path(self) -> Path:
+        return self._folder / _INDEX
+
+
+class ArraySet:
+    """A working set of arrays: on the host, what a device would hold."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Array] = {}
+
+    def load(self, cache: HostCache) -> None:
+        if not self.arrays:
+            self.arrays = {name: array.copy() for name, array in cache.arrays().items()}
+
+    def offload(self, cache: HostCache) -> None:
+        cache.keep(self.arrays)
+        self.arrays = {}
+
+
+def _write(path: Path, array: Array) -> None:
+    """In place where the file is there already: its pages need not be made and zeroed again."""
+    if array.nbytes == 0:
+        path.touch()
+        return
+    mode = "r+" if path.exists() and path.stat().st_size == array.nbytes else "w+"
+    kept = np.memmap(path, dtype=array.dtype, mode=mode, shape=array.shape)  # type: ignore[call-overload]
+    kept[...] = array

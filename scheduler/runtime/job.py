@@ -1,0 +1,168 @@
+"""A job's own side of the control channel: what its process was started for, and its permits.
+
+Owns: the job file that the runner writes and the process reads, the heartbeat, the permit in hand. Promises:
+a permit that was taken back raises PermitLost before another phase begins. Never: starts a process.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from rose.config import Settings
+from rose.errors import ConfigError, PermitLost
+from rose.scheduler.runtime.cache import HostCache
+from rose.scheduler.runtime.channel import ChannelUrl
+from rose.scheduler.runtime.client import ControlClient
+from rose.scheduler.runtime.messages import Completed, Grant, Heartbeat, Release, Reply, Report, Request
+
+logger = logging.getLogger(__name__)
+
+POOL_PHASES = ("rollout", "train")
+"""These need nodes; a sync holds neither pool."""
+PHASES = (*POOL_PHASES, "sync")
+HEARTBEATS_A_LEASE = 5
+CONNECT_TIMEOUT_S = 30.0
+
+
+class JobFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runner hands to a job's process, by the path in ROSE_JOB."""
+
+    channel: str
+    name: str
+    attempt: int
+    first_iteration: int
+    num_iterations: int
+    cache_folder: str
+    limit_bytes: dict[str, int]
+    """Host memory of each phase's suspended state, on each of its nodes."""
+
+    @classmethod
+    def read(cls, path: Path) -> "JobFile":
+        """Raises: ConfigError."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"ROSE_JOB={path}: not a job file ({error})") from error
+
+
+class RunningJob:
+    """This process as one attempt of a job. Phases run one at a time, in one thread."""
+
+    def __init__(self, file: JobFile) -> None:
+        self.file = file
+        channel = ChannelUrl.parse(file.channel).join(f"job:{file.name}:{file.attempt}")
+        self._client = ControlClient(channel, CONNECT_TIMEOUT_S)
+        self._held: Grant | None = None
+        self._is_held = threading.Condition()
+        threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
+
+    @contextmanager
+    def permit(self, phase: str, iteration: int, next_phase: str | None) -> Iterator[None]:
+        """Holds the phase's nodes; on leaving without an error, `next_phase` is queued at once.
+
+        Raises: PermitLost if it was taken back, or is refused.
+        """
+        if self._held is not None:
+            raise ValueError(f"{phase} called inside of {self._held.phase}: a job holds one pool at a time")
+        grant = self._client.ask(
+            Request(
+                seq=self._client.next_seq(),
+                job=self.file.name,
+                attempt=self.file.attempt,
+                phase=phase,
+                iteration=iteration,
+            )
+        )
+        if isinstance(grant, Reply):
+            raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {grant.error}")
+        self._hold(grant)
+        try:
+            yield
+        except BaseException:
+            self._release(grant, None, iteration)
+            raise
+        reply = self._release(grant, next_phase, iteration)
+        if reply.error is not None:
+            raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {reply.error}")
+
+    def _hold(self, grant: Grant | None) -> None:
+        with self._is_held:
+            self._held = grant
+            self._is_held.notify()
+
+    def _release(self, grant: Grant, next_phase: str | None, iteration: int) -> Reply:
+        self._hold(None)
+        release = Release(
+            seq=self._client.next_seq(),
+            job=self.file.name,
+            attempt=self.file.attempt,
+            phase=grant.phase,
+            epoch=grant.epoch,
+            next_phase=next_phase,
+            next_iteration=iteration,
+        )
+        reply = self._client.ask(release)
+        assert isinstance(reply, Reply), reply
+        return reply
+
+    def complete(self, iteration: int) -> None:
+        """The iteration's state is safe: the next attempt starts behind it. Waits until this is recorded."""
+        self._client.ask(
+            Completed(
+                seq=self._client.next_seq(),
+                job=self.file.name,
+                attempt=self.file.attempt,
+                iteration=iteration,
+            )
+        )
+
+    def report(self, phase: str, num_done: int, num_total: int) -> None:
+        """Progress inside a phase; does not wait."""
+        self._client.tell(
+            Report(
+                seq=self._client.next_seq(),
+                job=self.file.name,
+                attempt=self.file.attempt,
+                phase=phase,
+                num_done=num_done,
+                num_total=num_total,
+            )
+        )
+
+    def cache(self, phase: str) -> HostCache:
+        """The phase's state in host memory."""
+        return HostCache(
+            Path(self.file.cache_folder) / phase,
+            self.file.limit_bytes.get(phase, 0),
+            f"{phase} of job {self.file.name}",
+        )
+
+    def _beat(self) -> None:
+        while True:
+            with self._is_held:
+                self._is_held.wait_for(lambda: self._held is not None)
+                held = self._held
+            assert held is not None
+            self._client.tell(
+                Heartbeat(
+                    seq=self._client.next_seq(),
+                    job=held.job,
+                    attempt=held.attempt,
+                    phase=held.phase,
+                    epoch=held.epoch,
+                )
+            )
+            time.sleep(held.lease_s / HEARTBEATS_A_LEASE)
+
+
+@cache
+def running_job() -> RunningJob | None:
+    """This process's job; None in a process that no runner has started. Raises: ConfigError."""
+    path = Settings.from_environment().job_file
+    return RunningJob(JobFile.read(path)) if path is not None else None

@@ -1,0 +1,124 @@
+"""`@rose.phase` and `@rose.runtime_hook`: what a job's author writes on the functions of an RL loop.
+
+Owns: the shim around a phase (permit, warm start, run, offload, release) and the loop over iterations.
+Promises: between phases the process sleeps with sockets, groups and all other state kept; outside of a
+scheduler the same program runs alone, without permits. Never: knows what a phase does.
+
+    @rose.phase("rollout", working_set=engine)
+    def rollout(iteration): ...
+
+    @rose.phase("train", working_set=trainer)
+    def train(samples): ...
+
+    @rose.runtime_hook
+    def iteration(progress):
+        train(rollout(progress.iteration))
+        save_checkpoint(progress.iteration)
+
+    iteration()
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from rose.scheduler.runtime.cache import WorkingSet
+from rose.scheduler.runtime.job import PHASES, POOL_PHASES, RunningJob, running_job
+
+logger = logging.getLogger(__name__)
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class Progress:
+    """Where the loop stands; what `runtime_hook` hands to the function that it wraps."""
+
+    def __init__(self, iteration: int, num_iterations: int) -> None:
+        self.iteration = iteration
+        """From 0. After a crash, the first one that was not completed."""
+        self.num_iterations = num_iterations
+
+    def report(self, phase: str, num_done: int, num_total: int) -> None:
+        """Tells the scheduler how many of a phase's responses are there, for long-tail migration."""
+        job = running_job()
+        if job is not None:
+            job.report(phase, num_done, num_total)
+
+
+class _Loop:
+    """The phases of this program and the iteration they are in: one per process, as there is one job."""
+
+    def __init__(self) -> None:
+        self.phases: set[str] = set()
+        self.iteration = 0
+
+    def after(self, phase: str) -> str | None:
+        """The next phase, on the other pool. A new iteration asks itself: until then nodes would idle."""
+        return "train" if phase == "rollout" and "train" in self.phases else None
+
+
+_loop = _Loop()
+
+
+def phase(
+    name: str, *, working_set: WorkingSet | None = None
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Runs the function under a permit for the nodes of its pool; a "sync" needs none.
+
+    working_set: loaded from host memory before and offloaded after the function, under the same permit.
+    Raises: ValueError for another name; in the function's calls PermitLost and CacheFull.
+    """
+    if name not in PHASES:
+        raise ValueError(f"phase {name!r}: expected one of {', '.join(PHASES)}")
+
+    def wrap(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        _loop.phases.add(name)
+
+        @functools.wraps(function)
+        def shim(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            job = running_job()
+            if job is None:
+                return function(*args, **kwargs)
+            if name not in POOL_PHASES:
+                return _run(job, lambda: function(*args, **kwargs))
+            with job.permit(name, _loop.iteration, _loop.after(name)):
+                return _run(job, lambda: function(*args, **kwargs))
+
+        def _run(job: RunningJob, run: Callable[[], Result]) -> Result:
+            if working_set is None:
+                return run()
+            working_set.load(job.cache(name))
+            result = run()
+            working_set.offload(job.cache(name))
+            return result
+
+        return shim
+
+    return wrap
+
+
+def runtime_hook(function: Callable[[Progress], object]) -> Callable[..., None]:
+    """The function as a loop over the job's iterations: reports each one that returns as completed.
+
+    The wrapped function takes ``num_iterations``, only where no scheduler has started the process.
+    """
+
+    @functools.wraps(function)
+    def loop(num_iterations: int | None = None) -> None:
+        job = running_job()
+        if job is not None:
+            first, last = job.file.first_iteration, job.file.num_iterations
+        elif num_iterations is not None:
+            first, last = 0, num_iterations
+            logger.info("running alone, without permits num_iterations=%d", last)
+        else:
+            raise ValueError("no scheduler has started this process: pass num_iterations to run alone")
+        for iteration in range(first, last):
+            _loop.iteration = iteration
+            function(Progress(iteration, last))
+            if job is not None:
+                job.complete(iteration)
+
+    return loop

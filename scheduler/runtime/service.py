@@ -1,0 +1,68 @@
+"""The scheduler's process: calls in, decisions, durable, answers out.
+
+Owns: the loop. Promises: nothing is answered before it is durable; killed at any point and started again on
+the same channel, it goes on where it was. Never: starts a job; that is the runner's (rose.node.jobs).
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rose.arguments import CommandParser, run_command
+from rose.config import Settings, load_yaml
+from rose.errors import ChannelError
+from rose.scheduler.runtime.channel import ChannelUrl, Incoming, SchedulerSide
+from rose.scheduler.runtime.control import Control
+from rose.scheduler.runtime.messages import decode_call
+from rose.scheduler.runtime.spec import ClusterSpec
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+"""How late an expired lease is noticed at most."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """``service --channel URL [--cluster PATH]``; runs until it is killed."""
+    parser = CommandParser(
+        "python -m rose.scheduler.runtime.service",
+        "The cluster scheduler alone, without a runner for its jobs; rose sched serve starts both.",
+        "python -m rose.scheduler.runtime.service --channel redis://127.0.0.1:6379/0 --cluster cluster.yaml",
+    )
+    parser.add_argument("--channel", default=Settings.from_environment().channel_url)
+    parser.add_argument("--cluster", type=Path, help="nodes and limits; default: one group of two nodes")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    cluster = load_yaml(arguments.cluster, ClusterSpec) if arguments.cluster is not None else ClusterSpec()
+    channel = ChannelUrl.parse(arguments.channel).serve()
+    serve(channel, Control(cluster, channel.load(), time.monotonic(), os.getpid()))
+
+
+def serve(channel: SchedulerSide, control: Control) -> NoReturn:
+    """Handles calls until the process ends, or another scheduler takes over (ChannelError)."""
+    logger.info("scheduling")
+    while True:
+        arrived = channel.receive(POLL_S)
+        now = time.monotonic()
+        for incoming in arrived:
+            _handle(control, incoming, now)
+        control.tick(now)
+        channel.commit(control.take_batch(), arrived)
+
+
+def _handle(control: Control, incoming: Incoming, now: float) -> None:
+    try:
+        call = decode_call(incoming.body)
+    except ChannelError:
+        # One client's nonsense ends nobody's job; it can't be answered, for its number is unknown.
+        logger.exception("dropped client=%s", incoming.client)
+        return
+    control.handle(incoming.client, call, now)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("sched serve", main, sys.argv[1:]))

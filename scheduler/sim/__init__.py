@@ -1,0 +1,1 @@
+"""A simulator of whole RL jobs on a cluster: drives the shipped placement policies over a trace."""

@@ -1,0 +1,255 @@
+"""The event loop: jobs arrive, end, drift and fail, under one policy.
+
+Owns: simulated time, the bill, the verdicts on SLOs. Promises: the shipped policy decides everything, and sees
+what the scheduler would see; the same input gives the same result. Never: reads a clock. Its figures are
+simulated.
+
+Jobs take what their group promises them, the worst case. `keeps_ends` has them leave after the trace's duration
+whatever their slowdown, as in the paper; otherwise slow jobs stay longer, which only total dollars show.
+"""
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rose.scheduler.cluster.cluster import PAUSE_S, Cluster, Plan
+from rose.scheduler.cluster.cycle import promised_s
+from rose.scheduler.cluster.model import Job, SloKind
+from rose.scheduler.cluster.placements import EPSILON, Kind
+from rose.scheduler.cluster.policies import Policy
+from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.sim.workloads import Submission
+
+
+_ROUNDING = 1e-6
+"""Relative, of sums over thousands of iterations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """At `time_s`, a job's phases take `factor` times what they took at first: drift."""
+
+    time_s: float
+    name: str
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """At `time_s` a job crashes, and comes back as a new arrival after `away_s`."""
+
+    time_s: float
+    name: str
+    away_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """What a job has had so far."""
+
+    submission: Submission
+    worst: float = 0.0
+    """Longest promised iteration over the solo one."""
+    elapsed_s: float = 0.0
+    """Iterations and pauses, where the job has to be slowed to count: work times slowdown."""
+    work_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a simulation came to. Dollars are what nodes cost from the first arrival to the last end."""
+
+    dollars: float
+    duration_s: float
+    num_jobs: int
+    num_attained: int
+    num_moves: int
+    kinds: dict[Kind, int] = field(default_factory=dict)
+    violated: tuple[str, ...] = ()
+    peak_dollars_per_hour: float = 0.0
+    mean_attainment: float = 1.0
+    """Jobs whose iterations kept the SLO on average, pauses included."""
+
+    @property
+    def dollars_per_hour(self) -> float:
+        return self.dollars / (self.duration_s / 3600)
+
+    @property
+    def attainment(self) -> float:
+        return self.num_attained / self.num_jobs
+
+
+class Simulation:
+    """One run of a policy over submissions."""
+
+    def __init__(
+        self,
+        submitted: Sequence[Submission],
+        policy: Policy,
+        pools: Pools | None = None,
+        *,
+        keeps_ends: bool = False,
+        pause_s: float = PAUSE_S,
+        changes: Sequence[Change] = (),
+        failures: Sequence[Failure] = (),
+    ) -> None:
+        self.cluster = Cluster(pools or Pools(), keeps_ends=keeps_ends, pause_s=pause_s)
+        self._policy = policy
+        self._runs = {one.job.name: _Run(submission=one) for one in submitted}
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, object]] = []
+        self._now_s = 0.0
+        self._dollars = 0.0
+        self._peak = 0.0
+        self._num_moves = 0
+        self._kinds = dict.fromkeys(Kind, 0)
+        self._ended: set[str] = set()
+        self._has_banks = any(one.job.slo_kind is SloKind.LIFETIME for one in submitted)
+        for one in submitted:
+            self._at(one.arrival_s, one)
+        for event in (*changes, *failures):
+            self._at(event.time_s, event)
+
+    def run(self) -> Result:
+        """Until the last job has ended."""
+        first_s = self._events[0][0]
+        while len(self._ended) < len(self._runs):
+            event = self._next()
+            if isinstance(event, Submission):
+                self._arrive(event)
+            elif isinstance(event, Change):
+                self._change(event)
+            elif isinstance(event, Failure):
+                self._fail(event)
+            else:
+                assert isinstance(event, str)
+                self._leave(event)
+            if not self._events or self._events[0][0] > self._now_s:
+                self._rearrange()
+        violated = tuple(name for name, run in self._runs.items() if not _is_attained(run))
+        return Result(
+            dollars=self._dollars,
+            duration_s=self._now_s - first_s,
+            num_jobs=len(self._runs),
+            num_attained=len(self._runs) - len(violated),
+            num_moves=self._num_moves,
+            kinds=self._kinds,
+            violated=violated,
+            peak_dollars_per_hour=self._peak,
+            mean_attainment=sum(map(_is_mean_attained, self._runs.values())) / len(self._runs),
+        )
+
+    # Time -----------------------------------------------------------------------------------------------
+
+    def _at(self, time_s: float, event: object) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), event))
+
+    def _next(self) -> object:
+        """The next event: the earliest end of a job, or what is planned before."""
+        ends = self.cluster.residents.values()
+        leaver = min(ends, key=lambda resident: resident.end_s, default=None)
+        if leaver is not None and (not self._events or leaver.end_s <= self._events[0][0]):
+            self._advance(leaver.end_s)
+            return leaver.job.name
+        time_s, _, event = heapq.heappop(self._events)
+        self._advance(time_s)
+        return event
+
+    def _advance(self, now_s: float) -> None:
+        cost = self.cluster.dollars_per_hour
+        self._peak = max(self._peak, cost)
+        self._dollars += cost * (now_s - self._now_s) / 3600
+        for name, resident in self.cluster.residents.items():
+            later = resident.at(now_s)
+            done_s = resident.at(self._now_s).work_s - later.work_s
+            run = self._runs[name]
+            run.work_s += done_s
+            run.elapsed_s += done_s * resident.slowdown
+            if done_s > 0:
+                run.worst = max(run.worst, resident.slowdown)
+        self._now_s = now_s
+
+    # Events ---------------------------------------------------------------------------------------------
+
+    def _arrive(self, one: Submission) -> None:
+        self._place(one.job, one.work_s)
+
+    def _place(self, job: Job, work_s: float, resident: Resident | None = None) -> None:
+        self._refresh()
+        self.cluster.submit(job, self._now_s, work_s)
+        if resident is not None:
+            self.cluster.residents[job.name] = resident
+        placement = self._policy.place(self.cluster, job, self._now_s)
+        self._kinds[placement.kind] += 1
+        self.cluster.apply(Plan(groups=(placement.group,)), self._now_s)
+
+    def _leave(self, name: str) -> None:
+        self.cluster.remove(name, self._now_s)
+        self._ended.add(name)
+
+    def _rearrange(self) -> None:
+        left = self._policy.max_moves
+        while left > 0:
+            self._refresh()
+            plan = self._policy.rearrange(self.cluster, self._now_s, left)
+            if plan is None:
+                return
+            self.cluster.apply(plan, self._now_s)
+            left -= max(1, len(plan.moved))
+            for name in plan.moved:
+                self._pause(name)
+
+    def _pause(self, name: str) -> None:
+        self._num_moves += 1
+        self._runs[name].elapsed_s += self.cluster.pause_s
+
+    def _refresh(self) -> None:
+        if self._has_banks:
+            self.cluster.refresh(self._now_s)
+
+    def _change(self, change: Change) -> None:
+        """The job's times are other ones; if its group is then over a limit, the job is placed anew."""
+        if change.name not in self.cluster.residents:
+            return
+        given = self._runs[change.name].submission.job
+        current = self.cluster.residents[change.name].job
+        job = replace(
+            current,
+            rollout_s=given.rollout_s * change.factor,
+            train_s=given.train_s * change.factor,
+        )
+        group = self.cluster.change(job, self._now_s)
+        promises = promised_s(group)
+        is_over = any(
+            promise > self.cluster.limit_s(member.job) * (1 + EPSILON)
+            for member, promise in zip(group.members, promises, strict=True)
+        )
+        if len(group.members) > 1 and is_over:
+            self._resubmit(job)
+
+    def _resubmit(self, job: Job) -> None:
+        resident = self.cluster.residents[job.name].at(self._now_s)
+        self.cluster.remove(job.name, self._now_s)
+        self._place(job, resident.work_s, resident.paused(self.cluster.pause_s))
+        self._pause(job.name)
+
+    def _fail(self, failure: Failure) -> None:
+        if failure.name not in self.cluster.residents:
+            return
+        resident = self.cluster.residents[failure.name].at(self._now_s)
+        self.cluster.remove(failure.name, self._now_s)
+        again = Submission(job=resident.job, arrival_s=self._now_s + failure.away_s, work_s=resident.work_s)
+        self._at(again.arrival_s, again)
+
+
+def _is_attained(run: _Run) -> bool:
+    """No iteration beyond the SLO (unless its kind is the lifetime's), and neither all of them with pauses."""
+    job = run.submission.job
+    each = job.slo_kind is SloKind.LIFETIME or run.worst <= job.slo * (1 + _ROUNDING)
+    return each and _is_mean_attained(run)
+
+
+def _is_mean_attained(run: _Run) -> bool:
+    return run.elapsed_s <= run.submission.job.slo * (1 + _ROUNDING) * run.work_s

@@ -1,0 +1,66 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.scheduler.cluster.model import Group, Job, Member
+from rose.scheduler.cluster.rates import Slot, timetable
+
+
+def group_of(jobs: list[tuple[float, float, int]]) -> Group:
+    return Group(
+        name="g",
+        num_train_nodes=1,
+        num_rollout_nodes=max(node for _, _, node in jobs) + 1,
+        members=tuple(
+            Member(job=Job(name=f"j{k}", rollout_s=rollout_s, train_s=train_s), rollout_nodes=(node,))
+            for k, (rollout_s, train_s, node) in enumerate(jobs)
+        ),
+    )
+
+
+def replay(group: Group, slots: tuple[Slot, ...]) -> None:
+    """Every phase of many periods, one by one: nothing meets on a node."""
+    busy: dict[object, list[tuple[float, float]]] = {}
+    horizon_s = 60 * max(slot.period_s for slot in slots)
+    for member, slot in zip(group.members, slots, strict=True):
+        job = member.job
+        train_s = job.train_s_on(group.num_train_nodes)
+        assert slot.rollout_at_s + job.rollout_s <= slot.train_at_s + 1e-6
+        assert slot.train_at_s + train_s + job.sync_s <= slot.rollout_at_s + slot.period_s + 1e-6
+        for turn in range(int(horizon_s / slot.period_s)):
+            at_s = turn * slot.period_s
+            busy.setdefault("train", []).append((slot.train_at_s + at_s, train_s))
+            for node in member.rollout_nodes:
+                busy.setdefault(node, []).append((slot.rollout_at_s + at_s, job.rollout_s))
+    for phases in busy.values():
+        phases.sort()
+        for (start_s, length_s), (next_s, _) in zip(phases, phases[1:], strict=False):
+            assert start_s + length_s <= next_s + 1e-5
+
+
+def test_a_short_job_beside_a_long_one_keeps_its_own_rate() -> None:
+    pair = group_of([(400, 100, 0), (100, 25, 1)])
+    slots = timetable(pair, [500 * 1.1, 125 * 1.1])
+    assert slots is not None
+    replay(pair, slots)
+    assert slots[1].period_s <= 137.5 < 500 <= slots[0].period_s
+
+
+def test_training_that_leaves_no_gap_has_no_timetable() -> None:
+    assert timetable(group_of([(400, 100, 0), (50, 45, 1)]), [600, 140]) is None
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(20, 600), st.floats(10, 300), st.integers(0, 2), st.floats(1.01, 3)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_whatever_is_promised_can_be_replayed(jobs: list[tuple[float, float, int, float]]) -> None:
+    found = group_of([job[:3] for job in jobs])
+    limits_s = [slo * (rollout_s + train_s) for rollout_s, train_s, _, slo in jobs]
+    slots = timetable(found, limits_s)
+    if slots is not None:
+        replay(found, slots)
+        assert all(slot.period_s <= limit * (1 + 1e-6) for slot, limit in zip(slots, limits_s, strict=True))

@@ -1,0 +1,64 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rose.cli import main
+from rose.config import load_yaml, parse_config
+from rose.errors import ConfigError
+from rose.scheduler.cluster.spec import CLUSTER_EXAMPLE, ClusterSpec
+
+
+def example(**changes: Any) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(CLUSTER_EXAMPLE)
+    content["jobs"][0] |= changes
+    return content
+
+
+def changed(phase: str, **keys: Any) -> dict[str, Any]:
+    content = example()
+    content["jobs"][0]["phases"][phase] |= keys
+    return content
+
+
+def test_the_example_is_a_job() -> None:
+    (job,) = parse_config(example(), ClusterSpec, "cluster.yaml").to_jobs()
+    assert (job.rollout_s, job.train_s, job.sync_s, job.rollout_bytes) == (120, 100, 8, 276 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (changed("rollout", memory_gb=2001), "rollout keeps 2001 GB on each node, a node of h20 has 2000 GB"),
+        (changed("train", nodes=0), "greater than or equal to 1, got 0"),
+        (changed("train", nodes=21), "train needs 21 nodes, pool h800 has 20"),
+        (changed("train", pool="a100"), "train wants pool a100, train phases run on h800"),
+        (changed("train", seconds=None), "train has no seconds; profile it at 8192 tokens"),
+        (changed("train", after=["sync"]), "phases wait for each other"),
+        (changed("rollout", after=["nothing"]), "rollout comes after nothing, which is no phase"),
+        (example(slo=1.0), "slo 1 allows no slowdown at all"),
+        (example(phases={"rollout": {}}), "phase train is missing"),
+        ({"jobs": example()["jobs"] * 2}, "2 jobs are named math-7b"),
+    ],
+)
+def test_what_could_never_run_is_refused_with_the_numbers(content: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(content, ClusterSpec, "cluster.yaml").to_jobs()
+    assert said in str(refused.value)
+
+
+def test_explain_says_where_a_job_goes_and_what_refused_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = example()
+    content["jobs"].append(content["jobs"][0] | {"name": "second"})
+    content["jobs"].append(content["jobs"][0] | {"name": "third"})
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(content))
+    assert load_yaml(path, ClusterSpec).jobs[2].name == "third"
+    assert main(["sched", "explain", str(path), "--job", "second", "--policy", "weave", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["group"], report["kind"], report["beside"]) == ("g1", "direct packing", ["math-7b"])
+    assert main(["sched", "explain", str(path), "--policy", "weave"]) == 0
+    assert "refused, saturated: 240.0 s of work in a cycle of 228.0 s" in capsys.readouterr().out
+    assert main(["sched", "explain", str(path), "--job", "nobody"]) == 2

@@ -1,0 +1,268 @@
+"""The scheduler's decisions, with a clock of the test's own."""
+
+from typing import Any
+
+import pytest
+
+from rose.errors import ConfigError
+from rose.scheduler.runtime.channel import Outgoing
+from rose.scheduler.runtime.control import Control
+from rose.scheduler.runtime.messages import (
+    AnyAnswer,
+    AnyCall,
+    Cancel,
+    Completed,
+    Drain,
+    Exited,
+    Grant,
+    Heartbeat,
+    Hello,
+    Release,
+    Reply,
+    Request,
+    Start,
+    Status,
+    Stop,
+    Submit,
+    decode_answer,
+)
+from rose.scheduler.runtime.spec import ClusterSpec
+
+LEASE_S = 10.0
+
+
+class Scheduler:
+    """A control whose batches become rows at once, as a channel's would."""
+
+    def __init__(self, **cluster: Any) -> None:
+        self.cluster = ClusterSpec(lease_s=LEASE_S, **cluster)
+        self.rows: dict[str, bytes] = {}
+        self.now = 1000.0
+        self.seq = 0
+        self.control = Control(self.cluster, {}, self.now, 1)
+
+    def restart(self, now: float) -> None:
+        """A new scheduler, whose clock may be far from the old one's."""
+        self.now = now
+        self.control = Control(self.cluster, self.rows, now, 2)
+
+    def call(self, kind: type[AnyCall], client: str = "job", **fields: Any) -> list[AnyAnswer]:
+        """What all clients are told."""
+        self.seq += 1
+        return self.deliver(kind(seq=self.seq, **fields), client)
+
+    def deliver(self, call: AnyCall, client: str = "job") -> list[AnyAnswer]:
+        self.control.handle(client, call, self.now)
+        return self._commit()
+
+    def wait(self, seconds: float) -> list[AnyAnswer]:
+        """Time passes, with ticks as often as the service makes them."""
+        answers: list[AnyAnswer] = []
+        for _ in range(int(seconds / 0.25)):
+            self.now += 0.25
+            self.control.tick(self.now)
+            answers += self._commit()
+        return answers
+
+    def _commit(self) -> list[AnyAnswer]:
+        batch = self.control.take_batch()
+        for key, row in batch.rows.items():
+            if row is None:
+                self.rows.pop(key, None)
+            else:
+                self.rows[key] = row
+        return [decode_answer(_body(each)) for each in batch.outgoing]
+
+    def submit(self, name: str, **fields: Any) -> list[AnyAnswer]:
+        spec = {"name": name, "command": ["x"], "rollout_s": 1.0, "train_s": 1.0, "num_iterations": 3}
+        return self.call(Submit, spec={**spec, "slo": 100.0, **fields}, client="cli")
+
+    def request(
+        self, job: str, phase: str = "rollout", iteration: int = 0, attempt: int = 1
+    ) -> list[AnyAnswer]:
+        return self.call(Request, job=job, attempt=attempt, phase=phase, iteration=iteration, client=job)
+
+    def job(self, name: str) -> dict[str, Any]:
+        [reply] = self.call(Status, job=name)
+        assert isinstance(reply, Reply)
+        found: dict[str, Any] = reply.body["jobs"][0]
+        return found
+
+
+def _body(outgoing: Outgoing) -> bytes:
+    return outgoing.body
+
+
+def only(kind: type[AnyAnswer], answers: list[AnyAnswer]) -> Any:
+    [found] = [each for each in answers if isinstance(each, kind)]
+    return found
+
+
+def error_of(answers: list[AnyAnswer]) -> str:
+    error = only(Reply, answers).error
+    assert isinstance(error, str)
+    return error
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    """With a runner, and two jobs started."""
+    made = Scheduler()
+    made.call(Hello, client="runner", running={}, log_folder="/logs")
+    for name in ("a", "b"):
+        start = only(Start, made.submit(name))
+        assert (start.job, start.attempt, start.first_iteration) == (name, 1, 0)
+    return made
+
+
+def test_a_release_hands_the_nodes_to_the_next_and_queues_the_phase_that_follows(
+    scheduler: Scheduler,
+) -> None:
+    first = only(Grant, scheduler.request("a"))
+    assert scheduler.request("b") == [], "waits"
+    answers = scheduler.call(
+        Release, job="a", attempt=1, phase="rollout", epoch=first.epoch, next_phase="train", client="a"
+    )
+    grants = [each for each in answers if isinstance(each, Grant)]
+    assert {(each.job, each.phase) for each in grants} == {("b", "rollout"), ("a", "train")}
+    assert only(Grant, scheduler.request("a", "train")).epoch in {each.epoch for each in grants}
+
+
+def test_calls_that_arrive_twice_change_nothing(scheduler: Scheduler) -> None:
+    submit = Submit(
+        seq=99,
+        spec={"name": "c", "command": ["x"], "rollout_s": 1, "train_s": 1, "num_iterations": 1, "slo": 9},
+    )
+    assert only(Reply, scheduler.deliver(submit, "cli")).error is None
+    [again] = scheduler.deliver(submit, "cli")
+    assert isinstance(again, Reply) and again.error is None
+    grant = only(Grant, scheduler.request("a"))
+    assert only(Grant, scheduler.request("a")).epoch == grant.epoch
+    release = Release(seq=7, job="a", attempt=1, phase="rollout", epoch=grant.epoch)
+    assert only(Reply, scheduler.deliver(release)).error is None
+    assert only(Reply, scheduler.deliver(release)).error is None
+    exited = Exited(seq=8, job="a", attempt=1, exit_status=1)
+    assert only(Start, scheduler.deliver(exited, "runner")).attempt == 2
+    assert not [each for each in scheduler.deliver(exited, "runner") if isinstance(each, Start)]
+
+
+@pytest.mark.parametrize("now", [0.0, 1e9])
+def test_a_new_scheduler_goes_on_whatever_its_clock_says(scheduler: Scheduler, now: float) -> None:
+    held = only(Grant, scheduler.request("a"))
+    assert scheduler.request("b") == []
+    scheduler.restart(now)
+    assert scheduler.wait(LEASE_S / 2) == [], "holders have a whole lease to be heard of again"
+    beat = scheduler.call(Heartbeat, job="a", attempt=1, phase="rollout", epoch=held.epoch)
+    assert only(Reply, beat).error is None
+    answers = scheduler.call(Release, job="a", attempt=1, phase="rollout", epoch=held.epoch)
+    granted = only(Grant, answers)
+    assert granted.job == "b" and granted.epoch > held.epoch, (
+        "b's request is remembered, and fences a's permit"
+    )
+    assert scheduler.job("a")["attempt"] == 1
+
+
+def test_a_silent_holder_is_ended_before_its_nodes_go_on(scheduler: Scheduler) -> None:
+    held = only(Grant, scheduler.request("a"))
+    scheduler.request("b")
+    stop = only(Stop, scheduler.wait(LEASE_S + 1))
+    assert (stop.job, stop.is_lost) == ("a", True)
+    answers = scheduler.call(Exited, job="a", attempt=1, exit_status=-9, client="runner")
+    assert only(Grant, answers).job == "b"
+    assert only(Start, answers).attempt == 2
+    late = scheduler.call(Release, job="a", attempt=1, phase="rollout", epoch=held.epoch)
+    assert "attempt 1 was replaced by attempt 2" in error_of(late)
+
+
+def test_without_a_runner_a_silent_holder_blocks_for_two_leases(scheduler: Scheduler) -> None:
+    scheduler.request("a")
+    scheduler.request("b")
+    answers = scheduler.wait(LEASE_S * 2 + 1)
+    assert only(Grant, answers).job == "b"
+
+
+def test_heartbeats_keep_a_permit(scheduler: Scheduler) -> None:
+    held = only(Grant, scheduler.request("a"))
+    scheduler.request("b")
+    for _ in range(10):
+        assert scheduler.wait(LEASE_S / 2) == []
+        beat = scheduler.call(Heartbeat, job="a", attempt=1, phase="rollout", epoch=held.epoch)
+        assert only(Reply, beat).error is None
+    stale = scheduler.call(Heartbeat, job="a", attempt=1, phase="rollout", epoch=held.epoch - 1)
+    assert "taken back" in error_of(stale)
+
+
+def test_time_in_which_nobody_could_be_heard_does_not_count(scheduler: Scheduler) -> None:
+    scheduler.request("a")
+    scheduler.now += 100 * LEASE_S
+    scheduler.control.tick(scheduler.now)
+    assert scheduler.wait(LEASE_S / 2) == []
+
+
+def test_a_crash_starts_the_job_behind_its_last_iteration(scheduler: Scheduler) -> None:
+    scheduler.call(Completed, job="a", attempt=1, iteration=0)
+    scheduler.call(Completed, job="a", attempt=1, iteration=1)
+    scheduler.restart(5.0)
+    start = only(Start, scheduler.call(Exited, job="a", attempt=1, exit_status=1, client="runner"))
+    assert (start.attempt, start.first_iteration) == (2, 2)
+
+
+def test_a_new_runner_gets_every_job_that_it_does_not_have(scheduler: Scheduler) -> None:
+    answers = scheduler.call(Hello, client="other", running={"a": 1, "gone": 4}, log_folder="/logs")
+    assert only(Start, answers).job == "b" and only(Start, answers).attempt == 2
+    assert only(Stop, answers).job == "gone"
+
+
+def test_jobs_wait_for_a_runner() -> None:
+    scheduler = Scheduler()
+    assert not [each for each in scheduler.submit("a") if isinstance(each, Start)]
+    answers = scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    assert only(Start, answers).attempt == 1
+
+
+def test_an_exit_before_the_last_iteration_is_a_failure(scheduler: Scheduler) -> None:
+    scheduler.call(Exited, job="a", attempt=1, exit_status=0, client="runner")
+    assert scheduler.job("a")["state"] == "failed"
+    assert "after 0 of 3 iterations" in scheduler.job("a")["note"]
+
+
+def test_cancelling_a_job_frees_its_nodes_when_its_process_is_gone(scheduler: Scheduler) -> None:
+    scheduler.request("a")
+    scheduler.request("b")
+    answers = scheduler.call(Cancel, job="a")
+    assert only(Stop, answers).job == "a" and not [each for each in answers if isinstance(each, Grant)]
+    answers = scheduler.call(Exited, job="a", attempt=1, exit_status=-15, client="runner")
+    assert only(Grant, answers).job == "b"
+    assert scheduler.job("a")["state"] == "cancelled"
+    assert "no job 'x'; there are a, b" in error_of(scheduler.call(Cancel, job="x"))
+
+
+def test_a_drained_node_takes_no_jobs_until_that_is_undone(scheduler: Scheduler) -> None:
+    reply = only(Reply, scheduler.call(Drain, group="main", node="rollout-0"))
+    assert reply.body == {"drained": ["rollout-0"], "still_used_by": ["a", "b"]}
+    assert "rollout-0 of group main is drained" in error_of(scheduler.submit("c"))
+    scheduler.restart(0.0)
+    assert "rollout-0 of group main is drained" in error_of(scheduler.submit("c"))
+    scheduler.call(Drain, group="main", node="rollout-0", undo=True)
+    assert only(Start, scheduler.submit("c")).job == "c"
+    assert "no node 'rollout-7'" in error_of(scheduler.call(Drain, group="main", node="rollout-7"))
+
+
+def test_a_dry_run_changes_nothing(scheduler: Scheduler) -> None:
+    rows = dict(scheduler.rows)
+    spec = {"name": "c", "command": ["x"], "rollout_s": 2.0, "train_s": 1.0, "num_iterations": 1, "slo": 9.0}
+    reply = only(Reply, scheduler.call(Submit, spec=spec, dry_run=True))
+    assert reply.body["state"] == "would run" and reply.body["cycle_s"] == 4.0
+    assert scheduler.rows == rows
+
+
+def test_a_full_group_refuses_a_job() -> None:
+    scheduler = Scheduler(max_residents=1)
+    scheduler.submit("a")
+    assert "group main has 1 jobs, at most 1 may" in error_of(scheduler.submit("b"))
+
+
+def test_a_group_that_left_the_file_with_its_jobs_running_is_refused(scheduler: Scheduler) -> None:
+    cluster = ClusterSpec.model_validate({"groups": {"other": {}}})
+    with pytest.raises(ConfigError, match="job a runs in group 'main', which is not in the cluster's file"):
+        Control(cluster, scheduler.rows, 0.0, 3)

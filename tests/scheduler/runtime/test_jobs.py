@@ -1,0 +1,184 @@
+"""Jobs under `rose sched serve`, on both channels: turns, crashes, restarts of every part."""
+
+import os
+import signal
+from pathlib import Path
+
+from redis_process import RedisProcess
+from served_cluster import ServedCluster, kill, overlap, wait_until
+
+from rose.node import watcher
+from rose.scheduler.runtime.messages import Cancel, Status, Submit
+
+
+def iterations_of(cluster: ServedCluster, job: str, phase: str) -> list[int]:
+    return [each["iteration"] for each in cluster.phases(job) if each["phase"] == phase]
+
+
+def holder_pid(cluster: ServedCluster, job: str) -> int:
+    """The pid of a job that has begun an iteration, from its log."""
+    wait_until(lambda: cluster.phases(job), f"{job} to run")
+    return int(cluster.phases(job)[-1]["pid"])
+
+
+def test_two_jobs_take_turns_on_every_node_and_finish(tmp_path: Path, channel_url: str) -> None:
+    with ServedCluster(tmp_path, channel_url) as cluster:
+        for name in ("a", "b"):
+            assert cluster.submit(name).error is None
+        for name in ("a", "b"):
+            assert cluster.wait_state(name, "done")["iterations"] == [3, 3]
+        assert overlap(cluster.phases()) == []
+        for name in ("a", "b"):
+            assert iterations_of(cluster, name, "rollout") == [0, 1, 2]
+            assert len({each["pid"] for each in cluster.phases(name)}) == 1, "a suspended process is kept"
+        assert cluster.status()["groups"]["main"]["holders"] == {}
+
+
+def test_jobs_on_other_nodes_run_at_the_same_time(tmp_path: Path) -> None:
+    groups = {"main": {"num_rollout_nodes": 2}}
+    with ServedCluster(tmp_path, groups=groups) as cluster:
+        cluster.submit("a", rollout_nodes=[0], rollout_s=3600.0)
+        cluster.submit("b", rollout_nodes=[1], rollout_s=3600.0)
+        holders = {"a": "rollout", "b": "rollout"}
+        wait_until(lambda: cluster.status()["groups"]["main"]["holders"] == holders, "both rollouts")
+
+
+def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path, channel_url: str) -> None:
+    with ServedCluster(tmp_path, channel_url) as cluster:
+        cluster.submit("a", num_iterations=30)
+        cluster.submit("b", num_iterations=6)
+        wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
+        done = cluster.job("a")["iterations"][0]
+        first_pid = holder_pid(cluster, "a")
+        kill(first_pid)
+        wait_until(lambda: holder_pid(cluster, "a") != first_pid, "another attempt")
+        again = [each for each in cluster.phases("a") if each["pid"] != first_pid]
+        assert again[0]["phase"] == "rollout" and again[0]["iteration"] >= done
+        assert cluster.job("a")["restarts"] == 1
+        assert cluster.wait_state("b", "done")["restarts"] == 0
+        assert len({each["pid"] for each in cluster.phases("b")}) == 1
+        assert overlap(cluster.phases()) == []
+
+
+def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> None:
+    with ServedCluster(tmp_path, channel_url) as cluster:
+        for name in ("a", "b"):
+            cluster.submit(name, num_iterations=12)
+        wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
+        scheduler = cluster.status()["scheduler_pid"]
+        kill(scheduler)
+        for name in ("a", "b"):
+            job = cluster.wait_state(name, "done")
+            assert (job["restarts"], job["attempt"]) == (0, 1)
+            assert iterations_of(cluster, name, "train") == list(range(12)), "no phase is lost or run twice"
+        assert cluster.status()["scheduler_pid"] != scheduler
+        assert overlap(cluster.phases()) == []
+
+
+def test_jobs_outlive_a_killed_redis(tmp_path: Path) -> None:
+    with RedisProcess(tmp_path) as server, ServedCluster(tmp_path, server.url) as cluster:
+        for name in ("a", "b"):
+            cluster.submit(name, num_iterations=12)
+        wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
+        kill(server.pid)
+        server.start_again()
+        for name in ("a", "b"):
+            assert cluster.wait_state(name, "done")["restarts"] == 0
+            assert iterations_of(cluster, name, "train") == list(range(12))
+        assert overlap(cluster.phases()) == []
+
+
+def test_another_serve_goes_on_with_the_jobs_of_a_killed_one(tmp_path: Path, channel_url: str) -> None:
+    with ServedCluster(tmp_path, channel_url) as first:
+        first.submit("a", num_iterations=8)
+        wait_until(lambda: first.job("a")["iterations"][0] >= 2, "a's second iteration")
+        pids = [holder_pid(first, "a"), first.status()["scheduler_pid"]]
+        kill(first.server.pid)
+        wait_until(lambda: not any(map(watcher.group_members, pids)), "the watchers to end job and scheduler")
+    with ServedCluster(tmp_path, channel_url) as second:
+        job = second.wait_state("a", "done")
+        assert job["attempt"] == 2
+        assert sorted(set(iterations_of(second, "a", "train"))) == list(range(8))
+
+
+def test_a_job_that_keeps_crashing_fails_and_says_so(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path) as cluster:
+        cluster.submit("bad", command=["sh", "-c", "echo so it goes; exit 7"], max_restarts=1)
+        job = cluster.wait_state("bad", "failed")
+        assert "status 7" in job["note"] and job["restarts"] == 1
+        assert "so it goes" in Path(job["log"]).read_text()
+        assert cluster.submit("bad", command=["true"]).error is None, "its name is free again"
+
+
+def test_a_command_that_does_not_exist_fails_the_job_alone(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path) as cluster:
+        cluster.submit("none", command=["/no/such/program"], max_restarts=0)
+        assert "127" in cluster.wait_state("none", "failed")["note"]
+        cluster.submit("a")
+        cluster.wait_state("a", "done")
+
+
+def test_cancelling_ends_the_process_group_and_frees_the_nodes(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path) as cluster:
+        cluster.submit("a", rollout_s=3600.0)
+        wait_until(lambda: cluster.job("a")["holds"] == "rollout", "a's rollout")
+        cluster.submit("b")
+        cluster.ask(Cancel, job="a")
+        cluster.wait_state("b", "done")
+        assert cluster.job("a")["state"] == "cancelled"
+
+
+def test_a_stopped_holder_loses_its_permit_after_the_lease(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path, lease_s=1.0) as cluster:
+        cluster.submit("a", num_iterations=1000)
+        cluster.submit("b", num_iterations=1000)
+        pid = holder_pid(cluster, "a")
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: cluster.job("a")["restarts"] == 1, "the next attempt")
+        assert watcher.group_members(pid) == []
+        assert cluster.job("b")["restarts"] == 0
+        assert overlap(cluster.phases()) == []
+
+
+def test_a_second_scheduler_on_a_channel_is_refused(tmp_path: Path, channel_url: str) -> None:
+    with ServedCluster(tmp_path, channel_url) as first:
+        pid = first.status()["scheduler_pid"]
+        first.submit("a", rollout_s=3600.0)
+        (tmp_path / "second").mkdir()
+        second = ServedCluster(tmp_path / "second", channel_url)
+        with second.server as server:
+            wait_until(lambda: not server.is_alive(), "the second to end")
+            assert f"{pid}" in server.log_tail() and "already" in server.log_tail()
+        assert first.status()["scheduler_pid"] == pid
+        assert first.job("a")["attempt"] == 1
+
+
+IMPOSSIBLE: list[tuple[dict[str, object], str]] = [
+    ({"group": "other"}, "no group 'other'; there are main"),
+    ({"rollout_nodes": [3]}, "rollout nodes [3]: group main has 0 to 0"),
+    ({"slo": 1.0}, "slo"),
+    ({"num_iterations": 0}, "num_iterations"),
+    (
+        {"train_bytes": 5000},
+        "train of group main would keep 5000 bytes for 1 jobs in host memory, it has 4096",
+    ),
+    ({"name": "no/slash"}, "is not a name"),
+    ({"phases": []}, "phases: unknown key"),
+]
+
+
+def test_impossible_jobs_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path, host_memory_bytes=4096) as cluster:
+        for fields, words in IMPOSSIBLE:
+            error = cluster.ask(Submit, spec={**cluster.spec("a"), **fields}).error
+            assert error is not None and words in error
+        assert cluster.ask(Status).body["jobs"] == []
+
+
+def test_a_neighbour_s_slo_and_a_taken_name_refuse_a_job(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path) as cluster:
+        cluster.submit("a", rollout_s=3600.0, train_s=1.0, slo=1.5)
+        taken = cluster.submit("a").error
+        assert taken is not None and "a job of this name is running" in taken
+        slow = cluster.submit("b", rollout_s=3600.0, train_s=1.0).error
+        assert slow is not None and "7200 s" in slow and "5401.5 s (1.5 x 3601 s alone)" in slow

@@ -1,0 +1,41 @@
+"""What `rose.phase` and `rose.runtime_hook` do where no scheduler has started the process."""
+
+import subprocess
+import sys
+
+import pytest
+
+import rose
+
+
+def test_importing_rose_loads_no_scheduler() -> None:
+    program = "import sys, rose; assert not [m for m in sys.modules if m.startswith('rose.')]; rose.phase"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_program_runs_alone_without_permits() -> None:
+    seen: list[tuple[str, int]] = []
+
+    @rose.phase("rollout")
+    def rollout(iteration: int) -> int:
+        seen.append(("rollout", iteration))
+        return iteration
+
+    @rose.phase("train")
+    def train(samples: int) -> None:
+        seen.append(("train", samples))
+
+    @rose.runtime_hook
+    def iteration(progress: rose.Progress) -> None:
+        train(rollout(progress.iteration))
+        progress.report("rollout", 1, 1)
+
+    iteration(num_iterations=2)
+    assert seen == [("rollout", 0), ("train", 0), ("rollout", 1), ("train", 1)]
+    with pytest.raises(ValueError, match="pass num_iterations"):
+        iteration()
+
+
+def test_an_unknown_phase_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="phase 'roll': expected one of rollout, train, sync"):
+        rose.phase("roll")
