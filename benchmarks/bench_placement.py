@@ -54,7 +54,12 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 def _decisions(size: int, num_repeats: int, seed: int) -> list[Figure]:
     cluster = _filled(size, seed)
     newcomers = _jobs(num_repeats, seed + 1, prefix="new")
-    policies: tuple[Policy, ...] = (Weave(), Weave(prune_saturated=False), Lifetime(), Lifetime(multi_rate=True))
+    policies: tuple[Policy, ...] = (
+        Weave(),
+        Weave(prune_saturated=False),
+        Lifetime(),
+        Lifetime(multi_rate=True),
+    )
     figures = []
     groups = {"groups": float(len(cluster.groups))}
     for policy in policies:

@@ -1,8 +1,8 @@
 """Which groups run, and on which nodes: the state that policies read and plans change.
 
-Owns: groups, running jobs, free nodes, the index. Promises: a plan is applied whole or refused whole, and what
-`place` put somewhere is there until it is removed. Never: chooses, or reads a clock. Not thread-safe: one
-scheduler owns it.
+Owns: groups, running jobs, free nodes, the index. Promises: a plan is applied whole or refused whole, and
+what `place` put somewhere is there until it is removed. Never: chooses, or reads a clock. Not thread-safe:
+one scheduler owns it.
 """
 
 import itertools
@@ -23,7 +23,7 @@ PAUSE_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A change: groups as they shall be (without members: given back), and the jobs that are paused for it."""
+    """A change: groups as they shall be (without members: given back), and who is paused for it."""
 
     groups: tuple[Group, ...]
     moved: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class Cluster:
             self._put(group, now_s)
 
     def remove(self, name: str, now_s: float) -> Group | None:
-        """A job has ended. Its group without it, without rollout nodes that nobody uses; None: the group too."""
+        """A job has ended. Its group without it and without unused rollout nodes; None: given back."""
         group = without(self.group_of(name), name)
         if group.periods_s:
             # Those who stay may go faster now; if not, their timetable has a hole.

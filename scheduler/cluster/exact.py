@@ -66,7 +66,7 @@ class Exact:
 
 
 def _matched(cluster: Cluster, groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
-    """Every group under the name of the one that most of its jobs come from, and the jobs that come from others."""
+    """Every group under the name of the one that most of its jobs come from; the jobs from others."""
     taken: set[str] = set()
     found, moved = [], []
     for group in sorted(groups, key=lambda group: -len(group.members)):
@@ -91,7 +91,9 @@ def optimum(jobs: Sequence[Job], pools: Pools, limit_of: LimitOf) -> list[Group]
     covered = np.unique(columns.jobs)
     for number, job in enumerate(jobs):
         if number not in covered:
-            raise PlacementError(f"job {job.name} keeps its limit of {limit_of(job):.1f} s in no group, not even alone")
+            raise PlacementError(
+                f"job {job.name} keeps its limit of {limit_of(job):.1f} s in no group, not even alone"
+            )
     chosen = _cover(columns, len(jobs))
     return _groups(columns, chosen, jobs, pools, limit_of)
 
@@ -200,7 +202,10 @@ def _fewest_blocks(jobs: Sequence[Job], limit_s: float, host_bytes: int) -> list
         job = jobs[number]
         for block in blocks:
             load_s = sum(one.rollout_s for one in block) + job.rollout_s
-            if load_s <= limit_s and sum(one.rollout_bytes for one in block) + job.rollout_bytes <= host_bytes:
+            if (
+                load_s <= limit_s
+                and sum(one.rollout_bytes for one in block) + job.rollout_bytes <= host_bytes
+            ):
                 block.append(job)
                 put(number + 1)
                 block.pop()

@@ -152,7 +152,11 @@ class GroupIndex:
     def fit(self, job: Job, limit_s: float, *, prune_saturated: bool, multi_rate: bool) -> Fit:
         """Where the job could go. `limit_s`: the longest iteration that it may be promised."""
         column = self.column
-        train_s = job.train_s * job.num_train_nodes / column("num_train_nodes") if self._num_rows else column("train_s")
+        train_s = (
+            job.train_s * job.num_train_nodes / column("num_train_nodes")
+            if self._num_rows
+            else column("train_s")
+        )
         solo_s = train_s + (job.rollout_s + job.sync_s)
         all_train_s = column("train_s") + train_s
         limit = np.minimum(column("limit_s"), limit_s) * (1 + EPSILON)
@@ -189,4 +193,3 @@ class GroupIndex:
             assert self._scalars["num_jobs"][row] == len(groups[name].members)
             loads = self._per_node["node_s"][row]
             assert loads[np.isfinite(loads)].tolist() == rollout_load_s(groups[name])
-

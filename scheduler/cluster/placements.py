@@ -122,7 +122,8 @@ def is_saturated(group: Group) -> bool:
 
 def certified(group: Group, limit_of: LimitOf, *, multi_rate: bool) -> Group | None:
     """The group in an order that keeps all limits, if one was found: as it stands; with its last member at
-    another place where jobs on several nodes make that matter; then with periods of their own, if that may be."""
+    another place where jobs on several nodes make that matter; then with periods of their own, if that may
+    be."""
     limits_s = [limit_of(member.job) for member in group.members]
     group = replace(group, periods_s=()) if group.periods_s else group
     if round_robin_s(group) <= min(limits_s) * (1 + EPSILON):

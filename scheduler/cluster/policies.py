@@ -4,8 +4,9 @@ Owns: the interface of all policies; `weave`, `random`, `greedy`, `solo`. Promis
 placement that breaks a limit; `random` and `greedy` look at memory alone, as the paper's do. Never: changes
 the cluster.
 
-WEAVE leaves ties open: ours go to the group with the first row. The paper says little about Random and Greedy,
-and their published figures could not be had from what it says; here they open a group only when none has room.
+WEAVE leaves ties open: ours go to the group with the first row. The paper says little about Random and
+Greedy, and their published figures could not be had from what it says; here they open a group only when none
+has room.
 """
 
 import random
@@ -162,7 +163,9 @@ def alone(cluster: Cluster, job: Job) -> Placement:
     return placement
 
 
-def explain(cluster: Cluster, job: Job, *, prune_saturated: bool, multi_rate: bool) -> list[Placement | Rejection]:
+def explain(
+    cluster: Cluster, job: Job, *, prune_saturated: bool, multi_rate: bool
+) -> list[Placement | Rejection]:
     """What every group says to a job, in the rows' order: for people, not for deciding."""
     verdicts: list[Placement | Rejection] = []
     for name in cluster.index.names():

@@ -1,11 +1,12 @@
 """The event loop: jobs arrive, end, drift and fail, under one policy.
 
-Owns: simulated time, the bill, the verdicts on SLOs. Promises: the shipped policy decides everything, and sees
-what the scheduler would see; the same input gives the same result. Never: reads a clock. Its figures are
-simulated.
+Owns: simulated time, the bill, the verdicts on SLOs. Promises: the shipped policy decides everything, and
+sees what the scheduler would see; the same input gives the same result. Never: reads a clock. Its figures
+are simulated.
 
-Jobs take what their group promises them, the worst case. `keeps_ends` has them leave after the trace's duration
-whatever their slowdown, as in the paper; otherwise slow jobs stay longer, which only total dollars show.
+Jobs take what their group promises them, the worst case. `keeps_ends` has them leave after the trace's
+duration whatever their slowdown, as in the paper; otherwise slow jobs stay longer, which only total dollars
+show.
 """
 
 import heapq
@@ -21,7 +22,6 @@ from rose.scheduler.cluster.policies import Policy
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.sim.workloads import Submission
-
 
 _ROUNDING = 1e-6
 """Relative, of sums over thousands of iterations."""
@@ -245,7 +245,7 @@ class Simulation:
 
 
 def _is_attained(run: _Run) -> bool:
-    """No iteration beyond the SLO (unless its kind is the lifetime's), and neither all of them with pauses."""
+    """No iteration beyond the SLO (unless it is the lifetime's), nor all of them with their pauses."""
     job = run.submission.job
     each = job.slo_kind is SloKind.LIFETIME or run.worst <= job.slo * (1 + _ROUNDING)
     return each and _is_mean_attained(run)

@@ -9,7 +9,16 @@ from rose.scheduler.cluster.cluster import Cluster
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.placements import Constraint, Kind, Rejection
-from rose.scheduler.cluster.policies import Greedy, Policy, Random, Solo, Weave, explain, first_fitting, is_saturated
+from rose.scheduler.cluster.policies import (
+    Greedy,
+    Policy,
+    Random,
+    Solo,
+    Weave,
+    explain,
+    first_fitting,
+    is_saturated,
+)
 from rose.scheduler.cluster.pools import H20, H800, Pool, Pools
 
 CERTIFIED = (Weave, lambda: Weave(prune_saturated=False), Lifetime, lambda: Lifetime(multi_rate=True), Solo)
@@ -94,9 +103,9 @@ def test_a_pause_that_a_job_cannot_afford_is_not_taken() -> None:
 
 def test_a_full_pool_refuses_with_the_numbers_and_loses_nothing() -> None:
     cluster = Cluster(Pools(train=Pool(name="h800", dollars_per_gpu_hour=5.28, num_nodes=1)))
-    place(cluster, Weave(), job("a", 500, 400, slo=1.1))
+    place(cluster, Weave(), job("a", 500, 600, slo=1.05))
     with pytest.raises(PlacementError, match="1 nodes of pool h800, 0 of 1 free"):
-        Weave().place(cluster, job("b", 500, 400, slo=1.1), 0.0)
+        Weave().place(cluster, job("b", 500, 600, slo=1.05), 0.0)
     assert_kept(cluster, 0.0)
 
 

@@ -1,3 +1,5 @@
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +35,7 @@ def replay(group: Group, slots: tuple[Slot, ...]) -> None:
                 busy.setdefault(node, []).append((slot.rollout_at_s + at_s, job.rollout_s))
     for phases in busy.values():
         phases.sort()
-        for (start_s, length_s), (next_s, _) in zip(phases, phases[1:], strict=False):
+        for (start_s, length_s), (next_s, _) in itertools.pairwise(phases):
             assert start_s + length_s <= next_s + 1e-5
 
 

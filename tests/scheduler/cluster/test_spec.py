@@ -31,7 +31,7 @@ def test_the_example_is_a_job() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (changed("rollout", memory_gb=2001), "rollout keeps 2001 GB on each node, a node of h20 has 2000 GB"),
+        (changed("rollout", memory_gb=2001), "rollout keeps 2001 GB on each node, a h20 node has 2000 GB"),
         (changed("train", nodes=0), "greater than or equal to 1, got 0"),
         (changed("train", nodes=21), "train needs 21 nodes, pool h800 has 20"),
         (changed("train", pool="a100"), "train wants pool a100, train phases run on h800"),
@@ -49,7 +49,9 @@ def test_what_could_never_run_is_refused_with_the_numbers(content: dict[str, Any
     assert said in str(refused.value)
 
 
-def test_explain_says_where_a_job_goes_and_what_refused_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_where_a_job_goes_and_what_refused_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = example()
     content["jobs"].append(content["jobs"][0] | {"name": "second"})
     content["jobs"].append(content["jobs"][0] | {"name": "third"})
