@@ -10,7 +10,7 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-EXTRAS="cpu,mooncake,train,dev"
+EXTRAS="cpu,mooncake,train,cluster,redis,otel,ray,dev"
 STAMP=".venv/.rose-stamp"
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -85,6 +85,7 @@ probe_system() {
     has_library libcurl.so.4 || optional+=(libcurl4)
     has_library libnl-3.so.200 || optional+=(libnl-3-200)
     has_library liburing.so.2 || optional+=(liburing2)
+    command -v redis-server >/dev/null || optional+=(redis-server)
 }
 
 can_install() { [ "$(id -u)" = 0 ] && [ -e /etc/debian_version ] && command -v apt-get >/dev/null; }
@@ -106,7 +107,8 @@ install_system_packages() {
         probe_system "$(find_python)"
     fi
     if [ ${#optional[@]} -gt 0 ]; then
-        say "Mooncake lacks system packages, so the embedded relay will be used; to change that:"
+        say "system packages are missing, so some tests will be skipped, and without libraries Mooncake's relay"
+        say "makes way for the embedded one; to change that:"
         say "    sudo apt-get install -y ${optional[*]}"
     fi
     if [ ${#required[@]} -gt 0 ]; then
