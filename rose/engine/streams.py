@@ -8,6 +8,7 @@ Runs on the API server's event loop.
 from __future__ import annotations
 
 import inspect
+from types import CodeType
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
@@ -35,7 +36,8 @@ def check_output_processor(
 
 def _fields(owner: type[object]) -> tuple[str, ...]:
     """What the initializer names, its instance's fields among them: there is no instance to look at yet."""
-    return owner.__init__.__code__.co_names
+    code: CodeType | None = getattr(owner.__init__, "__code__", None)
+    return code.co_names if code is not None else ()
 
 
 def send_held_back(processor: OutputProcessor) -> None:

@@ -90,3 +90,5 @@ def test_a_vllm_whose_output_processor_is_another_is_refused_with_what_it_lacks(
     lacking = r"Other.sent_tokens_offset, Other.request_states, Other.make_request_output\(new_token_ids, "
     with pytest.raises(ConfigError, match=f"vLLM has no {lacking}.*: this version is not supported by rose"):
         check_output_processor(Other, Other)
+    with pytest.raises(ConfigError, match=r"vLLM has no type.detokenizer, .*type.make_request_output"):
+        check_output_processor(type("type", (), {}), type("type", (), {}))
