@@ -15,8 +15,8 @@ bytes over one TCP connection, and how many of the machine's cores were busy, wh
 `slow_link_copies[n]`: bytes over the link in both directions, with all headers, over one encoded copy, for n
 relays that hold the same objects with a follower of all weights each; beside it the interfaces' own count,
 which has a burst's headers once, and the same with one relay at the trainer, whence each follower fetches.
-`slow_link_copies[2, Mooncake]`: with two Mooncake stores, of which the second copies from the first; beside it
-two that know nothing of each other.
+`slow_link_copies[2, Mooncake]`: with two Mooncake stores, the second of which copies from the first; beside
+it two that know nothing of each other.
 `projected_sync_s[...]` is arithmetic from this run's rates, not a measurement.
 
     python benchmarks/bench_sync.py --json sync.json
@@ -124,7 +124,9 @@ def _mooncake_figure(cluster: Cluster, repeats: int) -> Figure:
         for is_beside in (True, False)
     )
     peers: dict[str, float | None] = {"stores that know nothing of each other": statistics.median(apart)}
-    return median_figure("slow_link_copies[2, Mooncake]", beside, "encoded copies", target="<= 1.02", peers=peers)
+    return median_figure(
+        "slow_link_copies[2, Mooncake]", beside, "encoded copies", target="<= 1.02", peers=peers
+    )
 
 
 def _copies(cluster: Cluster, replicas: int, side: str, repeats: int, **relay: Any) -> list[Sync]:

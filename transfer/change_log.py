@@ -43,7 +43,9 @@ class ChangeLog:
             if not future.done():
                 future.set_result(None)
 
-    async def wait(self, prefixes: Sequence[str], seen: str, timeout_s: float) -> tuple[str, list[str] | None]:
+    async def wait(
+        self, prefixes: Sequence[str], seen: str, timeout_s: float
+    ) -> tuple[str, list[str] | None]:
         """Returns once such keys were written since `seen`, or after timeout_s: (a position, the keys).
 
         Keys are None when `seen` is too old, or of another relay: then any may have been written.

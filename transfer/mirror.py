@@ -53,16 +53,14 @@ class WeightMirror:
         self.version: WeightVersion | None = None
         self.planes: WeightPlanes | None = None
         self._version_hash: StateHash | None = None
+        self._held_hash: StateHash | None = None
         self._ahead: dict[int, _Step] = {}
         """By bucket, of the version after this one; they are written."""
 
     @property
     def state_hash(self) -> StateHash | None:
         """The hash of the held weights, without what was read ahead; None while empty."""
-        if self.planes is None:
-            return None
-        ahead = sum((step.change for step in self._ahead.values()), StateHash())
-        return self.planes.state_hash - ahead
+        return self._held_hash
 
     @property
     def version_hash(self) -> StateHash | None:
@@ -105,10 +103,7 @@ class WeightMirror:
                 raise FrameError(
                     f"bucket {entry.index} hashes to {found}, in version {manifest.version} to {entry.change}"
                 )
-        self._ahead.clear()
-        self.planes = planes
-        self._version_hash = whole
-        self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
+        self._arrive(manifest, planes, whole)
 
     @property
     def buckets_ahead(self) -> frozenset[int]:
@@ -155,17 +150,23 @@ class WeightMirror:
                 if bucket.index in planes.held and bucket.index not in self._ahead
             ],
         )
-        self._ahead.clear()
-        self._version_hash = whole
-        self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
+        self._arrive(manifest, planes, whole)
 
     def check_integrity(self) -> None:
         """Raises: AssertionError when the bits don't have the hash that is kept for them."""
         assert (self.planes is None) == (self.version is None) == (self._version_hash is None)
         if self.planes is not None:
             self.planes.check_integrity()
+            ahead = sum((step.change for step in self._ahead.values()), StateHash())
+            assert self.planes.state_hash - ahead == self._held_hash
             is_whole = len(self.planes.held) == len(self.planes.layout.buckets)
-            assert not is_whole or self.state_hash == self._version_hash
+            assert not is_whole or self._held_hash == self._version_hash
+
+    def _arrive(self, manifest: Manifest, planes: WeightPlanes, whole: StateHash) -> None:
+        self._ahead.clear()
+        self.planes = planes
+        self._version_hash, self._held_hash = whole, planes.state_hash
+        self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
 
     def _require_base(self, manifest: Manifest) -> tuple[WeightPlanes, StateHash]:
         have = (self.version.run_id, self.version.number) if self.version is not None else None

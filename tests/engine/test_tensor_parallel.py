@@ -23,12 +23,6 @@ from weight_probes import probe, update
 
 from rose.memory.pool_state import read_state
 from rose.memory.wire import Kind
-from rose.messages import WeightUpdate
-from rose.transfer.checkpoint import fill_from_checkpoint, read_checkpoint, write_checkpoint
-from rose.transfer.layout import Layout, TensorSpec
-from rose.transfer.partition import cut_by_holdings, held_buckets
-from rose.transfer.planes import WeightPlanes
-from rose.transfer.shard_plan import ShardPlan
 from rose.types import GateMode, Role, StopReason
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -109,25 +103,6 @@ def test_weights_change_on_all_ranks_or_on_none(
     assert [tokens for tokens, _ in probe(rollout)] == [expected[tuple(turn)]["tokens"] for turn in probes()]
 
 
-def test_ranks_load_their_parts_of_a_file_of_shards(
-    rollout: RealEngine, models: ModelDirs, stock: StockAnswers, tmp_path: Path
-) -> None:
-    update(rollout, models.untied[1], 1)
-    model = models.untied[NUM_VERSIONS]
-    specs = [spec for spec, _ in read_checkpoint(model).values()]
-    plans = plans_of_ranks(model, specs)
-    layout = Layout(specs, cuts=cut_by_holdings(specs, [plan.boxes() for plan in plans]))
-    planes = WeightPlanes(layout, held_buckets(layout, plans))
-    fill_from_checkpoint(planes, model)
-    assert sum(bool(cut.points) for cut in layout.cuts.values()) > len(specs) // 2
-    path = tmp_path / "shards.safetensors"
-    write_checkpoint(path, planes, {})
-    wanted = WeightUpdate(version="test/shards", path=str(path), state_hash=str(planes.state_hash))
-    assert rollout.update_weights(wanted).status_code == 200
-    expected = stock.of("untied")
-    assert [tokens for tokens, _ in probe(rollout)] == [expected[tuple(turn)]["tokens"] for turn in probes()]
-
-
 def test_all_ranks_leave_the_gpu_and_come_back_the_same(ranks: SharedGpu, rollout: RealEngine) -> None:
     rollout.deactivate()
     rollout.activate()
@@ -161,21 +136,6 @@ def test_an_engine_that_loses_a_rank_ends_and_gives_its_slabs_back(
         "every slab has an owner",
     )
     ranks.ledger.check_integrity()
-
-
-def plans_of_ranks(model: Path, specs: list[TensorSpec]) -> list[ShardPlan]:
-    """As `rose plan` makes them, for an engine in float32."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    from rose.engine.shard_recorder import pretended_rank, record_shard_plan
-
-    arguments = EngineArgs(str(model), dtype="float32", skip_tokenizer_init=True, enforce_eager=True)
-    config = arguments.create_engine_config()
-    plans = []
-    for rank in range(NUM_RANKS):
-        with pretended_rank(config, tp_rank=rank, tp_size=NUM_RANKS) as ranked:
-            plans.append(record_shard_plan(ranked, specs))
-    return plans
 
 
 def worker_pid(gpu: SharedGpu, role: Role, rank: int) -> int:

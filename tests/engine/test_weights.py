@@ -14,6 +14,12 @@ from shared_gpu import LEASE_S, SharedGpu
 from tiny_models import staged_update
 from weight_probes import probe, update
 
+from rose.messages import WeightUpdate
+from rose.transfer.checkpoint import fill_from_checkpoint, read_checkpoint, write_checkpoint
+from rose.transfer.layout import Layout, TensorSpec
+from rose.transfer.partition import cut_by_holdings, held_buckets
+from rose.transfer.planes import WeightPlanes
+from rose.transfer.shard_plan import ShardPlan
 from rose.types import Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -57,6 +63,37 @@ def test_after_each_of_many_updates_a_tied_model_answers_as_a_fresh_stock_engine
         version = order.choice([other for other in range(len(fresh)) if other != version])
         update(dedicated, models.tied[version], number)
         assert probe(dedicated) == fresh[version], (number, version)
+
+
+def test_a_file_of_the_shards_of_several_ranks_loads_like_a_whole_one(
+    dedicated: RealEngine, models: ModelDirs, stock: StockAnswers, tmp_path: Path
+) -> None:
+    update(dedicated, models.tied[2], 2)
+    specs = [spec for spec, _ in read_checkpoint(models.tied[1]).values()]
+    plans = plans_of_ranks(models.tied[1], specs, num_ranks=2)
+    layout = Layout(specs, cuts=cut_by_holdings(specs, [plan.boxes() for plan in plans]))
+    assert sum(bool(cut.points) for cut in layout.cuts.values()) > len(specs) // 2
+    planes = WeightPlanes(layout, held_buckets(layout, plans))
+    fill_from_checkpoint(planes, models.tied[1])
+    path = tmp_path / "shards.safetensors"
+    write_checkpoint(path, planes, {})
+    wanted = WeightUpdate(version="test/1", path=str(path), state_hash=str(planes.state_hash))
+    assert dedicated.update_weights(wanted).status_code == 200
+    assert probe(dedicated) == as_probed(stock.of("tied-1"))
+
+
+def plans_of_ranks(model: Path, specs: list[TensorSpec], num_ranks: int) -> list[ShardPlan]:
+    """As `rose plan` makes them."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rose.engine.shard_recorder import pretended_rank, record_shard_plan
+
+    config = EngineArgs(str(model), skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+    plans = []
+    for rank in range(num_ranks):
+        with pretended_rank(config, tp_rank=rank, tp_size=num_ranks) as ranked:
+            plans.append(record_shard_plan(ranked, specs))
+    return plans
 
 
 def test_an_untied_model_in_the_pool_answers_with_each_version_as_a_fresh_stock_engine(
