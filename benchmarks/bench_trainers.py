@@ -32,7 +32,6 @@ from rose.node import launch
 from rose.node.checks import free_port
 from rose.node.config import EngineConfig
 from rose.node.processes import ProcessGroup, ServerProcess
-from rose.transfer.relay import open_relay
 from rose.types import Role
 
 NUM_STEPS, KILL_EVERY = 60, 10
@@ -100,7 +99,8 @@ class Run:
     """One training run: its relay, its engines, its trainer."""
 
     def __init__(self, rig: Rig, stack: ExitStack, case: str, args: argparse.Namespace) -> None:
-        self._rig, self._stack, self._case, self._args = rig, stack, case, args
+        self._rig, self._case, self._args = rig, case, args
+        self._when_stopped = stack.enter_context(ExitStack())  # left after the processes
         self._group = stack.enter_context(ProcessGroup())
         self._events = rig.folder / f"{case}.jsonl"
         self._relay_url = self._start_relay()
@@ -110,7 +110,7 @@ class Run:
         """A new one, not ready yet."""
         self._num_engines += 1
         engine = Engine(self._rig, self._group, self._relay_url, self._case, self._num_engines)
-        self._stack.callback(engine.clear)
+        self._when_stopped.callback(engine.clear)
         return engine
 
     def train(self, endpoint: str) -> ServerProcess:
@@ -157,7 +157,6 @@ class Run:
         server = self._group.start(ServerProcess(argv, "relay", log))
         server.wait_until(lambda: '"url"' in log.read_text(), "relay's URL", PATIENCE_S)
         url: str = json.loads(log.read_text().splitlines()[-1])["url"]
-        open_relay(url).close()
         return url
 
 

@@ -40,9 +40,7 @@ class RouterLLMClient(LLMServerClient):
     ) -> TokenOutput:
         """verl's contract; ``request_id`` names the trajectory. Raises: WorkerError; ValueError for media."""
         if given := [name for name in _MEDIA if kwargs.get(name)]:
-            raise ValueError(
-                f"{', '.join(given)}: the router takes token ids alone; media go by chat"
-            )
+            raise ValueError(f"{', '.join(given)}: the router takes token ids alone; media go by chat")
         if self._turns is None:
             self._turns = RouterTurns(**self._router)
         sampling = self._sampling(sampling_params, len(prompt_ids))
