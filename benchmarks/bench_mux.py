@@ -8,8 +8,8 @@ host's CPU nothing), their working sets are copied to and from host memory under
                  alone, over the group's dollars/h. Beside it: what a schedule without any overhead would give
   mux[compute]   temporal, with phases that compute on a CPU of their own each, as nodes do
   mux_overhead[*] longest job's iteration in the group over its iteration alone, less one
-  permit_ms[unix], [redis], [redis,everysec]  a free permit, asked for and granted, to a job's process; a Redis
-                 that syncs each write to its disk, and one that does so every second
+  permit_ms[unix], [redis], [redis,everysec]  a free permit, asked for and granted, to a job's process;
+                 a Redis that syncs each write to its disk, and one that does so every second
 
     python benchmarks/bench_mux.py --json mux.json
 """

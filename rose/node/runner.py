@@ -22,7 +22,7 @@ from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.client import ControlClient
 from rose.scheduler.runtime.job import JobFile
 from rose.scheduler.runtime.messages import AnyAnswer, Exited, Hello, Start, Stop
-from rose.scheduler.runtime.spec import JobSpec
+from rose.scheduler.runtime.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Runner:
                 return
             before.process.stop(0.0)
             del self._running[order.job]
-        spec = parse_config(order.spec, JobSpec, f"job {order.job}")
+        spec = parse_config(order.spec, RunSpec, f"job {order.job}")
         process = self._process(spec, order)
         try:
             process.start()
@@ -104,7 +104,7 @@ class Runner:
             return
         self._running[order.job] = _Attempt(order.attempt, process)
 
-    def _process(self, spec: JobSpec, order: Start) -> ServerProcess:
+    def _process(self, spec: RunSpec, order: Start) -> ServerProcess:
         path = self._folder / "jobs" / f"{spec.name}.{order.attempt}.json"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = JobFile(
@@ -112,9 +112,9 @@ class Runner:
             name=spec.name,
             attempt=order.attempt,
             first_iteration=order.first_iteration,
-            num_iterations=spec.num_iterations,
+            num_iterations=spec.iterations,
             cache_folder=str(self._cache_root / spec.name),
-            limit_bytes={"rollout": spec.rollout_bytes, "train": spec.train_bytes},
+            limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
         )
         path.write_bytes(msgspec.json.encode(file))
         return ServerProcess(

@@ -20,7 +20,7 @@ from rose.node.signals import StopOnSignals
 from rose.scheduler.runtime.channel import ChannelUrl, ClientSide
 from rose.scheduler.runtime.client import ControlClient
 from rose.scheduler.runtime.messages import Reply, Status
-from rose.scheduler.runtime.spec import ClusterSpec
+from rose.scheduler.runtime.spec import ServeSpec
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class ScheduledNode:
         ChannelUrl.parse(channel)
         self._argv = [sys.executable, "-m", "rose.scheduler.runtime.service", "--channel", channel]
         if cluster is not None:
-            load_yaml(cluster, ClusterSpec)
+            load_yaml(cluster, ServeSpec)
             self._argv += ["--cluster", str(cluster)]
         self._scheduler = self._new()
 

@@ -22,7 +22,7 @@ from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel import ChannelUrl
 from rose.scheduler.runtime.client import ControlClient
 from rose.scheduler.runtime.messages import Call, Cancel, Drain, Reply, Status, Submit
-from rose.scheduler.runtime.spec import JobSpec
+from rose.scheduler.runtime.spec import RunSpec
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0
@@ -36,8 +36,8 @@ def submit(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only say whether and how it would run")
     arguments = parser.parse_args(argv)
     # A relative folder is meant from where the file lies, not from where the runner happens to run.
-    content = read_yaml(arguments.job, JobSpec)
-    spec = parse_config(content, JobSpec, str(arguments.job))
+    content = read_yaml(arguments.job, RunSpec)
+    spec = parse_config(content, RunSpec, str(arguments.job))
     content["folder"] = str((arguments.job.parent / spec.folder).resolve())
     with _client(arguments.channel) as client:
         _print(_ask(client, Submit(seq=client.next_seq(), spec=content, dry_run=arguments.dry_run)))

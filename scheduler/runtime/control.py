@@ -9,13 +9,16 @@ does I/O.
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from rose.config import parse_config
-from rose.errors import ConfigError, JobRefused
-from rose.scheduler.group.certificate import CertificateError, certify
+from rose.errors import ConfigError, JobRefused, PlacementError
+from rose.scheduler.cluster.model import Group, Member
+from rose.scheduler.group.certificate import Certificate, CertificateError, certify
+from rose.scheduler.group.order import round_robin
 from rose.scheduler.runtime.channel import Batch, Outgoing
 from rose.scheduler.runtime.messages import (
     AnyCall,
@@ -37,8 +40,9 @@ from rose.scheduler.runtime.messages import (
     Submit,
     encode,
 )
+from rose.scheduler.runtime.placing import Groups, Placed
 from rose.scheduler.runtime.records import JobRecord, JobState
-from rose.scheduler.runtime.spec import ClusterSpec, JobSpec, admit, group_of, nodes_of
+from rose.scheduler.runtime.spec import RunSpec, ServeSpec
 from rose.scheduler.runtime.turns import Ask, Hold, Turns
 
 logger = logging.getLogger(__name__)
@@ -50,15 +54,18 @@ AWAY_S = 2.0
 class Control:
     """All jobs of one cluster."""
 
-    def __init__(self, cluster: ClusterSpec, rows: Mapping[str, bytes], now: float, pid: int) -> None:
+    def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, pid: int) -> None:
         """rows: what an earlier scheduler has committed. pid: of the scheduler's process."""
         self._pid = pid
         self._ticked_s = now
         self._cluster = cluster
-        self._turns = {name: Turns(cluster.lease_s) for name in cluster.groups}
+        self._groups = Groups(cluster)
+        self._turns: dict[str, Turns] = {}
         self._jobs: dict[str, JobRecord] = {}
-        self._specs: dict[str, JobSpec] = {}
+        self._specs: dict[str, RunSpec] = {}
         self._drained: dict[str, list[str]] = {}
+        self._nodes: dict[str, dict[str, int]] = {}
+        """Of each group, by the fields of Group; kept when it is gone."""
         self._runner: str | None = None
         self._log_folder = ""
         self._progress: dict[str, tuple[int, int]] = {}
@@ -70,33 +77,45 @@ class Control:
     # Restart ------------------------------------------------------------------------------------------------
 
     def _restore(self, rows: Mapping[str, bytes], now: float) -> None:
+        records = {}
         for key, row in rows.items():
             kind, _, name = key.partition(":")
             if kind == "job":
-                self._adopt(name, JobRecord.from_row(row))
+                records[name] = JobRecord.from_row(row)
+            elif kind == "nodes":
+                self._nodes[name] = msgspec.json.decode(row, type=dict[str, int])
             elif kind == "drained":
                 self._drained[name] = msgspec.json.decode(row, type=list[str])
             elif kind == "runner":
                 self._runner, self._log_folder = msgspec.json.decode(row, type=tuple[str, str])
-        for name, turns in self._turns.items():
-            if f"group:{name}" in rows:
-                turns.restore(msgspec.json.decode(rows[f"group:{name}"]), now)
-        for name, record in self._jobs.items():
-            if record.waiting is not None:
-                self._turns_of(name).ask(_ask(name, record.waiting))
-        for group, turns in self._turns.items():
-            members = self._residents(group)
-            if members:
-                turns.form(group_of(self._cluster, group, members), now)
+        for name, record in sorted(records.items(), key=lambda each: each[1].number):
+            self._adopt(name, record)
+        for group in list(self._groups.by_name.values()):
+            turns = self._turns_in(group.name)
+            if f"group:{group.name}" in rows:
+                turns.restore(msgspec.json.decode(rows[f"group:{group.name}"]), now)
+            for member in group.members:
+                waiting = self._jobs[member.job.name].waiting
+                if waiting is not None:
+                    turns.ask(_ask(member.job.name, waiting))
+            if group.members:
+                turns.form(group, now)
 
     def _adopt(self, name: str, record: JobRecord) -> None:
-        spec = parse_config(record.spec, JobSpec, f"job {name} of the channel")
-        if not record.state.is_over and spec.group not in self._turns:
-            raise ConfigError(
-                f"job {name} runs in group {spec.group!r}, which is not in the cluster's file any more; "
-                "put it back until the job is over"
-            )
+        """A job of an earlier scheduler, where it was placed."""
+        spec = parse_config(record.spec, RunSpec, f"job {name} of the channel")
         self._jobs[name], self._specs[name] = record, spec
+        if record.state.is_over:
+            return
+        member = Member(job=spec.to_job(self._cluster.pools.to_pools()), rollout_nodes=record.rollout_nodes)
+        nodes = self._nodes[record.group]
+        group = self._groups.by_name.get(record.group) or Group(name=record.group, **nodes)
+        if (group.num_rollout_nodes, group.num_train_nodes) != tuple(nodes.values()):
+            raise ConfigError(
+                f"job {name} runs in group {record.group} of {nodes}, the cluster's file says "
+                f"{group.num_rollout_nodes} and {group.num_train_nodes}; change that when the job is over"
+            )
+        self._groups.put(replace(group, members=(*group.members, member)))
 
     # The loop's side ----------------------------------------------------------------------------------------
 
@@ -176,7 +195,7 @@ class Control:
         record.waiting = request
         self._dirty.add(call.job)
         turns.ask(_ask(call.job, request))
-        self._grant(self._specs[call.job].group, now)
+        self._grant(self._jobs[call.job].group, now)
 
     def _grant(self, group: str, now: float) -> None:
         """Lets the phases begin that may."""
@@ -226,8 +245,8 @@ class Control:
                 }
                 turns.ask(_ask(call.job, record.waiting))
             self._dirty.add(call.job)
-            self._dirty_groups.add(self._specs[call.job].group)
-            self._grant(self._specs[call.job].group, now)
+            self._dirty_groups.add(self._jobs[call.job].group)
+            self._grant(self._jobs[call.job].group, now)
         elif record.released_epoch != call.epoch:
             refusal = _fenced(call.phase, call.epoch)
         self._reply(client, call.seq, refusal)
@@ -251,7 +270,10 @@ class Control:
         return None if record.state is JobState.RUNNING else f"the job is {record.state}"
 
     def _turns_of(self, job: str) -> Turns:
-        return self._turns[self._specs[job].group]
+        return self._turns_in(self._jobs[job].group)
+
+    def _turns_in(self, group: str) -> Turns:
+        return self._turns.setdefault(group, Turns(self._cluster.lease_s))
 
     # Jobs ---------------------------------------------------------------------------------------------------
 
@@ -263,37 +285,57 @@ class Control:
             self._reply(client, call.seq, body={"job": name, "state": earlier.state})
             return
         try:
-            spec = parse_config(call.spec, JobSpec, "job")
+            spec = parse_config(call.spec, RunSpec, "job")
             if earlier is not None and not earlier.state.is_over:
                 raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
-            group = admit(self._cluster, spec, self._residents(spec.group), self._drained.get(spec.group, []))
-            certificate = certify(group, self._turns[spec.group].order_for(group))
-        except (ConfigError, CertificateError) as error:
+            placed, certificate = self._place(spec, now)
+        except (ConfigError, PlacementError, CertificateError) as error:
             self._reply(client, call.seq, str(error))
             return
+        member = next(each for each in placed.group.members if each.job.name == spec.name)
         body = {
             "job": spec.name,
-            "group": group.name,
-            "cycle_s": certificate.cycle_s,
-            "solo_s": spec.job().solo_s,
+            "group": placed.group.name,
+            "rollout_nodes": list(member.rollout_nodes),
+            "why": placed.why,
+            "iteration_s": certificate.bounds[spec.name].longest_s,
+            "limit_s": certificate.bounds[spec.name].limit_s,
         }
         if call.dry_run:
             self._reply(client, call.seq, body={**body, "state": "would run"})
             return
-        number = max((each.number for each in self._jobs.values()), default=0) + 1
-        record = JobRecord(spec=call.spec, submitted_by=caller, number=number)
-        self._adopt(spec.name, record)
-        self._turns[spec.group].form(group, now)
-        self._event("submitted", spec.name)
+        record = JobRecord(
+            spec=call.spec,
+            group=placed.group.name,
+            rollout_nodes=member.rollout_nodes,
+            why=placed.why,
+            submitted_by=caller,
+            number=max((each.number for each in self._jobs.values()), default=0) + 1,
+        )
+        self._jobs[spec.name], self._specs[spec.name] = record, spec
+        self._form(placed.group, now)
+        self._event("submitted", spec.name, group=placed.group.name)
         self._start(spec.name)
         self._reply(client, call.seq, body={**body, "state": record.state})
 
-    def _residents(self, group: str) -> list[JobSpec]:
-        return [
-            self._specs[name]
-            for name, record in self._jobs.items()
-            if not record.state.is_over and self._specs[name].group == group
-        ]
+    def _place(self, spec: RunSpec, now: float) -> tuple[Placed, Certificate]:
+        """A group whose order is certified, with what is held in it now held in turn."""
+        placed = self._groups.place(spec, self._drained, now)
+        order = self._turns_in(placed.group.name).order_for(placed.group)
+        try:
+            return placed, certify(placed.group, order)
+        except CertificateError:
+            if spec.group is not None:
+                raise
+            placed = self._groups.place_alone(spec, now)
+            return placed, certify(placed.group, round_robin(placed.group))
+
+    def _form(self, group: Group, now: float) -> None:
+        self._groups.put(group)
+        nodes = {"num_rollout_nodes": group.num_rollout_nodes, "num_train_nodes": group.num_train_nodes}
+        self._nodes[group.name] = nodes
+        self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
+        self._turns_in(group.name).form(group, now)
 
     def _start(self, name: str) -> None:
         """A new attempt. Without a runner it waits for one's Hello."""
@@ -319,8 +361,8 @@ class Control:
         self._jobs[name].waiting = None
         self._progress.pop(name, None)
         self._dirty.add(name)
-        self._dirty_groups.add(self._specs[name].group)
-        self._grant(self._specs[name].group, now)
+        self._dirty_groups.add(self._jobs[name].group)
+        self._grant(self._jobs[name].group, now)
 
     def _hello(self, client: str, call: Hello, now: float) -> None:
         self._runner, self._log_folder = client, call.log_folder
@@ -346,7 +388,7 @@ class Control:
         if record is None or record.attempt != call.attempt or record.state.is_over:
             return
         self._event("exited", call.job, attempt=call.attempt, exit_status=call.exit_status)
-        num_iterations = self._specs[call.job].num_iterations
+        num_iterations = self._specs[call.job].iterations
         how = f"attempt {call.attempt} ended with status {call.exit_status}"
         if record.state is JobState.CANCELLING:
             self._end(call.job, JobState.CANCELLED, "", now)
@@ -366,6 +408,7 @@ class Control:
         record = self._jobs[name]
         record.state, record.note = state, note
         self._free(name, now)
+        self._groups.remove(name)
         self._event(state.value, name)
         self._order(Stop(job=name, attempt=record.attempt, forget=True))
 
@@ -384,13 +427,12 @@ class Control:
         self._reply(client, call.seq, body={"job": call.job, "state": record.state})
 
     def _drain(self, client: str, call: Drain) -> None:
-        if call.group not in self._cluster.groups:
-            self._reply(client, call.seq, f"no group {call.group!r}; there are {', '.join(self._turns)}")
+        group = self._groups.by_name.get(call.group)
+        if group is None:
+            known = ", ".join(self._groups.by_name) or "none"
+            self._reply(client, call.seq, f"no group {call.group!r}; there are {known}")
             return
-        nodes = [
-            "train",
-            *(f"rollout-{i}" for i in range(self._cluster.groups[call.group].num_rollout_nodes)),
-        ]
+        nodes = ["train", *(f"rollout-{number}" for number in range(group.num_rollout_nodes))]
         if call.node not in nodes:
             self._reply(client, call.seq, f"no node {call.node!r} in group {call.group}: {', '.join(nodes)}")
             return
@@ -398,7 +440,11 @@ class Control:
         drained = drained - {call.node} if call.undo else drained | {call.node}
         self._drained[call.group] = sorted(drained)
         self._batch.rows[f"drained:{call.group}"] = msgspec.json.encode(self._drained[call.group])
-        users = [spec.name for spec in self._residents(call.group) if call.node in nodes_of(spec)]
+        users = [
+            member.job.name
+            for member in group.members
+            if call.node == "train" or int(call.node.removeprefix("rollout-")) in member.rollout_nodes
+        ]
         self._reply(client, call.seq, body={"drained": sorted(drained), "still_used_by": users})
 
     # Answers ------------------------------------------------------------------------------------------------
@@ -413,14 +459,18 @@ class Control:
             "scheduler_pid": self._pid,
         }
         if call.job is None:
-            body["groups"] = {
-                name: {
-                    "holders": {each.job: each.phase for each in turns.holds.values()},
-                    "drained": self._drained.get(name, []),
-                }
-                for name, turns in self._turns.items()
-            }
+            body["groups"] = {name: self._describe_group(name) for name in self._groups.by_name}
         self._reply(client, call.seq, body=body)
+
+    def _describe_group(self, name: str) -> dict[str, Any]:
+        group = self._groups.by_name[name]
+        return {
+            "num_rollout_nodes": group.num_rollout_nodes,
+            "num_train_nodes": group.num_train_nodes,
+            "jobs": {each.job.name: list(each.rollout_nodes) for each in group.members},
+            "holders": {each.job: each.phase for each in self._turns_in(name).holds.values()},
+            "drained": self._drained.get(name, []),
+        }
 
     def _describe(self, name: str) -> dict[str, Any]:
         record, spec = self._jobs[name], self._specs[name]
@@ -431,8 +481,9 @@ class Control:
             "state": record.state,
             "is_over": record.state.is_over,
             "log": f"{self._log_folder}/{name}.log",
-            "group": spec.group,
-            "iterations": [record.num_done, spec.num_iterations],
+            "group": record.group,
+            "why": record.why,
+            "iterations": [record.num_done, spec.iterations],
             "attempt": record.attempt,
             "restarts": record.num_restarts,
             "holds": hold.phase if hold is not None else None,

@@ -216,15 +216,19 @@ class RedisClient:
             found = self._convert(
                 lambda: self._receiver.xread({stream: self._last}, count=1, block=int(1e3 * BLOCK_S))
             )
-            if found:
+            if found and not self._is_closed:
                 [[_, [[self._last, fields]]]] = found
                 body: bytes = fields[b"b"]
                 return body
+        self._receiver.close()
         raise ConnectionError("the client was closed")
 
     def close(self) -> None:
         self._is_closed = True
-        self._receiver.connection_pool.disconnect(inuse_connections=True)  # wakes a waiting thread
+        stream = self._keys.answers(self._client)
+        with contextlib.suppress(redis.RedisError):  # then nobody waits in it
+            self._sender.xadd(stream, {"b": b""})  # wakes our thread
+            self._sender.expire(stream, 1)
         self._sender.close()
 
     def _convert(self, work: Callable[[], Result]) -> Result:
@@ -232,10 +236,6 @@ class RedisClient:
             return work()
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise ConnectionError(f"{self._keys.server}: {error}") from error
-        except (OSError, ValueError) as error:  # another thread closed it under our hands
-            if not self._is_closed:
-                raise
-            raise ConnectionError("the client was closed") from error
 
 
 def _host() -> str:

@@ -18,7 +18,7 @@ from rose.errors import ChannelError
 from rose.scheduler.runtime.channel import ChannelUrl, Incoming, SchedulerSide
 from rose.scheduler.runtime.control import Control
 from rose.scheduler.runtime.messages import decode_call
-from rose.scheduler.runtime.spec import ClusterSpec
+from rose.scheduler.runtime.spec import ServeSpec
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--cluster", type=Path, help="nodes and limits; default: one group of two nodes")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    cluster = load_yaml(arguments.cluster, ClusterSpec) if arguments.cluster is not None else ClusterSpec()
+    cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else ServeSpec()
     channel = ChannelUrl.parse(arguments.channel).serve()
     serve(channel, Control(cluster, channel.load(), time.monotonic(), os.getpid()))
 

@@ -1,14 +1,16 @@
 """Jobs under `rose sched serve`, on both channels: turns, crashes, restarts of every part."""
 
+import json
 import os
 import signal
 from pathlib import Path
 
+import yaml
 from redis_process import RedisProcess
 from served_cluster import ServedCluster, kill, overlap, wait_until
 
 from rose.node import watcher
-from rose.scheduler.runtime.messages import Cancel, Status, Submit
+from rose.scheduler.runtime.messages import Cancel
 
 
 def iterations_of(cluster: ServedCluster, job: str, phase: str) -> list[int]:
@@ -43,10 +45,10 @@ def test_jobs_on_other_nodes_run_at_the_same_time(tmp_path: Path) -> None:
         wait_until(lambda: cluster.status()["groups"]["main"]["holders"] == holders, "both rollouts")
 
 
-def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path, channel_url: str) -> None:
-    with ServedCluster(tmp_path, channel_url) as cluster:
-        cluster.submit("a", num_iterations=30)
-        cluster.submit("b", num_iterations=6)
+def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path) as cluster:
+        cluster.submit("a", iterations=30)
+        cluster.submit("b", iterations=6)
         wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
         done = cluster.job("a")["iterations"][0]
         first_pid = holder_pid(cluster, "a")
@@ -63,7 +65,7 @@ def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path, 
 def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> None:
     with ServedCluster(tmp_path, channel_url) as cluster:
         for name in ("a", "b"):
-            cluster.submit(name, num_iterations=12)
+            cluster.submit(name, iterations=12)
         wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
         scheduler = cluster.status()["scheduler_pid"]
         kill(scheduler)
@@ -78,7 +80,7 @@ def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> No
 def test_jobs_outlive_a_killed_redis(tmp_path: Path) -> None:
     with RedisProcess(tmp_path) as server, ServedCluster(tmp_path, server.url) as cluster:
         for name in ("a", "b"):
-            cluster.submit(name, num_iterations=12)
+            cluster.submit(name, iterations=12)
         wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
         kill(server.pid)
         server.start_again()
@@ -88,14 +90,14 @@ def test_jobs_outlive_a_killed_redis(tmp_path: Path) -> None:
         assert overlap(cluster.phases()) == []
 
 
-def test_another_serve_goes_on_with_the_jobs_of_a_killed_one(tmp_path: Path, channel_url: str) -> None:
-    with ServedCluster(tmp_path, channel_url) as first:
-        first.submit("a", num_iterations=8)
+def test_another_serve_goes_on_with_the_jobs_of_a_killed_one(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path) as first:
+        first.submit("a", iterations=8)
         wait_until(lambda: first.job("a")["iterations"][0] >= 2, "a's second iteration")
         pids = [holder_pid(first, "a"), first.status()["scheduler_pid"]]
         kill(first.server.pid)
         wait_until(lambda: not any(map(watcher.group_members, pids)), "the watchers to end job and scheduler")
-    with ServedCluster(tmp_path, channel_url) as second:
+    with ServedCluster(tmp_path) as second:
         job = second.wait_state("a", "done")
         assert job["attempt"] == 2
         assert sorted(set(iterations_of(second, "a", "train"))) == list(range(8))
@@ -122,7 +124,7 @@ def test_cancelling_ends_the_process_group_and_frees_the_nodes(tmp_path: Path) -
     with ServedCluster(tmp_path) as cluster:
         cluster.submit("a", rollout_s=3600.0)
         wait_until(lambda: cluster.job("a")["holds"] == "rollout", "a's rollout")
-        cluster.submit("b")
+        assert cluster.submit("b", slo=1e9).error is None
         cluster.ask(Cancel, job="a")
         cluster.wait_state("b", "done")
         assert cluster.job("a")["state"] == "cancelled"
@@ -130,8 +132,8 @@ def test_cancelling_ends_the_process_group_and_frees_the_nodes(tmp_path: Path) -
 
 def test_a_stopped_holder_loses_its_permit_after_the_lease(tmp_path: Path) -> None:
     with ServedCluster(tmp_path, lease_s=1.0) as cluster:
-        cluster.submit("a", num_iterations=1000)
-        cluster.submit("b", num_iterations=1000)
+        cluster.submit("a", iterations=1000)
+        cluster.submit("b", iterations=1000)
         pid = holder_pid(cluster, "a")
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: cluster.job("a")["restarts"] == 1, "the next attempt")
@@ -153,32 +155,40 @@ def test_a_second_scheduler_on_a_channel_is_refused(tmp_path: Path, channel_url:
         assert first.job("a")["attempt"] == 1
 
 
-IMPOSSIBLE: list[tuple[dict[str, object], str]] = [
-    ({"group": "other"}, "no group 'other'; there are main"),
-    ({"rollout_nodes": [3]}, "rollout nodes [3]: group main has 0 to 0"),
-    ({"slo": 1.0}, "slo"),
-    ({"num_iterations": 0}, "num_iterations"),
-    (
-        {"train_bytes": 5000},
-        "train of group main would keep 5000 bytes for 1 jobs in host memory, it has 4096",
-    ),
-    ({"name": "no/slash"}, "is not a name"),
-    ({"phases": []}, "phases: unknown key"),
-]
-
-
-def test_impossible_jobs_are_refused_with_the_numbers(tmp_path: Path) -> None:
-    with ServedCluster(tmp_path, host_memory_bytes=4096) as cluster:
-        for fields, words in IMPOSSIBLE:
-            error = cluster.ask(Submit, spec={**cluster.spec("a"), **fields}).error
-            assert error is not None and words in error
-        assert cluster.ask(Status).body["jobs"] == []
-
-
-def test_a_neighbour_s_slo_and_a_taken_name_refuse_a_job(tmp_path: Path) -> None:
+def test_a_neighbour_that_would_become_too_slow_refuses_a_job(tmp_path: Path) -> None:
     with ServedCluster(tmp_path) as cluster:
         cluster.submit("a", rollout_s=3600.0, train_s=1.0, slo=1.5)
         taken = cluster.submit("a").error
         assert taken is not None and "a job of this name is running" in taken
         slow = cluster.submit("b", rollout_s=3600.0, train_s=1.0).error
         assert slow is not None and "7200 s" in slow and "5401.5 s (1.5 x 3601 s alone)" in slow
+        assert list(cluster.status()["jobs"]) == ["a"]
+
+
+def test_the_policy_packs_jobs_that_name_no_group(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path, groups={}) as cluster:
+        for name in ("a", "b"):
+            assert cluster.submit(name, group=None, rollout_s=0.3, train_s=0.3).error is None
+        assert list(cluster.status()["groups"]) == ["group-1"]
+        for name in ("a", "b"):
+            cluster.wait_state(name, "done")
+        assert overlap(cluster.phases()) == []
+        assert cluster.status()["groups"] == {}, "its nodes are given back"
+
+
+def test_the_commands_speak_json_and_refuse_in_one_line(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path) as cluster:
+        wait_until(lambda: cluster.status(), "a scheduler")
+        path = tmp_path / "job.yaml"
+        path.write_text(yaml.safe_dump(cluster.spec("a", rollout_s=3600.0)))
+        dry = json.loads(cluster.command("submit", str(path), "--dry-run").stdout)
+        assert dry["state"] == "would run" and cluster.status()["jobs"] == {}
+        assert json.loads(cluster.command("submit", str(path)).stdout)["state"] == "running"
+        refused = cluster.command("submit", str(path))
+        assert refused.returncode == 2 and "already" not in refused.stdout
+        assert refused.stderr.count("\n") == 1 and "a job of this name is running" in refused.stderr
+        assert json.loads(cluster.command("status", "--json").stdout)["jobs"][0]["name"] == "a"
+        assert json.loads(cluster.command("drain", "train").stdout)["still_used_by"] == ["a"]
+        assert json.loads(cluster.command("cancel", "a").stdout)["job"] == "a"
+        cluster.wait_state("a", "cancelled")
+        assert cluster.command("logs", "a", "--follow").returncode == 0
