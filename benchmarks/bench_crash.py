@@ -33,7 +33,7 @@ SCALE = 1 / 200
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    num_kills, num_iterations = (2, 6) if args.quick else (8, 16)
+    num_kills, num_iterations = (2, 6) if args.quick else (6, 12)
     alone_s = _alone(num_iterations)
     figures = []
     for case in ("permit holder", "scheduler"):
