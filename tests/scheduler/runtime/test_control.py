@@ -315,3 +315,13 @@ def test_a_group_whose_nodes_changed_while_its_jobs_run_is_refused(scheduler: Sc
     cluster = ServeSpec.model_validate({"groups": {"main": {"num_train_nodes": 2}}})
     with pytest.raises(ConfigError, match=r"job a runs in group main of .*, the cluster's file says 1 and 2"):
         Control(cluster, scheduler.rows, 0.0, 3)
+
+
+def test_a_cancelled_job_that_waits_is_granted_nothing(scheduler: Scheduler) -> None:
+    held = only(Grant, scheduler.request("a"))
+    assert scheduler.request("b") == []
+    scheduler.call(Cancel, job="b")
+    answers = scheduler.call(Release, job="a", attempt=1, phase="rollout", epoch=held.epoch)
+    assert not [each for each in answers if isinstance(each, Grant)]
+    scheduler.call(Exited, job="b", attempt=1, exit_status=-15, client="runner")
+    assert scheduler.job("b")["state"] == "cancelled"
