@@ -1,4 +1,4 @@
-"""`rose sched submit|status|cancel|logs|drain`: what people ask a running cluster scheduler.
+"""`rose sched submit|status|events|cancel|logs|drain`: what people ask a running cluster scheduler.
 
 Owns: these command lines and what they print. Promises: one JSON object per answer on stdout with --json, and
 for `submit`, `cancel` and `drain` always; a refusal is one line on stderr and exit status 2.
@@ -21,7 +21,7 @@ from rose.config import Settings, parse_config, read_yaml
 from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel import ChannelUrl
 from rose.scheduler.runtime.client import ControlClient
-from rose.scheduler.runtime.messages import Call, Cancel, Drain, Reply, Status, Submit
+from rose.scheduler.runtime.messages import Call, Cancel, Drain, History, Reply, Status, Submit
 from rose.scheduler.runtime.spec import RunSpec
 
 CONNECT_S = 5.0
@@ -56,6 +56,19 @@ def status(argv: Sequence[str]) -> int:
         _print(body)
     else:
         Console().print(_table(body["jobs"]))
+    return 0
+
+
+def events(argv: Sequence[str]) -> int:
+    """``rose sched events``."""
+    parser = _parser("events", "What has happened, one JSON object a line.", "rose sched events --last 100")
+    parser.add_argument(
+        "--last", type=int, default=1000, help="so many at most (%(default)s; 10,000 are kept)"
+    )
+    arguments = parser.parse_args(argv)
+    with _client(arguments.channel) as client:
+        for event in _ask(client, History(seq=client.next_seq(), last=arguments.last))["events"]:
+            _print(event)
     return 0
 
 

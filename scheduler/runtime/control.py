@@ -25,6 +25,7 @@ from rose.scheduler.runtime.messages import (
     Exited,
     Heartbeat,
     Hello,
+    History,
     Release,
     Report,
     Request,
@@ -84,6 +85,8 @@ class Control:
                 self._hello(client, call, now)
             case Exited():
                 self._exited(client, call, now)
+            case History():
+                raise ValueError("the history is the channel's, and no decision")
 
     def tick(self, now: float) -> None:
         """Leases that ran out: the process is ended first; when it has, or a lease later, its nodes go on."""

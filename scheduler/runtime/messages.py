@@ -35,6 +35,12 @@ class Status(Call, frozen=True, kw_only=True):
     job: str | None = None
 
 
+class History(Call, frozen=True, kw_only=True):
+    """The latest events: who was granted what, and when. Their times are the scheduler host's, for people."""
+
+    last: int
+
+
 class Cancel(Call, frozen=True, kw_only=True):
     job: str
 
@@ -151,7 +157,18 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 AnyCall = (
-    Submit | Status | Cancel | Drain | Hello | Exited | Request | Heartbeat | Release | Report | Completed
+    Submit
+    | Status
+    | History
+    | Cancel
+    | Drain
+    | Hello
+    | Exited
+    | Request
+    | Heartbeat
+    | Release
+    | Report
+    | Completed
 )
 AnyAnswer = Reply | Grant | Start | Stop
 

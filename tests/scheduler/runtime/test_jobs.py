@@ -198,3 +198,7 @@ def test_the_commands_speak_json_and_refuse_in_one_line(shared: ServedCluster, t
     assert json.loads(shared.command("cancel", "cli").stdout)["job"] == "cli"
     shared.wait_state("cli", "cancelled")
     assert shared.command("logs", "cli", "--follow").returncode == 0
+    events = [json.loads(line) for line in shared.command("events").stdout.splitlines()]
+    assert [each["event"] for each in events if each["job"] == "cli"] == [
+        *("submitted", "started", "granted", "exited", "cancelled")
+    ]
