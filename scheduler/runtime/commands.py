@@ -21,7 +21,7 @@ from rose.config import Settings, parse_config, read_yaml
 from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel import ChannelUrl
 from rose.scheduler.runtime.client import ControlClient
-from rose.scheduler.runtime.messages import Call, Cancel, Drain, History, Reply, Status, Submit
+from rose.scheduler.runtime.messages import NUM_EVENTS, Call, Cancel, Drain, History, Reply, Status, Submit
 from rose.scheduler.runtime.spec import RunSpec
 
 CONNECT_S = 5.0
@@ -63,9 +63,11 @@ def events(argv: Sequence[str]) -> int:
     """``rose sched events``."""
     parser = _parser("events", "What has happened, one JSON object a line.", "rose sched events --last 100")
     parser.add_argument(
-        "--last", type=int, default=1000, help="so many at most (%(default)s; 10,000 are kept)"
+        "--last", type=int, default=1000, help=f"at most (%(default)s; {NUM_EVENTS} are kept)"
     )
     arguments = parser.parse_args(argv)
+    if not 1 <= arguments.last <= NUM_EVENTS:
+        parser.error(f"--last {arguments.last}: from 1 to {NUM_EVENTS}")
     with _client(arguments.channel) as client:
         for event in _ask(client, History(seq=client.next_seq(), last=arguments.last))["events"]:
             _print(event)

@@ -22,6 +22,7 @@ import redis
 
 from rose.errors import ChannelError
 from rose.scheduler.runtime.channel import Batch, Incoming
+from rose.scheduler.runtime.messages import NUM_EVENTS
 
 Result = TypeVar("Result")
 
@@ -30,7 +31,6 @@ OWNER_S = 5.0
 RETRY_S = 0.02
 GONE_S = 60.0
 """Redis away for longer ends the scheduler with an error."""
-NUM_EVENTS = 10_000
 MAX_ANSWERS = 1_000
 """Kept for one client."""
 MAX_CALLS = 100_000
