@@ -33,8 +33,8 @@ class State:
         self.jobs: dict[str, JobRecord] = {}
         self.specs: dict[str, RunSpec] = {}
         self.drained: dict[str, list[str]] = {}
-        self._nodes: dict[str, dict[str, int]] = {}
-        """Of each group, by the fields of Group; kept when it is gone."""
+        self._nodes: dict[str, tuple[int, int]] = {}
+        """Of each group, for rollout and for training; kept when it is gone."""
         self.runner: str | None = None
         self.log_folder = ""
         self.progress: dict[str, tuple[int, int]] = {}
@@ -52,7 +52,7 @@ class State:
             if kind == "job":
                 records[name] = JobRecord.from_row(row)
             elif kind == "nodes":
-                self._nodes[name] = msgspec.json.decode(row, type=dict[str, int])
+                self._nodes[name] = msgspec.json.decode(row, type=tuple[int, int])
             elif kind == "drained":
                 self.drained[name] = msgspec.json.decode(row, type=list[str])
             elif kind == "runner":
@@ -77,12 +77,15 @@ class State:
         if record.state.is_over:
             return
         member = Member(job=spec.to_job(self.cluster.pools.to_pools()), rollout_nodes=record.rollout_nodes)
-        nodes = self._nodes[record.group]
-        group = self.groups.by_name.get(record.group) or Group(name=record.group, **nodes)
-        if (group.num_rollout_nodes, group.num_train_nodes) != tuple(nodes.values()):
+        num_rollout_nodes, num_train_nodes = self._nodes[record.group]
+        group = self.groups.by_name.get(record.group) or Group(
+            name=record.group, num_rollout_nodes=num_rollout_nodes, num_train_nodes=num_train_nodes
+        )
+        if (group.num_rollout_nodes, group.num_train_nodes) != (num_rollout_nodes, num_train_nodes):
             raise ConfigError(
-                f"job {name} runs in group {record.group} of {nodes}, the cluster's file says "
-                f"{group.num_rollout_nodes} and {group.num_train_nodes}; change that when the job is over"
+                f"job {name} runs in group {group.name} of {num_rollout_nodes} rollout and {num_train_nodes} "
+                f"training nodes, the cluster's file says {group.num_rollout_nodes} and "
+                f"{group.num_train_nodes}; change that when the job is over"
             )
         self.groups.put(replace(group, members=(*group.members, member)))
 
@@ -103,7 +106,7 @@ class State:
     def form(self, group: Group, now: float) -> None:
         """The group has these members from now on."""
         self.groups.put(group)
-        nodes = {"num_rollout_nodes": group.num_rollout_nodes, "num_train_nodes": group.num_train_nodes}
+        nodes = (group.num_rollout_nodes, group.num_train_nodes)
         self._nodes[group.name] = nodes
         self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
         self.turns_in(group.name).form(group, now)
