@@ -95,6 +95,8 @@ class Runner:
             before.process.stop(0.0)
             del self._running[order.job]
         spec = parse_config(order.spec, RunSpec, f"job {order.job}")
+        # What an earlier attempt left may be ahead of the last completed iteration: this one starts cold.
+        self._forget(order.job)
         process = self._process(spec, order)
         try:
             process.start()
@@ -105,7 +107,7 @@ class Runner:
         self._running[order.job] = _Attempt(order.attempt, process)
 
     def _process(self, spec: RunSpec, order: Start) -> ServerProcess:
-        path = self._folder / "jobs" / f"{spec.name}.{order.attempt}.json"
+        path = self._folder / "jobs" / spec.name / f"{order.attempt}.json"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = JobFile(
             channel=self._channel,
@@ -133,9 +135,12 @@ class Runner:
         elif not order.forget:  # it never was here, or is gone
             self._report(order.job, order.attempt, -signal.SIGKILL)
         if order.forget:
-            shutil.rmtree(self._cache_root / order.job, ignore_errors=True)
-            for path in (self._folder / "jobs").glob(f"{order.job}.*.json"):
-                path.unlink()
+            self._forget(order.job)
+
+    def _forget(self, job: str) -> None:
+        """Gives the host memory of a job back, and removes its job files."""
+        for folder in (self._cache_root / job, self._folder / "jobs" / job):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _bury(self) -> None:
         for name, attempt in list(self._running.items()):

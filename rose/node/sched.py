@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,7 +88,9 @@ def main(argv: Sequence[str]) -> int:
 def _run(node: ScheduledNode, channel: str, folder: Path, settings: Settings) -> None:
     with ControlClient(_joined(channel), START_S) as client:
         _wait_for(node, client)
-        runner = Runner(client, channel, folder, settings.staging_root / "jobs")
+        # By channel: jobs of two schedulers on one host may have the same name.
+        cache_root = settings.staging_root / "jobs" / f"{zlib.crc32(channel.encode()):08x}"
+        runner = Runner(client, channel, folder, cache_root)
         try:
             runner.run(node.check)
         finally:
