@@ -67,8 +67,9 @@ class Runner:
         for attempt in self._running.values():
             attempt.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
-        for attempt in self._running.values():
+        for name, attempt in self._running.items():
             attempt.process.stop(max(0.0, deadline - time.monotonic()))
+            self._forget(name)
         self._running.clear()
 
     def _hello(self) -> None:
