@@ -202,17 +202,27 @@ class RedisClient:
         self._receiver = self._keys.connection()
         self._last = b"0"
         self._is_closed = False
+        self._is_unsent = False
+        """A call did not go out, on a connection that the receiver knows nothing of."""
 
     def connect(self) -> None:
         self._convert(self._receiver.ping)
+        self._is_unsent = False
 
     def send(self, body: bytes) -> None:
         fields = {"c": self._client, "b": body}
-        self._convert(lambda: self._sender.xadd(self._keys.calls, fields, maxlen=MAX_CALLS, approximate=True))
+        add = self._sender.xadd
+        try:
+            self._convert(lambda: add(self._keys.calls, fields, maxlen=MAX_CALLS, approximate=True))
+        except ConnectionError:
+            self._is_unsent = True
+            raise
 
     def receive(self) -> bytes:
         stream = self._keys.answers(self._client)
         while not self._is_closed:
+            if self._is_unsent:
+                raise ConnectionError(f"{self._keys.server}: a call could not be sent")
             found = self._convert(
                 lambda: self._receiver.xread({stream: self._last}, count=1, block=int(1e3 * BLOCK_S))
             )
