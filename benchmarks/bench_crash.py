@@ -119,8 +119,8 @@ def _wait_for_holder(rig: ClusterRig) -> tuple[str, int]:
     def is_waited_for() -> bool:
         jobs = {each["name"]: each for each in rig.status()["jobs"]}
         behind = [name for name, each in jobs.items() if each["waits_for"] == "train" and each["behind"]]
-        last = rig.notes()[-1]
-        if behind and (last["what"], last["phase"]) == ("begin", "train") and last["job"] not in behind:
+        last = next(note for note in reversed(rig.notes()) if note["phase"] == "train")
+        if behind and last["what"] == "begin" and last["job"] not in behind:
             found.append((last["job"], last["pid"]))
         return bool(found)
 
