@@ -8,8 +8,8 @@ host's CPU nothing), their working sets are copied to and from host memory under
                  alone, over the group's dollars/h. Beside it: what a schedule without any overhead would give
   mux[compute]   temporal, with phases that compute on a CPU of their own each, as nodes do
   mux_overhead[*] longest job's iteration in the group over its iteration alone, less one
-  permit_ms[unix], [redis], [redis,everysec]  a free permit, asked for and granted, to a job's process; a Redis
-                 that syncs each write to its disk, and one that does so every second
+  permit_ms[unix], [redis], [redis,everysec]  a free permit, asked for and granted, to a job's process;
+                 a Redis that syncs each write to its disk, and one that does so every second
 
     python benchmarks/bench_mux.py --json mux.json
 """
@@ -83,6 +83,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     num_iterations, num_repeats = (6, 1) if args.quick else (8, 3)
     figures: list[Figure] = []
     for mux in _muxes(num_iterations, args.compute_s):
+        if args.only not in (None, mux.name):
+            continue
         gains, overheads = [], []
         for _ in range(num_repeats):
             gain, overhead = _run(mux)
@@ -93,6 +95,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             median_figure(f"mux[{mux.name}]", gains, "x", target=target, peers={"no overhead": mux.ideal()})
         )
         figures.append(median_figure(f"mux_overhead[{mux.name}]", overheads, "", target="<= 0.05"))
+    if args.only not in (None, "permits"):
+        return figures
     num_permits = 300 if args.quick else 2_000
     figures.append(_permits("unix", None, num_permits))
     for name, fsync in (("redis", "always"), ("redis,everysec", "everysec")):
@@ -221,6 +225,7 @@ def _dollars(num_rollout_nodes: int, num_train_nodes: int) -> float:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=("temporal", "train", "spatial", "compute", "permits"))
     parser.add_argument("--redis-server", default="redis-server", help="its program (%(default)s)")
     parser.add_argument("--compute-s", type=float, default=0.5, help="length of a computed phase")
 

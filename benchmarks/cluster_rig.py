@@ -119,12 +119,18 @@ class ClusterRig:
         spec = {
             "name": job.name,
             "command": command,
+            "group": "main",
             "rollout_nodes": list(job.rollout_nodes),
-            "rollout_s": job.rollout,
-            "train_s": job.train,
-            "num_train_nodes": job.num_train_nodes,
-            "num_iterations": job.num_iterations,
-            "train_bytes": job.set_mb << 20,
+            "phases": {
+                "rollout": {"seconds": job.rollout, "nodes": len(job.rollout_nodes)},
+                "train": {
+                    "seconds": job.train,
+                    "nodes": job.num_train_nodes,
+                    "memory_gb": (job.set_mb << 20) / 1e9,
+                },
+            },
+            "iterations": job.num_iterations,
+            "max_tokens": 8192,
             "slo": slo,
         }
         self.ask(Submit(seq=self.client.next_seq(), spec=spec))

@@ -22,7 +22,7 @@ from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.client import ControlClient
 from rose.scheduler.runtime.job import JobFile
 from rose.scheduler.runtime.messages import AnyAnswer, Exited, Hello, Start, Stop
-from rose.scheduler.runtime.spec import JobSpec
+from rose.scheduler.runtime.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,9 @@ class Runner:
         for attempt in self._running.values():
             attempt.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
-        for attempt in self._running.values():
+        for name, attempt in self._running.items():
             attempt.process.stop(max(0.0, deadline - time.monotonic()))
+            self._forget(name)
         self._running.clear()
 
     def _hello(self) -> None:
@@ -94,7 +95,9 @@ class Runner:
                 return
             before.process.stop(0.0)
             del self._running[order.job]
-        spec = parse_config(order.spec, JobSpec, f"job {order.job}")
+        spec = parse_config(order.spec, RunSpec, f"job {order.job}")
+        # What an earlier attempt left may be ahead of the last completed iteration: this one starts cold.
+        self._forget(order.job)
         process = self._process(spec, order)
         try:
             process.start()
@@ -104,17 +107,17 @@ class Runner:
             return
         self._running[order.job] = _Attempt(order.attempt, process)
 
-    def _process(self, spec: JobSpec, order: Start) -> ServerProcess:
-        path = self._folder / "jobs" / f"{spec.name}.{order.attempt}.json"
+    def _process(self, spec: RunSpec, order: Start) -> ServerProcess:
+        path = self._folder / "jobs" / spec.name / f"{order.attempt}.json"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = JobFile(
             channel=self._channel,
             name=spec.name,
             attempt=order.attempt,
             first_iteration=order.first_iteration,
-            num_iterations=spec.num_iterations,
+            num_iterations=spec.iterations,
             cache_folder=str(self._cache_root / spec.name),
-            limit_bytes={"rollout": spec.rollout_bytes, "train": spec.train_bytes},
+            limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
         )
         path.write_bytes(msgspec.json.encode(file))
         return ServerProcess(
@@ -133,9 +136,12 @@ class Runner:
         elif not order.forget:  # it never was here, or is gone
             self._report(order.job, order.attempt, -signal.SIGKILL)
         if order.forget:
-            shutil.rmtree(self._cache_root / order.job, ignore_errors=True)
-            for path in (self._folder / "jobs").glob(f"{order.job}.*.json"):
-                path.unlink()
+            self._forget(order.job)
+
+    def _forget(self, job: str) -> None:
+        """Gives the host memory of a job back, and removes its job files."""
+        for folder in (self._cache_root / job, self._folder / "jobs" / job):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _bury(self) -> None:
         for name, attempt in list(self._running.items()):

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from rose.node.signals import StopOnSignals
 from rose.scheduler.runtime.channel import ChannelUrl, ClientSide
 from rose.scheduler.runtime.client import ControlClient
 from rose.scheduler.runtime.messages import Reply, Status
-from rose.scheduler.runtime.spec import ClusterSpec
+from rose.scheduler.runtime.spec import ServeSpec
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class ScheduledNode:
         ChannelUrl.parse(channel)
         self._argv = [sys.executable, "-m", "rose.scheduler.runtime.service", "--channel", channel]
         if cluster is not None:
-            load_yaml(cluster, ClusterSpec)
+            load_yaml(cluster, ServeSpec)
             self._argv += ["--cluster", str(cluster)]
         self._scheduler = self._new()
 
@@ -87,7 +88,9 @@ def main(argv: Sequence[str]) -> int:
 def _run(node: ScheduledNode, channel: str, folder: Path, settings: Settings) -> None:
     with ControlClient(_joined(channel), START_S) as client:
         _wait_for(node, client)
-        runner = Runner(client, channel, folder, settings.staging_root / "jobs")
+        # By channel: jobs of two schedulers on one host may have the same name.
+        cache_root = settings.staging_root / "jobs" / f"{zlib.crc32(channel.encode()):08x}"
+        runner = Runner(client, channel, folder, cache_root)
         try:
             runner.run(node.check)
         finally:

@@ -1,8 +1,8 @@
 """A suspended phase's working set in host memory: what a warm start loads instead of the disk.
 
 Owns: one folder of shared memory per job and phase. Promises: a job never keeps more than it was given, and a
-set that was not written to its end is not there (the index is removed first and comes back last), so that an
-attempt killed while offloading starts cold, not wrong. Never: decides what belongs to a working set.
+set that was not written to its end is not there (the index is removed first and comes back last). A new
+attempt finds none: it starts cold, from its own checkpoint. Never: decides what belongs to a working set.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`rose sched submit|status|cancel|logs|drain`: what people ask a running cluster scheduler.
+"""`rose sched submit|status|events|cancel|logs|drain`: what people ask a running cluster scheduler.
 
 Owns: these command lines and what they print. Promises: one JSON object per answer on stdout with --json, and
 for `submit`, `cancel` and `drain` always; a refusal is one line on stderr and exit status 2.
@@ -21,8 +21,8 @@ from rose.config import Settings, parse_config, read_yaml
 from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel import ChannelUrl
 from rose.scheduler.runtime.client import ControlClient
-from rose.scheduler.runtime.messages import Call, Cancel, Drain, Reply, Status, Submit
-from rose.scheduler.runtime.spec import JobSpec
+from rose.scheduler.runtime.messages import NUM_EVENTS, Call, Cancel, Drain, History, Reply, Status, Submit
+from rose.scheduler.runtime.spec import RunSpec
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0
@@ -36,8 +36,8 @@ def submit(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only say whether and how it would run")
     arguments = parser.parse_args(argv)
     # A relative folder is meant from where the file lies, not from where the runner happens to run.
-    content = read_yaml(arguments.job, JobSpec)
-    spec = parse_config(content, JobSpec, str(arguments.job))
+    content = read_yaml(arguments.job, RunSpec)
+    spec = parse_config(content, RunSpec, str(arguments.job))
     content["folder"] = str((arguments.job.parent / spec.folder).resolve())
     with _client(arguments.channel) as client:
         _print(_ask(client, Submit(seq=client.next_seq(), spec=content, dry_run=arguments.dry_run)))
@@ -56,6 +56,21 @@ def status(argv: Sequence[str]) -> int:
         _print(body)
     else:
         Console().print(_table(body["jobs"]))
+    return 0
+
+
+def events(argv: Sequence[str]) -> int:
+    """``rose sched events``."""
+    parser = _parser("events", "What has happened, one JSON object a line.", "rose sched events --last 100")
+    parser.add_argument(
+        "--last", type=int, default=1000, help=f"at most (%(default)s; {NUM_EVENTS} are kept)"
+    )
+    arguments = parser.parse_args(argv)
+    if not 1 <= arguments.last <= NUM_EVENTS:
+        parser.error(f"--last {arguments.last}: from 1 to {NUM_EVENTS}")
+    with _client(arguments.channel) as client:
+        for event in _ask(client, History(seq=client.next_seq(), last=arguments.last))["events"]:
+            _print(event)
     return 0
 
 

@@ -23,9 +23,8 @@ from typing import IO
 from rose.config import make_private_dir
 from rose.errors import ChannelError
 from rose.scheduler.runtime.channel import Batch, Incoming
+from rose.scheduler.runtime.messages import NUM_EVENTS
 
-NUM_EVENTS = 10_000
-"""Kept; a group of five jobs with phases of minutes makes these in a week."""
 MAX_UNSENT_BYTES = 16 << 20
 """To one client; a status of thousands of jobs is smaller."""
 _MAX_SOCKET_PATH = 107

@@ -112,8 +112,11 @@ class RunningJob:
         return reply
 
     def complete(self, iteration: int) -> None:
-        """The iteration's state is safe: the next attempt starts behind it. Waits until this is recorded."""
-        self._client.ask(
+        """The iteration's state is safe: the next attempt starts behind it. Waits until this is recorded.
+
+        Raises: PermitLost if this attempt has been replaced.
+        """
+        reply = self._client.ask(
             Completed(
                 seq=self._client.next_seq(),
                 job=self.file.name,
@@ -121,6 +124,9 @@ class RunningJob:
                 iteration=iteration,
             )
         )
+        assert isinstance(reply, Reply), reply
+        if reply.error is not None:
+            raise PermitLost(f"{self.file.name}: iteration {iteration} is not recorded: {reply.error}")
 
     def report(self, phase: str, num_done: int, num_total: int) -> None:
         """Progress inside a phase; does not wait."""

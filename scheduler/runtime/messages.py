@@ -5,11 +5,14 @@ a time: only the scheduler's own monotonic clock decides about leases, so skewed
 Never: sends.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from rose.errors import ChannelError
+
+NUM_EVENTS = 10_000
+"""A channel keeps; a group of five jobs with phases of minutes makes these in a week."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True):
@@ -33,6 +36,12 @@ class Status(Call, frozen=True, kw_only=True):
     """One job, or all of them and their groups."""
 
     job: str | None = None
+
+
+class History(Call, frozen=True, kw_only=True):
+    """The latest events: who was granted what, and when. Their times are the scheduler host's, for people."""
+
+    last: Annotated[int, msgspec.Meta(ge=1, le=NUM_EVENTS)]
 
 
 class Cancel(Call, frozen=True, kw_only=True):
@@ -151,7 +160,18 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 AnyCall = (
-    Submit | Status | Cancel | Drain | Hello | Exited | Request | Heartbeat | Release | Report | Completed
+    Submit
+    | Status
+    | History
+    | Cancel
+    | Drain
+    | Hello
+    | Exited
+    | Request
+    | Heartbeat
+    | Release
+    | Report
+    | Completed
 )
 AnyAnswer = Reply | Grant | Start | Stop
 

@@ -30,6 +30,11 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """One job. Times are left out: they would mean nothing to the next scheduler."""
 
     spec: dict[str, Any]
+    group: str
+    rollout_nodes: tuple[int, ...]
+    """In the group."""
+    why: str
+    """Of the placement."""
     submitted_by: str
     """Client and number of the call, so that asking again is not a second job."""
     number: int

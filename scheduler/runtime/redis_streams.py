@@ -22,6 +22,7 @@ import redis
 
 from rose.errors import ChannelError
 from rose.scheduler.runtime.channel import Batch, Incoming
+from rose.scheduler.runtime.messages import NUM_EVENTS
 
 Result = TypeVar("Result")
 
@@ -30,7 +31,6 @@ OWNER_S = 5.0
 RETRY_S = 0.02
 GONE_S = 60.0
 """Redis away for longer ends the scheduler with an error."""
-NUM_EVENTS = 10_000
 MAX_ANSWERS = 1_000
 """Kept for one client."""
 MAX_CALLS = 100_000
@@ -202,29 +202,43 @@ class RedisClient:
         self._receiver = self._keys.connection()
         self._last = b"0"
         self._is_closed = False
+        self._is_unsent = False
+        """A call did not go out, on a connection that the receiver knows nothing of."""
 
     def connect(self) -> None:
         self._convert(self._receiver.ping)
+        self._is_unsent = False
 
     def send(self, body: bytes) -> None:
         fields = {"c": self._client, "b": body}
-        self._convert(lambda: self._sender.xadd(self._keys.calls, fields, maxlen=MAX_CALLS, approximate=True))
+        add = self._sender.xadd
+        try:
+            self._convert(lambda: add(self._keys.calls, fields, maxlen=MAX_CALLS, approximate=True))
+        except ConnectionError:
+            self._is_unsent = True
+            raise
 
     def receive(self) -> bytes:
         stream = self._keys.answers(self._client)
         while not self._is_closed:
+            if self._is_unsent:
+                raise ConnectionError(f"{self._keys.server}: a call could not be sent")
             found = self._convert(
                 lambda: self._receiver.xread({stream: self._last}, count=1, block=int(1e3 * BLOCK_S))
             )
-            if found:
+            if found and not self._is_closed:
                 [[_, [[self._last, fields]]]] = found
                 body: bytes = fields[b"b"]
                 return body
+        self._receiver.close()
         raise ConnectionError("the client was closed")
 
     def close(self) -> None:
         self._is_closed = True
-        self._receiver.connection_pool.disconnect(inuse_connections=True)  # wakes a waiting thread
+        stream = self._keys.answers(self._client)
+        with contextlib.suppress(redis.RedisError):  # then nobody waits in it
+            self._sender.xadd(stream, {"b": b""})  # wakes our thread
+            self._sender.expire(stream, 1)
         self._sender.close()
 
     def _convert(self, work: Callable[[], Result]) -> Result:
@@ -232,10 +246,6 @@ class RedisClient:
             return work()
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise ConnectionError(f"{self._keys.server}: {error}") from error
-        except (OSError, ValueError) as error:  # another thread closed it under our hands
-            if not self._is_closed:
-                raise
-            raise ConnectionError("the client was closed") from error
 
 
 def _host() -> str:

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings, load_yaml
 from rose.errors import ChannelError
-from rose.scheduler.runtime.channel import ChannelUrl, Incoming, SchedulerSide
+from rose.scheduler.runtime.channel import ChannelUrl, Incoming, Outgoing, SchedulerSide
 from rose.scheduler.runtime.control import Control
-from rose.scheduler.runtime.messages import decode_call
-from rose.scheduler.runtime.spec import ClusterSpec
+from rose.scheduler.runtime.messages import History, Reply, decode_call, encode
+from rose.scheduler.runtime.spec import ServeSpec
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--cluster", type=Path, help="nodes and limits; default: one group of two nodes")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    cluster = load_yaml(arguments.cluster, ClusterSpec) if arguments.cluster is not None else ClusterSpec()
+    cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else ServeSpec()
     channel = ChannelUrl.parse(arguments.channel).serve()
     serve(channel, Control(cluster, channel.load(), time.monotonic(), os.getpid()))
 
@@ -48,20 +50,30 @@ def serve(channel: SchedulerSide, control: Control) -> NoReturn:
     while True:
         arrived = channel.receive(POLL_S)
         now = time.monotonic()
-        for incoming in arrived:
-            _handle(control, incoming, now)
+        asked = [call for incoming in arrived if (call := _handle(control, incoming, now)) is not None]
         control.tick(now)
-        channel.commit(control.take_batch(), arrived)
+        batch = control.take_batch()
+        batch.outgoing += [_history(channel, client, call) for client, call in asked]
+        channel.commit(batch, arrived)
 
 
-def _handle(control: Control, incoming: Incoming, now: float) -> None:
+def _handle(control: Control, incoming: Incoming, now: float) -> tuple[str, History] | None:
+    """Has the call decided upon; one that only reads what the channel keeps is given back."""
     try:
         call = decode_call(incoming.body)
     except ChannelError:
         # One client's nonsense ends nobody's job; it can't be answered, for its number is unknown.
         logger.exception("dropped client=%s", incoming.client)
-        return
+        return None
+    if isinstance(call, History):
+        return incoming.client, call
     control.handle(incoming.client, call, now)
+    return None
+
+
+def _history(channel: SchedulerSide, client: str, call: History) -> Outgoing:
+    events = [msgspec.json.decode(event) for event in channel.events(call.last)]
+    return Outgoing(client=client, body=encode(Reply(seq=call.seq, body={"events": events})))
 
 
 if __name__ == "__main__":

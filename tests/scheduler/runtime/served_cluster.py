@@ -37,7 +37,7 @@ class ServedCluster:
         self.folder = folder
         self.url = url if url is not None else f"unix:{folder / 'ch'}"
         path = folder / "cluster.yaml"
-        path.write_text(yaml.safe_dump(cluster))
+        path.write_text(yaml.safe_dump({"groups": {"main": {}}, **cluster}))
         self.argv = [sys.executable, "-m", "rose.node.sched", str(path), "--channel", self.url]
         self.argv += ["--folder", str(folder / "jobs")]
         self.server = ServerProcess(self.argv, "sched", folder / "sched.log", env=self.environment)
@@ -61,8 +61,13 @@ class ServedCluster:
     def spec(self, name: str, **fields: Any) -> dict[str, Any]:
         rollout_s, train_s = fields.get("rollout_s", 0.05), fields.get("train_s", 0.05)
         command = [sys.executable, str(JOB), str(self.folder), str(rollout_s), str(train_s)]
-        base = {"name": name, "command": command, "rollout_s": rollout_s, "train_s": train_s}
-        return {**base, "num_iterations": 3, "train_bytes": 4096, "slo": 100.0, **fields}
+        phases = {
+            "rollout": {"seconds": rollout_s, "nodes": len(fields.get("rollout_nodes", [0]))},
+            "train": {"seconds": train_s, "memory_gb": fields.get("train_gb", 1e-5)},
+        }
+        others = {key: fields[key] for key in fields if key not in ("rollout_s", "train_s", "train_gb")}
+        base = {"name": name, "command": command, "phases": phases, "group": "main", "slo": 100.0}
+        return {**base, "iterations": 3, "max_tokens": 1024, **others}
 
     def submit(self, name: str, **fields: Any) -> Reply:
         return self.ask(Submit, spec=self.spec(name, **fields))

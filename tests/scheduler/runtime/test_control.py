@@ -26,16 +26,28 @@ from rose.scheduler.runtime.messages import (
     Submit,
     decode_answer,
 )
-from rose.scheduler.runtime.spec import ClusterSpec
+from rose.scheduler.runtime.spec import ServeSpec
 
 LEASE_S = 10.0
+
+
+def spec_of(name: str, rollout_s: float = 1.0) -> dict[str, Any]:
+    return {
+        "name": name,
+        "command": ["x"],
+        "group": "main",
+        "phases": {"rollout": {"seconds": rollout_s}, "train": {"seconds": 1.0, "memory_gb": 600}},
+        "slo": 100.0,
+        "max_tokens": 1024,
+        "iterations": 3,
+    }
 
 
 class Scheduler:
     """A control whose batches become rows at once, as a channel's would."""
 
     def __init__(self, **cluster: Any) -> None:
-        self.cluster = ClusterSpec(lease_s=LEASE_S, **cluster)
+        self.cluster = ServeSpec.model_validate({"lease_s": LEASE_S, "groups": {"main": {}}, **cluster})
         self.rows: dict[str, bytes] = {}
         self.now = 1000.0
         self.seq = 0
@@ -73,9 +85,8 @@ class Scheduler:
                 self.rows[key] = row
         return [decode_answer(_body(each)) for each in batch.outgoing]
 
-    def submit(self, name: str, **fields: Any) -> list[AnyAnswer]:
-        spec = {"name": name, "command": ["x"], "rollout_s": 1.0, "train_s": 1.0, "num_iterations": 3}
-        return self.call(Submit, spec={**spec, "slo": 100.0, **fields}, client="cli")
+    def submit(self, name: str, /, **fields: Any) -> list[AnyAnswer]:
+        return self.call(Submit, spec={**spec_of(name), **fields}, client="cli")
 
     def request(
         self, job: str, phase: str = "rollout", iteration: int = 0, attempt: int = 1
@@ -129,10 +140,7 @@ def test_a_release_hands_the_nodes_to_the_next_and_queues_the_phase_that_follows
 
 
 def test_calls_that_arrive_twice_change_nothing(scheduler: Scheduler) -> None:
-    submit = Submit(
-        seq=99,
-        spec={"name": "c", "command": ["x"], "rollout_s": 1, "train_s": 1, "num_iterations": 1, "slo": 9},
-    )
+    submit = Submit(seq=99, spec={**spec_of("c"), "group": None})
     assert only(Reply, scheduler.deliver(submit, "cli")).error is None
     [again] = scheduler.deliver(submit, "cli")
     assert isinstance(again, Reply) and again.error is None
@@ -250,19 +258,73 @@ def test_a_drained_node_takes_no_jobs_until_that_is_undone(scheduler: Scheduler)
 
 def test_a_dry_run_changes_nothing(scheduler: Scheduler) -> None:
     rows = dict(scheduler.rows)
-    spec = {"name": "c", "command": ["x"], "rollout_s": 2.0, "train_s": 1.0, "num_iterations": 1, "slo": 9.0}
+    spec = {**spec_of("c", 2.0), "phases": {"rollout": {"seconds": 2.0}, "train": {"seconds": 1.0}}}
     reply = only(Reply, scheduler.call(Submit, spec=spec, dry_run=True))
-    assert reply.body["state"] == "would run" and reply.body["cycle_s"] == 4.0
+    assert reply.body["state"] == "would run" and reply.body["iteration_s"] == 4.0
     assert scheduler.rows == rows
 
 
 def test_a_full_group_refuses_a_job() -> None:
-    scheduler = Scheduler(max_residents=1)
+    scheduler = Scheduler(pools={"max_residents": 1})
     scheduler.submit("a")
-    assert "group main has 1 jobs, at most 1 may" in error_of(scheduler.submit("b"))
+    assert "group main has 1 jobs, at most 1 may share one" in error_of(scheduler.submit("b"))
 
 
-def test_a_group_that_left_the_file_with_its_jobs_running_is_refused(scheduler: Scheduler) -> None:
-    cluster = ClusterSpec.model_validate({"groups": {"other": {}}})
-    with pytest.raises(ConfigError, match="job a runs in group 'main', which is not in the cluster's file"):
+def test_a_job_that_names_no_group_is_placed_by_the_policy() -> None:
+    scheduler = Scheduler()
+    first = only(Reply, scheduler.submit("a", group=None)).body
+    assert (first["group"], first["rollout_nodes"]) == ("group-1", [0])
+    assert "isolated provisioning by lifetime-static, $57.04/h more" in first["why"]
+    second = only(Reply, scheduler.submit("b", group=None)).body
+    assert second["group"] == "group-1" and "direct packing" in second["why"], "it fits into the idle halves"
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.request("a")
+    scheduler.restart(3.0)
+    [reply] = scheduler.call(Status)
+    assert isinstance(reply, Reply)
+    assert reply.body["groups"]["group-1"]["jobs"] == {"a": [0], "b": [0]}
+    assert reply.body["groups"]["group-1"]["holders"] == {"a": "rollout"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"group": "other"}, "no group 'other'; there are main"),
+        ({"rollout_nodes": [3]}, "rollout nodes [3]: group main has 0 to 0"),
+        ({"rollout_nodes": [0, 1]}, "expected 1 different numbers from 0"),
+        ({"group": None, "rollout_nodes": [0]}, "of which group?"),
+        ({"slo": 1.0}, "slo 1 allows no slowdown"),
+        ({"iterations": 0}, "iterations"),
+        ({"name": "no/slash"}, "name"),
+        ({"steps": []}, "steps: unknown key"),
+        ({"command": []}, "command"),
+    ],
+)
+def test_an_impossible_job_is_refused_with_the_reason(fields: dict[str, Any], words: str) -> None:
+    scheduler = Scheduler()
+    assert words in error_of(scheduler.submit("a", **fields))
+    assert not [key for key in scheduler.rows if key.startswith("job:")]
+
+
+def test_jobs_that_would_not_fit_in_a_host_s_memory_are_refused(scheduler: Scheduler) -> None:
+    scheduler.submit("c")
+    assert "training nodes: 2400.0 of 2000.0 GB" in error_of(scheduler.submit("d"))
+
+
+def test_a_group_whose_nodes_changed_while_its_jobs_run_is_refused(scheduler: Scheduler) -> None:
+    cluster = ServeSpec.model_validate({"groups": {"main": {"num_train_nodes": 2}}})
+    with pytest.raises(
+        ConfigError,
+        match=r"job a runs in group main of 1 rollout and 1 training nodes, the cluster's file says 1 and 2",
+    ):
         Control(cluster, scheduler.rows, 0.0, 3)
+
+
+def test_a_cancelled_job_that_waits_is_granted_nothing(scheduler: Scheduler) -> None:
+    held = only(Grant, scheduler.request("a"))
+    assert scheduler.request("b") == []
+    scheduler.call(Cancel, job="b")
+    answers = scheduler.call(Release, job="a", attempt=1, phase="rollout", epoch=held.epoch)
+    assert not [each for each in answers if isinstance(each, Grant)]
+    scheduler.call(Exited, job="b", attempt=1, exit_status=-15, client="runner")
+    assert scheduler.job("b")["state"] == "cancelled"

@@ -1,14 +1,18 @@
 """Jobs under `rose sched serve`, on both channels: turns, crashes, restarts of every part."""
 
+import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import yaml
 from redis_process import RedisProcess
 from served_cluster import ServedCluster, kill, overlap, wait_until
 
 from rose.node import watcher
-from rose.scheduler.runtime.messages import Cancel, Status, Submit
+from rose.scheduler.runtime.messages import Cancel
 
 
 def iterations_of(cluster: ServedCluster, job: str, phase: str) -> list[int]:
@@ -19,6 +23,15 @@ def holder_pid(cluster: ServedCluster, job: str) -> int:
     """The pid of a job that has begun an iteration, from its log."""
     wait_until(lambda: cluster.phases(job), f"{job} to run")
     return int(cluster.phases(job)[-1]["pid"])
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+    """One cluster for the tests that break none of its parts, each with a group of its own."""
+    groups = {name: {} for name in ("crash", "none", "cancel", "slow", "cli")}
+    groups["wide"] = {"num_rollout_nodes": 2}
+    with ServedCluster(tmp_path_factory.mktemp("shared"), groups=groups) as cluster:
+        yield cluster
 
 
 def test_two_jobs_take_turns_on_every_node_and_finish(tmp_path: Path, channel_url: str) -> None:
@@ -34,19 +47,17 @@ def test_two_jobs_take_turns_on_every_node_and_finish(tmp_path: Path, channel_ur
         assert cluster.status()["groups"]["main"]["holders"] == {}
 
 
-def test_jobs_on_other_nodes_run_at_the_same_time(tmp_path: Path) -> None:
-    groups = {"main": {"num_rollout_nodes": 2}}
-    with ServedCluster(tmp_path, groups=groups) as cluster:
-        cluster.submit("a", rollout_nodes=[0], rollout_s=3600.0)
-        cluster.submit("b", rollout_nodes=[1], rollout_s=3600.0)
-        holders = {"a": "rollout", "b": "rollout"}
-        wait_until(lambda: cluster.status()["groups"]["main"]["holders"] == holders, "both rollouts")
+def test_jobs_on_other_nodes_run_at_the_same_time(shared: ServedCluster) -> None:
+    for node, name in enumerate(("wide-a", "wide-b")):
+        assert shared.submit(name, group="wide", rollout_nodes=[node], rollout_s=3600.0).error is None
+    holders = {"wide-a": "rollout", "wide-b": "rollout"}
+    wait_until(lambda: shared.status()["groups"]["wide"]["holders"] == holders, "both rollouts")
 
 
-def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path, channel_url: str) -> None:
-    with ServedCluster(tmp_path, channel_url) as cluster:
-        cluster.submit("a", num_iterations=30)
-        cluster.submit("b", num_iterations=6)
+def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path) as cluster:
+        cluster.submit("a", iterations=30)
+        cluster.submit("b", iterations=6)
         wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
         done = cluster.job("a")["iterations"][0]
         first_pid = holder_pid(cluster, "a")
@@ -63,7 +74,7 @@ def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path, 
 def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> None:
     with ServedCluster(tmp_path, channel_url) as cluster:
         for name in ("a", "b"):
-            cluster.submit(name, num_iterations=12)
+            cluster.submit(name, iterations=12)
         wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
         scheduler = cluster.status()["scheduler_pid"]
         kill(scheduler)
@@ -78,7 +89,7 @@ def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> No
 def test_jobs_outlive_a_killed_redis(tmp_path: Path) -> None:
     with RedisProcess(tmp_path) as server, ServedCluster(tmp_path, server.url) as cluster:
         for name in ("a", "b"):
-            cluster.submit(name, num_iterations=12)
+            cluster.submit(name, iterations=12)
         wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
         kill(server.pid)
         server.start_again()
@@ -88,50 +99,48 @@ def test_jobs_outlive_a_killed_redis(tmp_path: Path) -> None:
         assert overlap(cluster.phases()) == []
 
 
-def test_another_serve_goes_on_with_the_jobs_of_a_killed_one(tmp_path: Path, channel_url: str) -> None:
-    with ServedCluster(tmp_path, channel_url) as first:
-        first.submit("a", num_iterations=8)
+def test_another_serve_goes_on_with_the_jobs_of_a_killed_one(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path) as first:
+        first.submit("a", iterations=8)
         wait_until(lambda: first.job("a")["iterations"][0] >= 2, "a's second iteration")
         pids = [holder_pid(first, "a"), first.status()["scheduler_pid"]]
         kill(first.server.pid)
         wait_until(lambda: not any(map(watcher.group_members, pids)), "the watchers to end job and scheduler")
-    with ServedCluster(tmp_path, channel_url) as second:
+    with ServedCluster(tmp_path) as second:
         job = second.wait_state("a", "done")
         assert job["attempt"] == 2
         assert sorted(set(iterations_of(second, "a", "train"))) == list(range(8))
 
 
-def test_a_job_that_keeps_crashing_fails_and_says_so(tmp_path: Path) -> None:
-    with ServedCluster(tmp_path) as cluster:
-        cluster.submit("bad", command=["sh", "-c", "echo so it goes; exit 7"], max_restarts=1)
-        job = cluster.wait_state("bad", "failed")
-        assert "status 7" in job["note"] and job["restarts"] == 1
-        assert "so it goes" in Path(job["log"]).read_text()
-        assert cluster.submit("bad", command=["true"]).error is None, "its name is free again"
+def test_a_job_that_keeps_crashing_fails_and_says_so(shared: ServedCluster) -> None:
+    command = ["sh", "-c", "echo so it goes; exit 7"]
+    shared.submit("bad", group="crash", command=command, max_restarts=1)
+    job = shared.wait_state("bad", "failed")
+    assert "status 7" in job["note"] and job["restarts"] == 1
+    assert "so it goes" in Path(job["log"]).read_text()
+    assert shared.submit("bad", group="crash", command=["true"]).error is None, "its name is free again"
 
 
-def test_a_command_that_does_not_exist_fails_the_job_alone(tmp_path: Path) -> None:
-    with ServedCluster(tmp_path) as cluster:
-        cluster.submit("none", command=["/no/such/program"], max_restarts=0)
-        assert "127" in cluster.wait_state("none", "failed")["note"]
-        cluster.submit("a")
-        cluster.wait_state("a", "done")
+def test_a_command_that_does_not_exist_fails_the_job_alone(shared: ServedCluster) -> None:
+    shared.submit("none", group="none", command=["/no/such/program"], max_restarts=0)
+    assert "127" in shared.wait_state("none", "failed")["note"]
+    shared.submit("some", group="none")
+    shared.wait_state("some", "done")
 
 
-def test_cancelling_ends_the_process_group_and_frees_the_nodes(tmp_path: Path) -> None:
-    with ServedCluster(tmp_path) as cluster:
-        cluster.submit("a", rollout_s=3600.0)
-        wait_until(lambda: cluster.job("a")["holds"] == "rollout", "a's rollout")
-        cluster.submit("b")
-        cluster.ask(Cancel, job="a")
-        cluster.wait_state("b", "done")
-        assert cluster.job("a")["state"] == "cancelled"
+def test_cancelling_ends_the_process_group_and_frees_the_nodes(shared: ServedCluster) -> None:
+    shared.submit("long", group="cancel", rollout_s=3600.0)
+    wait_until(lambda: shared.job("long")["holds"] == "rollout", "its rollout")
+    assert shared.submit("short", group="cancel", slo=1e9).error is None
+    shared.ask(Cancel, job="long")
+    shared.wait_state("short", "done")
+    assert shared.job("long")["state"] == "cancelled"
 
 
 def test_a_stopped_holder_loses_its_permit_after_the_lease(tmp_path: Path) -> None:
     with ServedCluster(tmp_path, lease_s=1.0) as cluster:
-        cluster.submit("a", num_iterations=1000)
-        cluster.submit("b", num_iterations=1000)
+        cluster.submit("a", iterations=1000)
+        cluster.submit("b", iterations=1000)
         pid = holder_pid(cluster, "a")
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: cluster.job("a")["restarts"] == 1, "the next attempt")
@@ -153,32 +162,43 @@ def test_a_second_scheduler_on_a_channel_is_refused(tmp_path: Path, channel_url:
         assert first.job("a")["attempt"] == 1
 
 
-IMPOSSIBLE: list[tuple[dict[str, object], str]] = [
-    ({"group": "other"}, "no group 'other'; there are main"),
-    ({"rollout_nodes": [3]}, "rollout nodes [3]: group main has 0 to 0"),
-    ({"slo": 1.0}, "slo"),
-    ({"num_iterations": 0}, "num_iterations"),
-    (
-        {"train_bytes": 5000},
-        "train of group main would keep 5000 bytes for 1 jobs in host memory, it has 4096",
-    ),
-    ({"name": "no/slash"}, "is not a name"),
-    ({"phases": []}, "phases: unknown key"),
-]
+def test_a_neighbour_that_would_become_too_slow_refuses_a_job(shared: ServedCluster) -> None:
+    shared.submit("tight", group="slow", rollout_s=3600.0, train_s=1.0, slo=1.5)
+    taken = shared.submit("tight", group="slow").error
+    assert taken is not None and "a job of this name is running" in taken
+    slow = shared.submit("other", group="slow", rollout_s=3600.0, train_s=1.0).error
+    assert slow is not None and "7200 s" in slow and "5401.5 s (1.5 x 3601 s alone)" in slow
+    assert "other" not in shared.status()["jobs"]
 
 
-def test_impossible_jobs_are_refused_with_the_numbers(tmp_path: Path) -> None:
-    with ServedCluster(tmp_path, host_memory_bytes=4096) as cluster:
-        for fields, words in IMPOSSIBLE:
-            error = cluster.ask(Submit, spec={**cluster.spec("a"), **fields}).error
-            assert error is not None and words in error
-        assert cluster.ask(Status).body["jobs"] == []
+def test_the_policy_packs_jobs_that_name_no_group(shared: ServedCluster) -> None:
+    for name in ("free-a", "free-b"):
+        # Long enough that the second one comes while the first one runs.
+        assert shared.submit(name, group=None, rollout_s=0.3, train_s=0.3, iterations=6).error is None
+    assert {shared.job(name)["group"] for name in ("free-a", "free-b")} == {"group-1"}
+    for name in ("free-a", "free-b"):
+        shared.wait_state(name, "done")
+    assert overlap([*shared.phases("free-a"), *shared.phases("free-b")]) == []
+    assert "group-1" not in shared.status()["groups"], "its nodes are given back"
 
 
-def test_a_neighbour_s_slo_and_a_taken_name_refuse_a_job(tmp_path: Path) -> None:
-    with ServedCluster(tmp_path) as cluster:
-        cluster.submit("a", rollout_s=3600.0, train_s=1.0, slo=1.5)
-        taken = cluster.submit("a").error
-        assert taken is not None and "a job of this name is running" in taken
-        slow = cluster.submit("b", rollout_s=3600.0, train_s=1.0).error
-        assert slow is not None and "7200 s" in slow and "5401.5 s (1.5 x 3601 s alone)" in slow
+def test_the_commands_speak_json_and_refuse_in_one_line(shared: ServedCluster, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(shared.spec("cli", group="cli", rollout_s=3600.0)))
+    dry = json.loads(shared.command("submit", str(path), "--dry-run").stdout)
+    assert dry["state"] == "would run" and "cli" not in shared.status()["jobs"]
+    assert json.loads(shared.command("submit", str(path)).stdout)["state"] == "running"
+    refused = shared.command("submit", str(path))
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr.count("\n") == 1 and "a job of this name is running" in refused.stderr
+    assert json.loads(shared.command("status", "cli", "--json").stdout)["jobs"][0]["name"] == "cli"
+    drained = json.loads(shared.command("drain", "train", "--group", "cli").stdout)
+    assert drained["still_used_by"] == ["cli"]
+    wait_until(lambda: shared.job("cli")["holds"], "its process")
+    assert json.loads(shared.command("cancel", "cli").stdout)["job"] == "cli"
+    shared.wait_state("cli", "cancelled")
+    assert shared.command("logs", "cli", "--follow").returncode == 0
+    events = [json.loads(line) for line in shared.command("events").stdout.splitlines()]
+    assert [each["event"] for each in events if each["job"] == "cli"] == [
+        *("submitted", "started", "granted", "exited", "cancelled")
+    ]

@@ -1,0 +1,189 @@
+"""What the scheduler knows, what it keeps across its own restarts, and what it is about to say.
+
+Owns: jobs, groups, permits, and the batch of changes and answers since the last commit. Promises: a state
+made from the rows of all commits is the one that made them. Pure: takes ``now``. Never: decides, or does I/O.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from rose.config import parse_config
+from rose.errors import ConfigError
+from rose.scheduler.cluster.model import Group, Member
+from rose.scheduler.runtime.channel import Batch, Outgoing
+from rose.scheduler.runtime.messages import Message, Reply, Start, Stop, encode
+from rose.scheduler.runtime.placing import Groups
+from rose.scheduler.runtime.records import JobRecord
+from rose.scheduler.runtime.spec import RunSpec, ServeSpec
+from rose.scheduler.runtime.turns import Ask, Turns
+
+
+class State:
+    """All jobs of one cluster."""
+
+    def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float) -> None:
+        """``rows``: what an earlier scheduler has committed."""
+        self.cluster = cluster
+        self.groups = Groups(cluster)
+        self.turns: dict[str, Turns] = {}
+        self.jobs: dict[str, JobRecord] = {}
+        self.specs: dict[str, RunSpec] = {}
+        self.drained: dict[str, list[str]] = {}
+        self._nodes: dict[str, tuple[int, int]] = {}
+        """Of each group, for rollout and for training; kept when it is gone."""
+        self.runner: str | None = None
+        self.log_folder = ""
+        self.progress: dict[str, tuple[int, int]] = {}
+        self._batch = Batch()
+        self._dirty: set[str] = set()
+        self._dirty_groups: set[str] = set()
+        self._restore(rows, now)
+
+    # Restart ------------------------------------------------------------------------------------------------
+
+    def _restore(self, rows: Mapping[str, bytes], now: float) -> None:
+        records = {}
+        for key, row in rows.items():
+            kind, _, name = key.partition(":")
+            if kind == "job":
+                records[name] = JobRecord.from_row(row)
+            elif kind == "nodes":
+                self._nodes[name] = msgspec.json.decode(row, type=tuple[int, int])
+            elif kind == "drained":
+                self.drained[name] = msgspec.json.decode(row, type=list[str])
+            elif kind == "runner":
+                self.runner, self.log_folder = msgspec.json.decode(row, type=tuple[str, str])
+        for name, record in sorted(records.items(), key=lambda each: each[1].number):
+            self._adopt(name, record)
+        for group in list(self.groups.by_name.values()):
+            turns = self.turns_in(group.name)
+            if f"group:{group.name}" in rows:
+                turns.restore(msgspec.json.decode(rows[f"group:{group.name}"]), now)
+            for member in group.members:
+                waiting = self.jobs[member.job.name].waiting
+                if waiting is not None:
+                    turns.ask(ask_of(member.job.name, waiting))
+            if group.members:
+                turns.form(group, now)
+
+    def _adopt(self, name: str, record: JobRecord) -> None:
+        """A job of an earlier scheduler, where it was placed."""
+        spec = parse_config(record.spec, RunSpec, f"job {name} of the channel")
+        self.jobs[name], self.specs[name] = record, spec
+        if record.state.is_over:
+            return
+        member = Member(job=spec.to_job(self.cluster.pools.to_pools()), rollout_nodes=record.rollout_nodes)
+        num_rollout_nodes, num_train_nodes = self._nodes[record.group]
+        group = self.groups.by_name.get(record.group) or Group(
+            name=record.group, num_rollout_nodes=num_rollout_nodes, num_train_nodes=num_train_nodes
+        )
+        if (group.num_rollout_nodes, group.num_train_nodes) != (num_rollout_nodes, num_train_nodes):
+            raise ConfigError(
+                f"job {name} runs in group {group.name} of {num_rollout_nodes} rollout and {num_train_nodes} "
+                f"training nodes, the cluster's file says {group.num_rollout_nodes} and "
+                f"{group.num_train_nodes}; change that when the job is over"
+            )
+        self.groups.put(replace(group, members=(*group.members, member)))
+
+    # Changes ------------------------------------------------------------------------------------------------
+
+    def changed(self, job: str) -> None:
+        """The job's record is part of the next batch."""
+        self._dirty.add(job)
+
+    def changed_group(self, group: str) -> None:
+        """The group's permits are part of the next batch."""
+        self._dirty_groups.add(group)
+
+    def keep(self, key: str, row: bytes) -> None:
+        """A row of the next batch that is neither."""
+        self._batch.rows[key] = row
+
+    def form(self, group: Group, now: float) -> None:
+        """The group has these members from now on."""
+        self.groups.put(group)
+        nodes = (group.num_rollout_nodes, group.num_train_nodes)
+        self._nodes[group.name] = nodes
+        self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
+        self.turns_in(group.name).form(group, now)
+
+    def take_batch(self) -> Batch:
+        """What has changed since the last call."""
+        batch, self._batch = self._batch, Batch()
+        for name in self._dirty:
+            batch.rows[f"job:{name}"] = self.jobs[name].to_row()
+        for group in self._dirty_groups:
+            batch.rows[f"group:{group}"] = msgspec.json.encode(self.turns[group].to_json())
+        self._dirty, self._dirty_groups = set(), set()
+        return batch
+
+    def turns_of(self, job: str) -> Turns:
+        """Of the job's group."""
+        return self.turns_in(self.jobs[job].group)
+
+    def turns_in(self, group: str) -> Turns:
+        """A group's permits."""
+        return self.turns.setdefault(group, Turns(self.cluster.lease_s))
+
+    # Answers ------------------------------------------------------------------------------------------------
+
+    def describe_group(self, name: str) -> dict[str, Any]:
+        group = self.groups.by_name[name]
+        return {
+            "num_rollout_nodes": group.num_rollout_nodes,
+            "num_train_nodes": group.num_train_nodes,
+            "jobs": {each.job.name: list(each.rollout_nodes) for each in group.members},
+            "holders": {each.job: each.phase for each in self.turns_in(name).holds.values()},
+            "drained": self.drained.get(name, []),
+        }
+
+    def describe(self, name: str) -> dict[str, Any]:
+        record, spec = self.jobs[name], self.specs[name]
+        hold = self.turns_of(name).holds.get(name)
+        progress = self.progress.get(name)
+        return {
+            "name": name,
+            "state": record.state,
+            "is_over": record.state.is_over,
+            "log": f"{self.log_folder}/{name}.log",
+            "group": record.group,
+            "why": record.why,
+            "iterations": [record.num_done, spec.iterations],
+            "attempt": record.attempt,
+            "restarts": record.num_restarts,
+            "holds": hold.phase if hold is not None else None,
+            "waits_for": record.waiting["phase"] if record.waiting is not None else None,
+            "behind": self.turns_of(name).holders_before(name),
+            "progress": list(progress) if progress is not None else None,
+            "note": record.note,
+        }
+
+    def unknown(self, job: str) -> str:
+        return f"no job {job!r}; there are {', '.join(self.jobs) or 'none'}"
+
+    def reply(
+        self, client: str, seq: int, error: str | None = None, body: dict[str, Any] | None = None
+    ) -> None:
+        self.send(client, Reply(seq=seq, error=error, body=body if body is not None else {}))
+
+    def order(self, order: Start | Stop) -> None:
+        if self.runner is not None:
+            self.send(self.runner, order)
+
+    def send(self, client: str, message: Message) -> None:
+        self._batch.outgoing.append(Outgoing(client=client, body=encode(message)))
+
+    def event(self, event: str, job: str, **more: Any) -> None:
+        # The wall clock is for people: nothing is decided by it.
+        self._batch.events.append(
+            msgspec.json.encode({"event": event, "job": job, "at": time.time(), **more})
+        )
+
+
+def ask_of(job: str, request: Mapping[str, Any]) -> Ask:
+    """A waiting request, as the group's permits see it."""
+    return Ask(job=job, phase=request["phase"], iteration=request["iteration"])
