@@ -16,7 +16,6 @@ move that could break the certificate is not made.
 """
 
 import argparse
-import math
 import random
 import statistics
 import sys
@@ -36,7 +35,7 @@ from rose.scheduler.group.tail import (
     Tail,
     TailJob,
     choose_thresholds,
-    is_safe,
+    has_room,
     play_rollout,
 )
 
@@ -135,32 +134,12 @@ class _Model:
         job = self._pair.jobs[permit.job]
         lengths = self._pair.lengths[permit.job][iteration]
         workers = job.speed.num_workers - sum(self._tails[guest].num_workers for guest in permit.guests)
-        threshold = self._thresholds[permit.job]
-        tail = play_rollout(lengths, job.speed, threshold, workers)
-        if tail.num_workers and not self._is_safe(job, sorted(lengths), tail):
+        tail = play_rollout(lengths, job.speed, self._thresholds[permit.job], workers)
+        others = [other for other in self._pair.jobs.values() if other is not job]
+        if not all(has_room(other.speed, len(other.past[0]), tail) for other in others):
             tail = play_rollout(lengths, job.speed, None, workers)
         self._tails[permit.job] = tail
         return PhaseTimes(done_s=tail.done_s, freed_s=tail.freed_s if tail.num_workers else None)
-
-    def _is_safe(self, job: TailJob, ordered: Sequence[int], tail: Tail) -> bool:
-        threshold = self._thresholds[job.name]
-        assert threshold is not None
-        num_done = math.ceil(threshold * len(ordered))
-        worst_s = job.speed.worst_s(len(ordered))
-        slowdowns_s = [
-            other.speed.worst_s(num_requests, other.speed.num_workers - tail.num_workers)
-            - other.speed.worst_s(num_requests)
-            for other in self._pair.jobs.values()
-            if other is not job and (num_requests := self._pair.kinds[other.name].num_requests)
-        ]
-        return is_safe(
-            job.speed,
-            num_left=len(ordered) - num_done,
-            num_kept=tail.num_workers,
-            reached_tokens=ordered[num_done - 1],
-            left_s=worst_s - (tail.freed_s - job.speed.pause_s),
-            next_slowdown_s=max(slowdowns_s),
-        )
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
