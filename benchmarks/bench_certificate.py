@@ -1,12 +1,13 @@
 """No group ever runs worse than its certificate says, and the search finds the best round-robin order.
 
-Random groups (up to 5 jobs on up to 3 rollout nodes, jobs on any of them; any order, half of them with one job
-several times in a pass; SLOs as tight as the order can promise, or a third looser) are certified, then replayed
-through the shipped permit book and pace with phases anywhere between nothing and their worst case; in three out
-of ten a job leaves on the way. Counts, no times of a real system:
+Random groups (up to 5 jobs on up to 3 rollout nodes, jobs on any of them; any order, half of them with one
+job several times in a pass; SLOs as tight as the order can promise, or a third looser) are certified, then
+replayed through the shipped permit book and pace with phases anywhere between nothing and their worst case;
+in three out of ten a job leaves on the way. Counts, no times of a real system:
 
   certificate_violations        groups with an iteration longer, a phase later or a mean worse than certified
-  best_order[multi-node]        share of groups of 2 to 4 jobs whose round-robin certificate is as short as the
+  best_order[multi-node]        share of groups of 2 to 4 jobs whose round-robin certificate is as short as
+  the
                                 shortest of all periodic timetables with one iteration per job (CP-SAT)
   best_order[single-node]       the same with every job on one rollout node
   bound_missed[multi-node]      share of those in which that shortest is longer than Theorem 1's bound
@@ -74,7 +75,9 @@ def _is_broken(seed: int) -> bool:
 
     def times_of(permit: Permit, iteration: int) -> PhaseTimes:
         worst_s = certificate.durations_s[permit.turn % num_steps]
-        return PhaseTimes(done_s=worst_s if all_worst else worst_s * rng.choice((0.0, rng.random(), 1.0, 1.0)))
+        return PhaseTimes(
+            done_s=worst_s if all_worst else worst_s * rng.choice((0.0, rng.random(), 1.0, 1.0))
+        )
 
     leaver = rng.choice(group.members).job.name
     leaves_s = {leaver: rng.random() * NUM_PASSES * certificate.cycle_s} if rng.random() < 0.3 else {}
@@ -98,7 +101,9 @@ def _exact(args: argparse.Namespace) -> list[Figure]:
         groups = [_small_group(rng, is_single) for _ in range(NUM_EXACT[args.quick])]
         found = [best_round_robin(group).cycle_s for group in groups]
         exact = [shortest_cycle_s(group, at_most_s=cycle) for group, cycle in zip(groups, found, strict=True)]
-        solved = [(cycle, least, group) for cycle, least, group in zip(found, exact, groups, strict=True) if least]
+        solved = [
+            (cycle, least, group) for cycle, least, group in zip(found, exact, groups, strict=True) if least
+        ]
         same = statistics.fmean(cycle <= least + 1e-6 for cycle, least, _ in solved)
         over = max(cycle / least for cycle, least, _ in solved)
         missed = statistics.fmean(least > group.round_robin_s + 1e-6 for _, least, group in solved)

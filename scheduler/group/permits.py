@@ -1,21 +1,22 @@
 """Permits: who may use which nodes of a group now, granted in the group's cyclic order, as leases.
 
-Owns: every job's place in the order, its permit or its waiting request, and their leases. Promises: no node has
-two holders, save a tail that its own job moved aside; grants follow the order, whatever order requests come in;
-a job that dies holds nobody up for longer than a lease; every grant has a larger epoch than all before. Never:
-reads a clock, does I/O, or knows how long a phase takes (`Pace` does).
+Owns: every job's place in the order, its permit or its waiting request, and their leases. Promises: no node
+has two holders, save a tail that its own job moved aside; grants follow the order, whatever order requests
+come in; a job that dies holds nobody up for longer than a lease; every grant has a larger epoch than all
+before. Never: reads a clock, does I/O, or knows how long a phase takes (`Pace` does).
 
     book = PermitBook(certificate.order, lease_s=2.0)
-    book.request("a", PhaseKind.ROLLOUT, now)      # again to renew it; its answer is in permit_of, sooner or later
+    book.request("a", PhaseKind.ROLLOUT, now)      # repeat it to renew it
     permit = book.permit_of("a")                   # nodes, epoch
     book.heartbeat("a", permit.epoch, now)         # several times per lease, also during the warm-start copy
     book.release("a", permit.epoch, now)           # offloaded: the next one in order gets the nodes
     granted = book.advance(now)                    # after every call above, and at book.next_wake_s(now)
 
 `advance` is the only method that grants and expires. A holder that comes back late finds its epoch void:
-`heartbeat` and `release` raise `StalePermit`, and a node that remembers the largest epoch it served must refuse
-to load anything for a smaller one. Between two phases (weights' transfer, its own code) a job has `between_s`
-to ask for the next; after that its turn is passed over, and it gets its next one when it asks again.
+`heartbeat` and `release` raise `StalePermit`, and a node that remembers the largest epoch it served must
+refuse to load anything for a smaller one. Between two phases (weights' transfer, its own code) a job has
+`between_s` to ask for the next; after that its turn is passed over, and it gets its next one when it asks
+again.
 """
 
 from collections.abc import Sequence
@@ -160,9 +161,8 @@ class PermitBook:
         assert place.permit is not None
         foreign = [each for each in resources if each not in place.permit.resources]
         if place.permit.kind is not PhaseKind.ROLLOUT or foreign:
-            raise ValueError(
-                f"job {job} holds {place.permit.kind} on {place.permit.resources}: a tail can't free {foreign}"
-            )
+            held = f"{place.permit.kind} on {place.permit.resources}"
+            raise ValueError(f"job {job} holds {held}: a tail can't free {foreign}")
         place.freed = tuple(dict.fromkeys((*place.freed, *resources)))
         if self._pace is not None:
             for key in resources:
@@ -179,7 +179,8 @@ class PermitBook:
     def leave(self, job: str, now: float) -> None:
         """The job ended, was killed or is moved: its permit is void, its turns stay empty.
 
-        Nobody else may take them: only a new certificate gives a new order. Jobs are let in again by `request`.
+        Nobody else may take them: only a new certificate gives a new order. Jobs are let in again by
+        `request`.
         """
         place = self._place(job)
         if place.permit is not None:

@@ -1,12 +1,12 @@
 """Long-tail migration: when to move a rollout's last responses aside, so that the next job may start.
 
 Owns: the model of a rollout phase by its response lengths, the choice of a threshold by predicted gain, and
-whether moving is safe. Promises: "off" wherever the prediction says that moving doesn't pay, and no move after
-which a phase could end later than its certificate assumes. Never: moves anything, or knows the lengths of
-responses that are still running: it predicts from those of past iterations.
+whether moving is safe. Promises: "off" wherever the prediction says that moving doesn't pay, and no move
+after which a phase could end later than its certificate assumes. Never: moves anything, or knows the lengths
+of responses that are still running: it predicts from those of past iterations.
 
-Source: WEAVE §4.3, which moves at a fixed 80%. That loses 7-9% where training takes about as long as rollouts:
-the tail runs longer on few GPUs, and delays its own job's training for nodes that nobody waits for.
+Source: WEAVE §4.3, which moves at a fixed 80%. That loses 7-9% where training takes about as long as
+rollouts: the tail runs longer on few GPUs, and delays its own job's training for nodes that nobody waits for.
 """
 
 import math
@@ -17,7 +17,8 @@ THRESHOLDS = (0.8, 0.9, 0.95, 0.98)
 """Shares of finished responses at which the rest may be moved."""
 PREDICTED_PASSES = 12
 MIN_PREDICTED_GAIN = 1.02
-"""Less is within the prediction's error."""
+MIN_STEP = 0.01
+"""Less is within the prediction's error: for all thresholds together, and for another one of a single job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,8 @@ class RolloutSpeed:
 class Tail:
     """One rollout with its tail moved: free for others at `freed_s`, all responses there at `done_s`.
 
-    Without a move both are the same, and `num_workers` (what the tail keeps) is 0. `left_s`: worst-case time that
-    the phase still had when it freed the rest.
+    Without a move both are the same, and `num_workers` (what the tail keeps) is 0. `left_s`: worst-case time
+    that the phase still had when it freed the rest.
     """
 
     freed_s: float
@@ -80,7 +81,10 @@ def play_rollout(
         return Tail(freed_s=done_s, done_s=done_s, num_workers=0, left_s=0.0)
     tail_s = _moved_s(speed, len(rest), reached, kept) + _decode_s(rest, reached, speed, kept)
     return Tail(
-        freed_s=reached_s + speed.pause_s, done_s=reached_s + tail_s, num_workers=kept, left_s=left_s - speed.pause_s
+        freed_s=reached_s + speed.pause_s,
+        done_s=reached_s + tail_s,
+        num_workers=kept,
+        left_s=left_s - speed.pause_s,
     )
 
 
@@ -101,7 +105,7 @@ def workers_kept(
 
 
 def has_room(next_speed: RolloutSpeed, num_requests: int, tail: Tail) -> bool:
-    """Whether the next rollout, on what the tail leaves, ends in the worst case no later than without the move.
+    """Whether the next rollout, on what the tail leaves, at worst ends no later than without the move.
 
     It takes longer on fewer workers, but starts earlier by what the tail's phase had left.
     """
@@ -141,8 +145,8 @@ class TailJob:
 def predicted_cycle_s(jobs: Sequence[TailJob], thresholds: Sequence[float | None]) -> float:
     """The mean round-robin cycle of jobs that share all their rollout nodes, in this order.
 
-    Their past iterations once more, several times and against one another: means would hide that a cycle is as
-    long as its slowest part.
+    Their past iterations once more, several times and against one another: means would hide that a cycle is
+    as long as its slowest part.
     """
     nodes_s = train_s = 0.0
     ready_s = [0.0] * len(jobs)
@@ -172,7 +176,9 @@ def choose_thresholds(jobs: Sequence[TailJob]) -> dict[str, float | None]:
         return {job.name: None for job in jobs}
     off_s = predicted_cycle_s(jobs, off)
     alike: list[list[float | None]] = [off, *([threshold] * len(jobs) for threshold in THRESHOLDS)]
-    best_s, chosen = min(((predicted_cycle_s(jobs, each), each) for each in alike), key=lambda found: found[0])
+    best_s, chosen = min(
+        ((predicted_cycle_s(jobs, each), each) for each in alike), key=lambda found: found[0]
+    )
     is_better = True
     while is_better:
         is_better = False
@@ -180,7 +186,7 @@ def choose_thresholds(jobs: Sequence[TailJob]) -> dict[str, float | None]:
             for threshold in (None, *THRESHOLDS):
                 tried = [*chosen[:index], threshold, *chosen[index + 1 :]]
                 cycle_s = predicted_cycle_s(jobs, tried)
-                if cycle_s < best_s * (1 - 1e-9):
+                if cycle_s < best_s * (1 - MIN_STEP):
                     chosen, best_s, is_better = tried, cycle_s, True
     if off_s < best_s * MIN_PREDICTED_GAIN:
         chosen = off

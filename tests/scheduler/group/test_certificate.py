@@ -57,7 +57,9 @@ def test_a_short_job_on_its_own_node_runs_four_times_in_a_pass() -> None:
 
 def test_an_slo_that_only_a_multi_rate_order_keeps_is_certified_so() -> None:
     group = group_of(MULTI_RATE, slo=1.0)
-    with pytest.raises(CertificateError, match=r"job b could be promised an iteration of 500 s, its SLO is 125 s"):
+    with pytest.raises(
+        CertificateError, match=r"job b could be promised an iteration of 500 s, its SLO is 125 s"
+    ):
         best_round_robin(group)
     assert best_certificate(group).bounds["b"].longest_s == 125
 
@@ -90,7 +92,8 @@ def test_fewer_training_nodes_and_the_sync_count() -> None:
 def test_single_node_jobs_reach_the_bound_in_any_order(seed: int) -> None:
     rng = random.Random(seed)
     jobs = [
-        (float(rng.randint(1, 60)), float(rng.randint(1, 60)), (rng.randrange(3),)) for _ in range(rng.randint(1, 5))
+        (float(rng.randint(1, 60)), float(rng.randint(1, 60)), (rng.randrange(3),))
+        for _ in range(rng.randint(1, 5))
     ]
     group = group_of(jobs)
     order = rng.sample(range(len(jobs)), len(jobs))
@@ -141,7 +144,10 @@ def test_a_phase_beyond_its_worst_case_shows_as_delay() -> None:
 
 
 def test_contradicting_constraints_have_no_timetable() -> None:
-    apart = [Constraint(before=0, after=1, ticks=10, passes=0), Constraint(before=1, after=0, ticks=-9, passes=0)]
+    apart = [
+        Constraint(before=0, after=1, ticks=10, passes=0),
+        Constraint(before=1, after=0, ticks=-9, passes=0),
+    ]
     with pytest.raises(NoTimetable):
         shortest_cycle(2, apart)
 

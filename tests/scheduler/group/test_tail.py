@@ -19,7 +19,12 @@ from rose.scheduler.group.tail import (
 )
 
 SPEED = RolloutSpeed(
-    num_workers=8, step_s=0.01, request_s=0.0001, prompt_tokens=100, prefill_tokens_per_s=20_000, max_tokens=4000
+    num_workers=8,
+    step_s=0.01,
+    request_s=0.0001,
+    prompt_tokens=100,
+    prefill_tokens_per_s=20_000,
+    max_tokens=4000,
 )
 
 
@@ -53,7 +58,10 @@ def test_a_tail_of_longest_responses_still_ends_within_the_worst_case(
     drawn = sorted(lengths(seed))
     num_done = round(threshold * len(drawn))
     worst = [*drawn[:num_done], *[SPEED.max_tokens] * (len(drawn) - num_done)]
-    assert play_rollout(worst, SPEED, threshold, num_workers).done_s <= SPEED.worst_s(len(worst), num_workers) + 1e-9
+    assert (
+        play_rollout(worst, SPEED, threshold, num_workers).done_s
+        <= SPEED.worst_s(len(worst), num_workers) + 1e-9
+    )
 
 
 def test_a_tail_that_could_break_the_certificate_is_not_moved() -> None:
