@@ -7,9 +7,10 @@ anything.
 
 Why jobs are held back at all: phases are mostly shorter than their worst case. A job that starts iteration n
 very early, and n + 1 at its certified time because the others then take theirs, would see one iteration
-longer than the certificate says (two jobs of 50 s + 50 s: 150 s instead of 100). So a job may be ahead of the
-timetable by what its SLO leaves over its certified longest iteration, and no more; the timetable itself moves
-up with the slowest job of the group, so nobody waits for worst cases that did not happen.
+longer than the certificate says (two jobs of 50 s + 50 s on two rollout nodes: 150 s instead of 100). So a
+job may be ahead of the timetable by what its SLO leaves over its certified longest iteration, and no more;
+the timetable itself moves up with the slowest job of the group, so nobody waits for worst cases that did not
+happen.
 """
 
 from dataclasses import dataclass

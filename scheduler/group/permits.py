@@ -261,8 +261,8 @@ class PermitBook:
 
     def _move(self, key: int, queue: _Queue) -> _Place | None:
         """Moves a resource past turns that are over or empty; who is next there, if it has no permit yet."""
-        if all(self._places[name].until_s is None for name in queue.jobs):
-            return None  # nobody to move on for
+        if not any(self._waits_for(self._places[name], key) for name in queue.jobs):
+            return None  # empty turns stay where they are, in case their job returns before anyone needs them
         while True:
             place, position = self._next_on(queue)
             if place.until_s is None:
@@ -273,6 +273,9 @@ class PermitBook:
                 break
             queue.count += 1
         return place if place.position == position and place.permit is None else None
+
+    def _waits_for(self, place: _Place, key: int) -> bool:
+        return place.wants is not None and key in self._order.steps[self._step_at(place)].resources
 
     def _is_first(self, place: _Place) -> bool:
         """Whether it asks for its next step and is the next in order on all that the step holds."""
