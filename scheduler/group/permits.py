@@ -200,9 +200,9 @@ class PermitBook:
         while moved:
             moved = False
             for key, queue in self._queues.items():
-                place = self._move(key, queue)
-                if place is not None and self._may_start(place, now):
-                    granted.append(self._grant(place, now))
+                following = self._move(key, queue)
+                if following is not None and self._may_start(following, now):
+                    granted.append(self._grant(following, now))
                     moved = True
         return tuple(granted)
 

@@ -175,7 +175,7 @@ def choose_thresholds(jobs: Sequence[TailJob]) -> dict[str, float | None]:
     if len(jobs) < 2:  # nobody waits for its nodes
         return {job.name: None for job in jobs}
     off_s = predicted_cycle_s(jobs, off)
-    alike: list[list[float | None]] = [off, *([threshold] * len(jobs) for threshold in THRESHOLDS)]
+    alike: list[list[float | None]] = [[each] * len(jobs) for each in (None, *THRESHOLDS)]
     best_s, chosen = min(
         ((predicted_cycle_s(jobs, each), each) for each in alike), key=lambda found: found[0]
     )
