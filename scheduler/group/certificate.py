@@ -42,10 +42,11 @@ class CertificateError(RoseError):
 class JobBound:
     """What a job is promised: `longest_s` from one rollout's start to the next, `mean_s` over whole passes.
 
-    `limit_s` is what its SLO allows of the one that its `slo_kind` names; `alone_s` is an iteration alone on
+    `limit_s` is what its SLO allows of the one that `slo_kind` names; `alone_s` is an iteration alone on
     the group's nodes.
     """
 
+    slo_kind: SloKind
     num_iterations: int
     mean_s: float
     longest_s: float
@@ -176,14 +177,14 @@ def _bound(group: Group, order: CyclicOrder, job: Job, starts: list[int], cycle:
         following - time for time, following in zip(times, (*times[1:], times[0] + cycle), strict=True)
     )
     limit = _limit_ticks(job)
-    has_lead = job.slo_kind is SloKind.ITERATION
     return JobBound(
+        slo_kind=job.slo_kind,
         num_iterations=len(times),
         mean_s=cycle / len(times) / TICKS_PER_S,
         longest_s=longest / TICKS_PER_S,
         limit_s=limit_s(job),
         alone_s=group.solo_s(job),
-        lead_s=max(0, limit - longest) / TICKS_PER_S if has_lead else math.inf,
+        lead_s=math.inf if job.slo_kind is SloKind.LIFETIME else max(0, limit - longest) / TICKS_PER_S,
     )
 
 
@@ -192,7 +193,7 @@ def _refusal(group: Group, jobs: Mapping[str, Job], found: Certificate) -> Certi
 
     def promised_s(name: str) -> float:
         bound = found.bounds[name]
-        return bound.longest_s if jobs[name].slo_kind is SloKind.ITERATION else bound.mean_s
+        return bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
 
     worst = max(jobs, key=lambda name: promised_s(name) / found.bounds[name].limit_s)
     limit, promised = found.bounds[worst].limit_s, promised_s(worst)

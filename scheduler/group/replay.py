@@ -41,7 +41,7 @@ class History:
     ends_s: dict[str, list[float]] = field(default_factory=dict)
     longest_delay_s: float = 0.0
 
-    def violations(self, certificate: Certificate, kinds: Mapping[str, SloKind]) -> list[str]:
+    def violations(self, certificate: Certificate) -> list[str]:
         """Where the history is worse than what the certificate promised."""
         found = []
         if self.longest_delay_s > TOLERANCE_S:
@@ -50,7 +50,7 @@ class History:
             starts = self.starts_s[name]
             longest_s = max((after - start for start, after in itertools.pairwise(starts)), default=0.0)
             allowed_s = max(bound.limit_s * (1 + SLO_TOLERANCE), bound.longest_s)
-            if kinds[name] is SloKind.ITERATION and longest_s > allowed_s + TOLERANCE_S:
+            if bound.slo_kind is SloKind.ITERATION and longest_s > allowed_s + TOLERANCE_S:
                 found.append(f"job {name}: an iteration of {longest_s:g} s, {allowed_s:g} s promised")
             # The timetable begins with the group: what a job waits for its first turn is within one pass.
             ends = self.ends_s[name]

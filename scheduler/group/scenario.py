@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rose.scheduler.cluster.model import Group, Job, Member
+from rose.scheduler.cluster.model import Group, Job, Member, SloKind
 from rose.scheduler.group.certificate import Certificate, certify
 from rose.scheduler.group.order import CyclicOrder, order_of
 
@@ -30,7 +30,7 @@ def group_of(
 
 
 def random_group(rng: random.Random, max_jobs: int = 5, max_nodes: int = 3) -> Group:
-    """Whole seconds up to 60, jobs on any of the nodes."""
+    """Phases of whole seconds up to 60, half of the jobs with a sync, jobs on any of the nodes."""
     num_nodes = rng.randint(1, max_nodes)
     jobs = [
         (
@@ -40,7 +40,12 @@ def random_group(rng: random.Random, max_jobs: int = 5, max_nodes: int = 3) -> G
         )
         for _ in range(rng.randint(1, max_jobs))
     ]
-    return group_of(jobs)
+    group = group_of(jobs)
+    members = [
+        replace(each, job=replace(each.job, sync_s=rng.choice((0.0, rng.uniform(0, 20)))))
+        for each in group.members
+    ]
+    return replace(group, members=tuple(members))
 
 
 def random_order(group: Group, rng: random.Random) -> CyclicOrder:
@@ -57,6 +62,13 @@ def tightened(group: Group, order: CyclicOrder, rng: random.Random) -> Certifica
     bounds = certify(group, order).bounds
     members = []
     for member in group.members:
-        slo = bounds[member.job.name].longest_s / member.job.solo_s * rng.choice((1.0, 1.0, 1.3))
-        members.append(replace(member, job=replace(member.job, slo=slo)))
+        bound = bounds[member.job.name]
+        is_mean = rng.random() < 0.2
+        promised_s = bound.mean_s if is_mean else bound.longest_s
+        job = replace(
+            member.job,
+            slo=promised_s / member.job.solo_s * rng.choice((1.0, 1.0, 1.3)),
+            slo_kind=SloKind.LIFETIME if is_mean else SloKind.ITERATION,
+        )
+        members.append(replace(member, job=job))
     return certify(replace(group, members=tuple(members)), order)
