@@ -13,7 +13,7 @@ their worst case; in three out of ten a job leaves on the way. Counts, no times 
   certify_ms, search_ms         measured: one certificate; the best order of one group, multi-rate included
 
     python benchmarks/bench_certificate.py --json certificate.json
-    python benchmarks/bench_certificate.py --only replay --first 25000 --groups 25000
+    python benchmarks/bench_certificate.py --only replay --first 20000 --groups 20000
 """
 
 import argparse

@@ -10,7 +10,8 @@ are on the low side. A move that could break the certificate is not made.
   tail_gain[PAIR]         time of the same iterations without moves over with moves, `choose_thresholds`; the
                           median over the seeds. Beside it the fixed 80% of WEAVE §4.3, and the choice for
                           jobs with a lifetime SLO, who are not held back (pace)
-  tail_gain[least]        the smallest over all pairs and seeds
+  tail_gain[sweep]        the smallest over five pairs, training from 0.2 to 1.2 of rollout, and seeds
+  tail_gain[least]        the smallest of all
   certificate_violations  iterations or timetables worse than certified, in all these runs
 
     python benchmarks/bench_tail.py --json tail.json
@@ -82,6 +83,10 @@ PAIRS = {
     "14B-8k + 14B-8k, training = rollout": ((B14_8K, 1.0), (B14_8K, 1.0)),
     "7B-8k + 14B-8k, training-bound": ((B7_8K, 1.5), (B14_8K, 1.5)),
 }
+SWEPT_KINDS = ((B7_8K, B7_8K), (B14_8K, B14_8K), (B14_16K, B14_16K), (B7_8K, B14_8K), (B14_8K, B14_16K))
+SWEPT_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+SWEPT_SLO = 3.0
+"""Unlike jobs with little training meet no tighter one."""
 NEVER_LOSES = ">= 1.0"
 ROLLOUT_BOUND = ">= 1.2"
 
@@ -89,9 +94,12 @@ ROLLOUT_BOUND = ">= 1.2"
 class _Pair:
     """One pair with one seed: its group, and the lengths of every iteration, the same for every policy."""
 
-    def __init__(self, pair: Sequence[tuple[_Kind, float]], seed: int, num_passes: int) -> None:
+    def __init__(
+        self, pair: Sequence[tuple[_Kind, float]], seed: int, num_passes: int, slo: float = SLO
+    ) -> None:
         rng = random.Random(seed)
         self.num_passes = num_passes
+        self.slo = slo
         self.kinds = dict(zip("ab", (kind for kind, _ in pair), strict=True))
         past = {name: [kind.lengths(rng) for _ in range(NUM_PAST)] for name, kind in self.kinds.items()}
         self.lengths = {
@@ -112,7 +120,7 @@ class _Pair:
 
     def _profiled(self, job: TailJob) -> Job:
         rollout_s = job.speed.worst_s(self.kinds[job.name].num_requests)
-        return Job(name=job.name, rollout_s=rollout_s, train_s=job.train_s, slo=SLO)
+        return Job(name=job.name, rollout_s=rollout_s, train_s=job.train_s, slo=self.slo)
 
     def run(
         self, thresholds: dict[str, float | None], slo_kind: SloKind = SloKind.ITERATION
@@ -185,11 +193,27 @@ def measure(args: argparse.Namespace) -> list[Figure]:
                 spread=(min(chosen), max(chosen)),
             )
         )
-    least = Figure(name="tail_gain[least]", value=min(gains), unit="x", target=NEVER_LOSES, kind="simulated")
+    swept = [_swept(kinds, share, args) for kinds in SWEPT_KINDS for share in SWEPT_SHARES]
     broken = Figure(
         name="certificate_violations", value=violations, unit="count", target="<= 0", kind="simulated"
     )
-    return [*figures, least, broken]
+    figures += [_least("tail_gain[sweep]", swept), _least("tail_gain[least]", [*gains, *swept])]
+    return [*figures, broken]
+
+
+def _swept(kinds: tuple[_Kind, _Kind], share: float, args: argparse.Namespace) -> float:
+    """The least gain over some seeds, other than those above."""
+    gains = []
+    for seed in range(1_000 + args.seed, 1_000 + args.seed + (1 if args.quick else 4)):
+        drawn = _Pair([(kind, share) for kind in kinds], seed, 10, SWEPT_SLO)
+        off_s, _ = drawn.run(dict.fromkeys(drawn.jobs))
+        chosen_s, _ = drawn.run(choose_thresholds(list(drawn.jobs.values())))
+        gains.append(off_s / chosen_s)
+    return min(gains)
+
+
+def _least(name: str, gains: Sequence[float]) -> Figure:
+    return Figure(name=name, value=min(gains), unit="x", target=NEVER_LOSES, kind="simulated")
 
 
 if __name__ == "__main__":

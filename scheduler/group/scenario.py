@@ -13,7 +13,7 @@ from rose.scheduler.group.order import CyclicOrder, order_of
 
 
 def group_of(
-    jobs: Sequence[tuple[float, float, tuple[int, ...]]], *, slo: float = 100.0, num_train_nodes: int = 1
+    jobs: Sequence[tuple[float, float, tuple[int, ...]]], *, slo: float = 1000.0, num_train_nodes: int = 1
 ) -> Group:
     """From (rollout_s, train_s, rollout nodes), named a, b, c..."""
     members = tuple(
