@@ -5,6 +5,10 @@ whether moving is safe. Promises: "off" wherever the prediction says that moving
 after which a phase could end later than its certificate assumes. Never: moves anything, or knows the lengths
 of responses that are still running: it predicts from those of past iterations.
 
+At run time, when a job reports that the chosen share of its responses is done: `workers_kept` says on how
+many workers the rest may go, `has_room` whether the next job may start on the others, and
+`PermitBook.begin_tail` lets it in.
+
 Source: WEAVE §4.3, which moves at a fixed 80%. That loses 7-9% where training takes about as long as
 rollouts: the tail runs longer on few GPUs, and delays its own job's training for nodes that nobody waits for.
 """
