@@ -10,8 +10,8 @@ their worst case; in three out of ten a job leaves on the way. Counts, no times 
                                 the shortest of all timetables with one iteration per job (CP-SAT)
   best_order[single-node]       the same with every job on one rollout node
   bound_missed[multi-node]      share of those in which that shortest is longer than Theorem 1's bound
-  fifo_over_certificate[CASE]   share of those groups in which nodes that serve first come, first served, give some
-                                job a longer iteration than that certificate; beside it the largest ratio
+  fifo_over_certificate[CASE]   share of those groups in which nodes that serve first come, first served, give
+                                some job a longer iteration than that certificate; beside it the largest ratio
   certify_ms, search_ms         measured: one certificate; the best order of one group, multi-rate included
 
     python benchmarks/bench_certificate.py --json certificate.json
@@ -192,9 +192,7 @@ def shortest_cycle_s(group: Group, at_most_s: float) -> float | None:
 
 def _times(args: argparse.Namespace) -> list[Figure]:
     rng = random.Random(args.seed)
-    fifo_over_certificate[CASE]   share of those groups in which nodes that serve first come, first served, give some
-                                job a longer iteration than that certificate; beside it the largest ratio
-  certify_ms, search_ms = [], []
+    certify_ms, search_ms = [], []
     for _ in range(NUM_TIMED):
         group = random_group(rng)
         begin = time.perf_counter()
