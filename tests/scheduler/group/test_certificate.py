@@ -130,6 +130,16 @@ def test_without_pace_a_fast_iteration_makes_the_next_one_too_long() -> None:
     assert not replay(certificate, times_of, 3).violations(certificate)
 
 
+def test_an_order_may_begin_with_a_training_phase() -> None:
+    group = group_of([(50.0, 50.0, (0,)), (30.0, 20.0, (0,))])
+    steps = round_robin(group).steps
+    certificate = certify(group, CyclicOrder(steps=(*steps[1:], steps[0])))
+    assert certificate.cycle_s == group.round_robin_s
+    history = replay(certificate, lambda permit, iteration: PhaseTimes(done_s=20.0), 3)
+    assert history.violations(certificate) == []
+    assert [len(history.ends_s[name]) for name in "ab"] == [3, 3]
+
+
 def test_a_phase_beyond_its_worst_case_shows_as_delay() -> None:
     group = group_of([(50.0, 50.0, (0,)), (50.0, 50.0, (0,))], slo=1.0)
     certificate = certify(group, round_robin(group))
