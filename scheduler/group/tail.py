@@ -1,23 +1,28 @@
 """Long-tail migration: when to move a rollout's last responses aside, so that the next job may start.
 
 Owns: the model of a rollout phase by its response lengths, the choice of a threshold by predicted gain, and
-whether moving is safe. Promises: "off" wherever the prediction says that moving doesn't pay, and no move after
-which a phase could end later than its certificate assumes. Never: moves anything, or knows the lengths of
-responses that are still running: it predicts from those of past iterations.
+whether moving is safe. Promises: "off" wherever the prediction says that moving doesn't pay, and no move
+after which a phase could end later than its certificate assumes. Never: moves anything, or knows the lengths
+of responses that are still running: it predicts from those of past iterations.
 
-Source: WEAVE §4.3, which moves at a fixed 80%. That loses 7-9% where training takes about as long as rollouts:
-the tail runs longer on few GPUs, and delays its own job's training for nodes that nobody waits for.
+At run time, when a job reports that the chosen share of its responses is done: `workers_kept` says on how
+many workers the rest may go, `has_room` whether the next job may start on the others, and
+`PermitBook.begin_tail` lets it in.
+
+Source: WEAVE §4.3, which moves at a fixed 80%. That loses 7-9% where training takes about as long as
+rollouts: the tail runs longer on few GPUs, and delays its own job's training for nodes that nobody waits for.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 THRESHOLDS = (0.8, 0.9, 0.95, 0.98)
 """Shares of finished responses at which the rest may be moved."""
+PREDICTED_PASSES = 12
 MIN_PREDICTED_GAIN = 1.02
-"""Less is within the prediction's error."""
+MIN_STEP = 0.01
+"""Less is within the prediction's error: for all thresholds together, and for another one of a single job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +55,14 @@ class RolloutSpeed:
 class Tail:
     """One rollout with its tail moved: free for others at `freed_s`, all responses there at `done_s`.
 
-    Without a move both are the same, and `num_workers` (what the tail keeps) is 0.
+    Without a move both are the same, and `num_workers` (what the tail keeps) is 0. `left_s`: worst-case time
+    that the phase still had when it freed the rest.
     """
 
     freed_s: float
     done_s: float
     num_workers: int
+    left_s: float
 
 
 def play_rollout(
@@ -63,32 +70,56 @@ def play_rollout(
 ) -> Tail:
     """A rollout with these response lengths on so many of its workers, the requests spread evenly.
 
-    `threshold`: the share of finished responses at which the rest moves; None: never.
+    `threshold`: the share of finished responses at which the rest moves, if that is safe; None: never.
     """
     workers = num_workers if num_workers is not None else speed.num_workers
     ordered = sorted(lengths)
-    if threshold is None:
-        done_s = _decode_s(ordered, 0, speed, workers)
-        return Tail(freed_s=done_s, done_s=done_s, num_workers=0)
-    num_done = min(len(ordered), math.ceil(threshold * len(ordered)))
+    num_done = math.ceil(threshold * len(ordered)) if threshold is not None else len(ordered)
     rest = ordered[num_done:]
-    kept = workers_kept(len(rest), len(ordered), workers)
-    if not rest or kept >= workers:
-        return play_rollout(lengths, speed, None, workers)
-    reached = ordered[num_done - 1]
     reached_s = _decode_s(ordered[:num_done], 0, speed, workers, num_behind=len(rest))
-    prefill_s = len(rest) * (speed.prompt_tokens + reached) / kept / speed.prefill_tokens_per_s
-    freed_s = reached_s + speed.pause_s
+    left_s = speed.worst_s(len(ordered), workers) - reached_s
+    reached = ordered[num_done - 1]
+    kept = workers_kept(speed, num_left=len(rest), reached_tokens=reached, left_s=left_s, num_workers=workers)
+    if kept is None:
+        done_s = _decode_s(ordered, 0, speed, workers)
+        return Tail(freed_s=done_s, done_s=done_s, num_workers=0, left_s=0.0)
+    tail_s = _moved_s(speed, len(rest), reached, kept) + _decode_s(rest, reached, speed, kept)
     return Tail(
-        freed_s=freed_s,
-        done_s=freed_s + prefill_s + _decode_s(rest, reached, speed, kept),
+        freed_s=reached_s + speed.pause_s,
+        done_s=reached_s + tail_s,
         num_workers=kept,
+        left_s=left_s - speed.pause_s,
     )
 
 
-def workers_kept(num_left: int, num_requests: int, num_workers: int) -> int:
-    """What a tail keeps: as many workers as let it decode no slower than the whole phase began."""
-    return max(1, math.ceil(num_left * num_workers / num_requests))
+def workers_kept(
+    speed: RolloutSpeed, *, num_left: int, reached_tokens: int, left_s: float, num_workers: int
+) -> int | None:
+    """The fewest of a rollout's workers that end its tail within `left_s` even if all of it is longest.
+
+    `left_s`: until the worst case that the certificate assumes. None: it can't be moved, or there is none.
+    """
+    if num_left == 0:
+        return None
+    for kept in range(1, num_workers // 2 + 1):  # more, and the next job has little to start with
+        decode_s = (speed.max_tokens - reached_tokens) * speed.decode_step_s(num_left / kept)
+        if _moved_s(speed, num_left, reached_tokens, kept) + decode_s <= left_s:
+            return kept
+    return None
+
+
+def has_room(next_speed: RolloutSpeed, num_requests: int, tail: Tail) -> bool:
+    """Whether the next rollout, on what the tail leaves, at worst ends no later than without the move.
+
+    It takes longer on fewer workers, but starts earlier by what the tail's phase had left.
+    """
+    left = next_speed.num_workers - tail.num_workers
+    return next_speed.worst_s(num_requests, left) - next_speed.worst_s(num_requests) <= tail.left_s
+
+
+def _moved_s(speed: RolloutSpeed, num_left: int, reached_tokens: int, kept: int) -> float:
+    prefill_tokens = num_left * (speed.prompt_tokens + reached_tokens)
+    return speed.pause_s + prefill_tokens / kept / speed.prefill_tokens_per_s
 
 
 def _decode_s(
@@ -102,27 +133,6 @@ def _decode_s(
             time_s += (length - reached) * speed.decode_step_s(running)
             reached = length
     return time_s
-
-
-def is_safe(
-    speed: RolloutSpeed,
-    *,
-    num_left: int,
-    num_kept: int,
-    reached_tokens: int,
-    left_s: float,
-    next_slowdown_s: float,
-) -> bool:
-    """Whether moving now keeps the certificate, if the tail's and the next job's responses are all longest.
-
-    The tail has `num_left` responses on `num_kept` workers. `left_s`: worst-case time that the phase has left by its permit; `next_slowdown_s`: how much longer than its
-    own worst case the next rollout can take on the workers that the tail leaves it. It starts by that much
-    earlier, or the move isn't safe.
-    """
-    decode_s = (speed.max_tokens - reached_tokens) * speed.decode_step_s(num_left / num_kept)
-    prefill_s = num_left * (speed.prompt_tokens + reached_tokens) / num_kept / speed.prefill_tokens_per_s
-    tail_s = speed.pause_s + prefill_s + decode_s
-    return tail_s <= left_s and speed.pause_s + next_slowdown_s <= left_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,38 +149,49 @@ class TailJob:
 def predicted_cycle_s(jobs: Sequence[TailJob], thresholds: Sequence[float | None]) -> float:
     """The mean round-robin cycle of jobs that share all their rollout nodes, in this order.
 
-    It is as long as the rollout nodes or the training pool are busy, or as the slowest job alone takes: its
-    tail counts there, but not for the nodes.
+    Their past iterations once more, several times and against one another: means would hide that a cycle is
+    as long as its slowest part.
     """
-    busy_s = 0.0
-    alone_s = 0.0
-    for index, (job, threshold) in enumerate(zip(jobs, thresholds, strict=True)):
-        before = jobs[index - 1]
-        guests = _typical_kept(before, thresholds[index - 1]) if len(jobs) > 1 else 0
-        workers = max(1, job.speed.num_workers - guests)
-        tails = [play_rollout(lengths, job.speed, threshold, workers) for lengths in job.past]
-        busy_s += statistics.fmean(tail.freed_s for tail in tails)
-        alone_s = max(alone_s, statistics.fmean(tail.done_s for tail in tails) + job.train_s + job.sync_s)
-    return max(busy_s, alone_s, sum(job.train_s for job in jobs))
+    nodes_s = train_s = 0.0
+    ready_s = [0.0] * len(jobs)
+    guests: list[tuple[float, int]] = []
+    for number in range(PREDICTED_PASSES):
+        for index, (job, threshold) in enumerate(zip(jobs, thresholds, strict=True)):
+            start_s = max(nodes_s, ready_s[index])
+            guests = [guest for guest in guests if guest[0] > start_s]
+            workers = max(1, job.speed.num_workers - sum(kept for _, kept in guests))
+            lengths = job.past[(number + index * (number // len(job.past))) % len(job.past)]
+            tail = play_rollout(lengths, job.speed, threshold, workers)
+            nodes_s = start_s + tail.freed_s
+            guests.append((start_s + tail.done_s, tail.num_workers))
+            train_s = max(train_s, start_s + tail.done_s) + job.train_s
+            ready_s[index] = train_s + job.sync_s
+    return train_s / PREDICTED_PASSES
 
 
 def choose_thresholds(jobs: Sequence[TailJob]) -> dict[str, float | None]:
     """For every job the threshold with the largest predicted gain, or None to leave its tail where it is.
 
-    One job after the other takes its best, given the others', until nothing changes; all stay off unless the
-    whole gains at least `MIN_PREDICTED_GAIN`.
+    From the best threshold for all, one job after the other takes its best, given the others', until nothing
+    changes; all stay off unless the whole gains at least `MIN_PREDICTED_GAIN`.
     """
-    chosen: list[float | None] = [None] * len(jobs)
-    off_s = best_s = predicted_cycle_s(jobs, chosen)
-    is_better = len(jobs) > 1  # alone in its group, nobody waits for its nodes
+    off: list[float | None] = [None] * len(jobs)
+    if len(jobs) < 2:  # nobody waits for its nodes
+        return {job.name: None for job in jobs}
+    off_s = predicted_cycle_s(jobs, off)
+    alike: list[list[float | None]] = [[each] * len(jobs) for each in (None, *THRESHOLDS)]
+    best_s, chosen = min(
+        ((predicted_cycle_s(jobs, each), each) for each in alike), key=lambda found: found[0]
+    )
+    is_better = True
     while is_better:
         is_better = False
         for index in range(len(jobs)):
-            for threshold in THRESHOLDS:
+            for threshold in (None, *THRESHOLDS):
                 tried = [*chosen[:index], threshold, *chosen[index + 1 :]]
                 cycle_s = predicted_cycle_s(jobs, tried)
-                if cycle_s < best_s * (1 - 1e-9):
+                if cycle_s < best_s * (1 - MIN_STEP):
                     chosen, best_s, is_better = tried, cycle_s, True
     if off_s < best_s * MIN_PREDICTED_GAIN:
-        chosen = [None] * len(jobs)
+        chosen = off
     return {job.name: threshold for job, threshold in zip(jobs, chosen, strict=True)}
