@@ -18,7 +18,7 @@ Cases: workloads (Figure 15a; `mixed` is Figure 20), uniform SLOs (15b), largest
 figures stand total dollars, moves a job, and the paper's value where it has one. Nodes cost $14.80 (H20) and
 $42.24 (H800) an hour; every job takes one of each.
 
-    python benchmarks/bench_cost.py --trace philly_300_segment.csv --seeds 10 --parts workloads --json cost.json
+    python benchmarks/bench_cost.py --trace philly_300_segment.csv --parts workloads --json cost.json
 """
 
 import argparse

@@ -130,7 +130,7 @@ class Lifetime:
         """The placements that look cheapest, with what they add at least: as if nobody were slowed."""
         index, job, pools = cluster.index, newcomer.job, cluster.pools
         fit = index.fit(job, newcomer.limit_s, prune_saturated=False, multi_rate=self._multi_rate)
-        rows = fit.groups()
+        rows = fit.rows
         if not len(rows):
             return
         end_s = newcomer.end_s
@@ -138,8 +138,8 @@ class Lifetime:
         train = train_s * pools.train.dollars_per_node_hour
         node_price = pools.rollout.dollars_per_node_hour * job.num_rollout_nodes
         longer_s = np.maximum(0.0, end_s - index.node_column("node_end_s")[rows])
-        direct = np.where(fit.nodes[rows], train[:, None] + longer_s * node_price, np.inf)
-        scaled = np.where(fit.scaled[rows], train + (end_s - now_s) * node_price, np.inf)
+        direct = np.where(fit.nodes, train[:, None] + longer_s * node_price, np.inf)
+        scaled = np.where(fit.scaled, train + (end_s - now_s) * node_price, np.inf)
         cost = np.column_stack([scaled, direct]) / 3600
         # Placements by their cost: entry 0 of a row is new nodes, entry 1 + n is node n.
         flat, num = cost.ravel(), self._num_candidates
