@@ -68,6 +68,16 @@ class Cluster:
     def num_free_train_nodes(self) -> int | None:
         return _free(self.pools.train, self._num_train_nodes)
 
+    def has_nodes_for(self, plan: Plan) -> bool:
+        """Whether the pools are large enough for it."""
+        rollout, train = self._more_nodes(plan)
+        free, free_train = self.num_free_rollout_nodes, self.num_free_train_nodes
+        return (free is None or rollout <= free) and (free_train is None or train <= free_train)
+
+    def _more_nodes(self, plan: Plan) -> tuple[int, int]:
+        old = [self.groups[group.name] for group in plan.groups if group.name in self.groups]
+        return _sum_rollout(plan.groups) - _sum_rollout(old), _sum_train(plan.groups) - _sum_train(old)
+
     def new_name(self) -> str:
         """A name that no group had."""
         return f"g{next(self._names)}"
@@ -90,9 +100,7 @@ class Cluster:
 
     def apply(self, plan: Plan, now_s: float) -> None:
         """Raises PlacementError, and changes nothing, if a pool has too few nodes."""
-        old = [self.groups[group.name] for group in plan.groups if group.name in self.groups]
-        rollout = _sum_rollout(plan.groups) - _sum_rollout(old)
-        train = _sum_train(plan.groups) - _sum_train(old)
+        rollout, train = self._more_nodes(plan)
         _refuse_shortage(self.pools.rollout, self._num_rollout_nodes + rollout)
         _refuse_shortage(self.pools.train, self._num_train_nodes + train)
         self._num_rollout_nodes += rollout
@@ -122,6 +130,9 @@ class Cluster:
             replace(member, job=job) if member.job.name == job.name else member for member in group.members
         )
         changed = replace(group, members=members)
+        if changed.periods_s:
+            # The old periods were for the old times.
+            changed = certified(changed, self.limit_s, multi_rate=True) or replace(changed, periods_s=())
         self._put(changed, now_s)
         return changed
 

@@ -22,8 +22,8 @@ _NONE = np.inf
 """Load of a node that a group doesn't have."""
 
 _SCALARS = (
-    "num_train_nodes", "num_jobs", "train_s", "train_free", "load_s", "cycle_s", "busiest_s", "limit_s", "end_s",
-    "train_use", "longest_train_s",
+    "num_train_nodes", "num_jobs", "train_s", "train_free", "load_s", "cycle_s", "busiest_s", "limit_s",
+    "end_s", "train_use", "longest_train_s",
 )  # fmt: skip
 _PER_NODE = ("node_s", "node_free", "node_end_s", "node_use", "node_longest_s", "node_limit_s")
 

@@ -83,11 +83,11 @@ class Lifetime:
                     best = Plan(groups=(target.placement.group, rest), moved=(mover.job.name,))
             if is_pair and len(targets) == 2 and cost - sum(each.dollars for each in targets) > best_gain:
                 after = [target.placement.group for target in targets]
-                if after[0].name != after[1].name:
-                    best_gain = cost - sum(each.dollars for each in targets)
-                    given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0)
-                    moved = tuple(target.placement.job.name for target in targets)
-                    best = Plan(groups=(*after, given_back), moved=moved)
+                given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0, periods_s=())
+                moved = tuple(target.placement.job.name for target in targets)
+                pair = Plan(groups=(*after, given_back), moved=moved)
+                if after[0].name != after[1].name and cluster.has_nodes_for(pair):
+                    best_gain, best = cost - sum(each.dollars for each in targets), pair
         return best
 
     # Where to ---------------------------------------------------------------------------------------------
