@@ -52,7 +52,11 @@ TARGETS = {
     (f"lifetime{BANK}", "mixed"): "<= 0.99",
     ("lifetime-multirate", "rollout-heavy"): "<= 0.90",
 }
-CHEAPER = {"mixed": ">= 0.08", "rollout-heavy": ">= 0.20"}
+CHEAPER = {
+    ("lifetime", "mixed"): ">= 0.08",
+    ("lifetime-multirate", "mixed"): ">= 0.08",
+    ("lifetime-multirate", "rollout-heavy"): ">= 0.20",
+}
 PAPER = {("weave", "mixed"): 1.06, ("random", "mixed"): 1.97, ("greedy", "mixed"): 1.66}
 PAPER_DRIFT = {"increasing": 1.11, "decreasing": 1.10, "mixed": 1.08}
 
@@ -128,7 +132,7 @@ def _figures(case: _Case, trace: Sequence[Arrival], seeds: Sequence[int]) -> lis
             saved = [
                 1 - run.dollars / weave.dollars for run, weave in zip(runs, results["weave"], strict=True)
             ]
-            target = CHEAPER.get(case.name) if name in ("lifetime", "lifetime-multirate") else None
+            target = CHEAPER.get((name, case.name))
             figures.append(_figure(f"cheaper_than_weave[{name},{case.name}]", saved, "share", target, {}))
     return figures
 
