@@ -139,8 +139,10 @@ def _sum_prices(jobs: Ints, prices: Floats) -> Floats:
 
 def _solve(columns: Columns, active: set[int], num_jobs: int, *, whole: bool) -> tuple[list[int], Floats]:
     """The chosen columns of the integer program, or every job's price in the linear one."""
-    from ortools.linear_solver import pywraplp
-
+    try:
+        from ortools.linear_solver import pywraplp
+    except ModuleNotFoundError as error:
+        raise PlacementError("the optimum needs OR-tools; run: pip install 'vllm-rose[cluster]'") from error
     solver: Any = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
     objective = solver.Objective()
     rows = [solver.Constraint(1.0, solver.infinity()) for _ in range(num_jobs)]
