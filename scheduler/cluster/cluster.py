@@ -85,8 +85,9 @@ class Cluster:
     # Changes --------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, now_s: float, work_s: float | None = None) -> None:
-        """A job is about to be placed: the next plan has to bring it. `work_s`: solo seconds that are left.
+        """A job is about to be placed: the next plan has to bring it, or it is withdrawn.
 
+        `work_s`: solo seconds that are left.
         Raises ValueError for a name that runs already.
         """
         if job.name in self.residents:
@@ -97,6 +98,12 @@ class Cluster:
             work_s=work_s if work_s is not None else job.solo_s * job.num_iterations,
             keeps_end=self.keeps_ends,
         )
+
+    def withdraw(self, name: str) -> None:
+        """A submitted job found no place. Raises ValueError for one that runs: that is removed."""
+        if name in self._group_of:
+            raise ValueError(f"job {name} runs in group {self._group_of[name]}; remove it instead")
+        del self.residents[name]
 
     def apply(self, plan: Plan, now_s: float) -> None:
         """Raises PlacementError, and changes nothing, if a pool has too few nodes."""
