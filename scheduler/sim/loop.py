@@ -112,8 +112,10 @@ class Simulation:
         self._has_banks = any(one.job.slo_kind is SloKind.LIFETIME for one in submitted)
         for one in submitted:
             self._at(one.arrival_s, one)
-        for event in (*changes, *failures):
-            self._at(event.time_s, event)
+        for change in changes:
+            self._at(change.time_s, change)
+        for failure in failures:
+            self._at(failure.time_s, failure)
 
     def run(self) -> Result:
         """Until the last job has ended."""
