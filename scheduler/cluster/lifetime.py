@@ -172,6 +172,7 @@ def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Placement:
         job=job,
         kind=Kind.SCALED if num_new else Kind.DIRECT,
         group=grown,
+        num_new_nodes=num_new,
         dollars_per_hour=cluster.pools.price(num_new, 0),
     )
 
