@@ -78,6 +78,11 @@ class Cluster:
         old = [self.groups[group.name] for group in plan.groups if group.name in self.groups]
         return _sum_rollout(plan.groups) - _sum_rollout(old), _sum_train(plan.groups) - _sum_train(old)
 
+    def without(self, name: str) -> Group:
+        """A job's group if it left. Those who stay may go faster then; if not, their timetable has a hole."""
+        group = without(self.group_of(name), name)
+        return certified(group, self.limit_s, multi_rate=True) or group if group.periods_s else group
+
     def new_name(self) -> str:
         """A name that no group had."""
         return f"g{next(self._names)}"
@@ -119,10 +124,7 @@ class Cluster:
 
     def remove(self, name: str, now_s: float) -> Group | None:
         """A job has ended. Its group without it and without unused rollout nodes; None: given back."""
-        group = without(self.group_of(name), name)
-        if group.periods_s:
-            # Those who stay may go faster now; if not, their timetable has a hole.
-            group = certified(group, self.limit_s, multi_rate=True) or group
+        group = self.without(name)
         self.apply(Plan(groups=(group,)), now_s)
         del self.residents[name], self._group_of[name]
         return group if group.members else None

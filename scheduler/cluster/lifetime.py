@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rose.scheduler.cluster.cluster import Cluster, Plan, residents_of, without
+from rose.scheduler.cluster.cluster import Cluster, Plan, residents_of
 from rose.scheduler.cluster.dollars import lifetime_dollars
 from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.cluster.placements import Kind, Placement, check, placements
@@ -66,7 +66,7 @@ class Lifetime:
             is_pair = max_moves > 1 and len(members) == 2
             targets = []
             for mover in members:
-                rest = without(group, mover.job.name)
+                rest = cluster.without(mover.job.name)
                 stay = [resident for resident in members if resident is not mover]
                 saved = cost - lifetime_dollars(rest, stay, now_s, cluster.pools)
                 # What a pair saves is known only when both have gone.
