@@ -27,6 +27,16 @@ def round_robin_s(group: Group) -> float:
     return _order_s(group)
 
 
+def starts_s(group: Group) -> tuple[tuple[float, float], ...]:
+    """When each member's rollout and training start in a round-robin cycle, in the members' order."""
+    period_s = round_robin_s(group)
+    start_s = [0.0] * (2 * len(group.members))
+    for _ in start_s:
+        for source, target, time_s, height in _edges(group):
+            start_s[target] = max(start_s[target], start_s[source] + time_s - height * period_s)
+    return tuple(zip(start_s[::2], start_s[1::2], strict=True))
+
+
 def _order_s(group: Group) -> float:
     edges = _edges(group)
     period_s = group.round_robin_s

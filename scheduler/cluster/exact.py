@@ -25,6 +25,8 @@ from rose.scheduler.cluster.pools import Pools
 
 _CENT = 0.01
 """Dollars an hour: below it, costs are the same. Prices of nodes lie far apart."""
+_FIRST_GAP = 4.0
+"""Dollars an hour: the bound is mostly that near, and few columns are."""
 
 
 class Exact:
@@ -111,7 +113,7 @@ def _cover(columns: Columns, num_jobs: int) -> list[int]:
             break
         active |= set(missing)
     bound = float(prices.sum())
-    gap = costs.min()
+    gap = _FIRST_GAP
     while True:
         close = {int(c) for c in np.flatnonzero(reduced <= gap + 1e-7)} | _start(columns, num_jobs)
         chosen, _ = _solve(columns, close, num_jobs, whole=True)
@@ -139,8 +141,10 @@ def _sum_prices(jobs: Ints, prices: Floats) -> Floats:
 
 def _solve(columns: Columns, active: set[int], num_jobs: int, *, whole: bool) -> tuple[list[int], Floats]:
     """The chosen columns of the integer program, or every job's price in the linear one."""
-    from ortools.linear_solver import pywraplp
-
+    try:
+        from ortools.linear_solver import pywraplp
+    except ModuleNotFoundError as error:
+        raise PlacementError("the optimum needs OR-tools; run: pip install 'vllm-rose[cluster]'") from error
     solver: Any = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
     objective = solver.Objective()
     rows = [solver.Constraint(1.0, solver.infinity()) for _ in range(num_jobs)]

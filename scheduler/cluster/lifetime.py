@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rose.scheduler.cluster.cluster import Cluster, Plan, residents_of, without
+from rose.scheduler.cluster.cluster import Cluster, Plan, residents_of
 from rose.scheduler.cluster.dollars import lifetime_dollars
 from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.cluster.placements import Kind, Placement, check, placements
@@ -66,7 +66,7 @@ class Lifetime:
             is_pair = max_moves > 1 and len(members) == 2
             targets = []
             for mover in members:
-                rest = without(group, mover.job.name)
+                rest = cluster.without(mover.job.name)
                 stay = [resident for resident in members if resident is not mover]
                 saved = cost - lifetime_dollars(rest, stay, now_s, cluster.pools)
                 # What a pair saves is known only when both have gone.
@@ -83,11 +83,11 @@ class Lifetime:
                     best = Plan(groups=(target.placement.group, rest), moved=(mover.job.name,))
             if is_pair and len(targets) == 2 and cost - sum(each.dollars for each in targets) > best_gain:
                 after = [target.placement.group for target in targets]
-                if after[0].name != after[1].name:
-                    best_gain = cost - sum(each.dollars for each in targets)
-                    given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0)
-                    moved = tuple(target.placement.job.name for target in targets)
-                    best = Plan(groups=(*after, given_back), moved=moved)
+                given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0, periods_s=())
+                moved = tuple(target.placement.job.name for target in targets)
+                pair = Plan(groups=(*after, given_back), moved=moved)
+                if after[0].name != after[1].name and cluster.has_nodes_for(pair):
+                    best_gain, best = cost - sum(each.dollars for each in targets), pair
         return best
 
     # Where to ---------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Lifetime:
         """The placements that look cheapest, with what they add at least: as if nobody were slowed."""
         index, job, pools = cluster.index, newcomer.job, cluster.pools
         fit = index.fit(job, newcomer.limit_s, prune_saturated=False, multi_rate=self._multi_rate)
-        rows = fit.groups()
+        rows = fit.rows
         if not len(rows):
             return
         end_s = newcomer.end_s
@@ -138,8 +138,8 @@ class Lifetime:
         train = train_s * pools.train.dollars_per_node_hour
         node_price = pools.rollout.dollars_per_node_hour * job.num_rollout_nodes
         longer_s = np.maximum(0.0, end_s - index.node_column("node_end_s")[rows])
-        direct = np.where(fit.nodes[rows], train[:, None] + longer_s * node_price, np.inf)
-        scaled = np.where(fit.scaled[rows], train + (end_s - now_s) * node_price, np.inf)
+        direct = np.where(fit.nodes, train[:, None] + longer_s * node_price, np.inf)
+        scaled = np.where(fit.scaled, train + (end_s - now_s) * node_price, np.inf)
         cost = np.column_stack([scaled, direct]) / 3600
         # Placements by their cost: entry 0 of a row is new nodes, entry 1 + n is node n.
         flat, num = cost.ravel(), self._num_candidates
@@ -172,6 +172,7 @@ def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Placement:
         job=job,
         kind=Kind.SCALED if num_new else Kind.DIRECT,
         group=grown,
+        num_new_nodes=num_new,
         dollars_per_hour=cluster.pools.price(num_new, 0),
     )
 

@@ -69,20 +69,16 @@ class Weave(_Static):
         limit_s = cluster.limit_s(job)
         fit = cluster.index.fit(job, limit_s, prune_saturated=self.prune_saturated, multi_rate=False)
         direct = fit.nodes.any(axis=1)
+        has_direct = bool(direct.any())
         best: Placement | None = None
-        if job.num_rollout_nodes > 1:
-            rows = fit.groups()
-        elif direct.any():
-            rows = direct.nonzero()[0]
-        else:
-            rows = fit.scaled.nonzero()[0]
+        rows = fit.rows[direct] if has_direct and job.num_rollout_nodes == 1 else fit.rows
         for row in rows:
             group = cluster.groups[cluster.index.name(row)]
             found = first_fitting(cluster, group, job)
             if found is not None and (best is None or found.dollars_per_hour < best.dollars_per_hour):
                 best = found
                 # No group can cost less than nothing, or than the one new node of a job that fits nowhere.
-                if found.dollars_per_hour == 0 or (job.num_rollout_nodes == 1 and not direct.any()):
+                if found.dollars_per_hour == 0 or (job.num_rollout_nodes == 1 and not has_direct):
                     break
         return best if best is not None else alone(cluster, job)
 

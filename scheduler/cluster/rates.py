@@ -2,7 +2,7 @@
 
 Owns: the search for periods and the timetable. Promises: in a timetable that is returned, no two phases ever
 meet on a node, every job's training follows its rollout, and no period is over the job's limit. Not finding
-one proves nothing. Never: knows round-robin.
+one proves nothing. Never: chooses who shares.
 
 WEAVE holds that repeating a job's phases in a cycle never pays. With several rollout nodes it does: a short
 job need not wait for a long one's cycle. Periods are whole multiples of a common one, so that two jobs meet
@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rose.scheduler.cluster.cycle import round_robin_s, starts_s
 from rose.scheduler.cluster.model import Group
 
 MAX_RATIO = 8
@@ -70,6 +71,19 @@ def timetable(group: Group, limits_s: Sequence[float]) -> tuple[Slot, ...] | Non
             if slots is not None:
                 return slots
     return None
+
+
+def slots_of(group: Group) -> tuple[Slot, ...]:
+    """The timetable of a certified group, round-robin ones included."""
+    if group.periods_s:
+        slots = timetable(group, group.periods_s)
+        assert slots is not None, f"group {group.name} was given periods without a timetable"
+        return slots
+    period_s = round_robin_s(group)
+    return tuple(
+        Slot(period_s=period_s, rollout_at_s=rollout_at_s, train_at_s=train_at_s)
+        for rollout_at_s, train_at_s in starts_s(group)
+    )
 
 
 def _could_fit(tasks: Sequence[_Task]) -> bool:

@@ -150,6 +150,7 @@ class PoolsSpec(Section):
 
     rollout: PoolSpec = _spec_of(H20)
     train: PoolSpec = _spec_of(H800)
+    serving_gpus: Annotated[int, Field(ge=0, description="may be borrowed for rollouts, and taken back")] = 0
     max_residents: Annotated[int, Field(ge=1, description="most jobs in a group")] = 5
 
     @model_validator(mode="after")
@@ -160,7 +161,10 @@ class PoolsSpec(Section):
 
     def to_pools(self) -> Pools:
         return Pools(
-            rollout=self.rollout.to_pool(), train=self.train.to_pool(), max_residents=self.max_residents
+            rollout=self.rollout.to_pool(),
+            train=self.train.to_pool(),
+            num_serving_gpus=self.serving_gpus,
+            max_residents=self.max_residents,
         )
 
 

@@ -17,8 +17,11 @@ from rose.scheduler.sim.workloads import Submission
 OBSERVED = 0.2
 STEP_S = 3600.0
 """Changes are seen every hour. Source: WEAVE §6.6, footnote 8."""
-SCALES = {"increasing": (0.0, 0.5, 1.0, 1.5), "decreasing": (0.0, -0.5, -1.0, -1.5)}
-SCALES["mixed"] = (0.0, 0.5, 1.0, 1.5, -0.5, -1.0, -1.5)
+SCALES: dict[str, tuple[float, ...]] = {
+    "increasing": (0.0, 0.5, 1.0, 1.5),
+    "decreasing": (0.0, -0.5, -1.0, -1.5),
+    "mixed": (0.0, 0.5, 1.0, 1.5, -0.5, -1.0, -1.5),
+}
 
 
 def drifts(submitted: Sequence[Submission], kind: str, seed: int) -> list[Change]:

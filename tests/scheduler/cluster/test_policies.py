@@ -5,6 +5,7 @@ from cluster_jobs import HOUR_S, assert_kept, job, jobs, place
 from hypothesis import given, settings
 
 from rose.errors import PlacementError
+from rose.scheduler.cluster.borrowed import lend
 from rose.scheduler.cluster.cluster import Cluster
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job
@@ -138,7 +139,7 @@ def test_the_index_finds_what_a_scan_of_all_groups_finds(arriving: list[Job]) ->
         fit = cluster.index.fit(
             newcomer, cluster.limit_s(newcomer), prune_saturated=False, multi_rate=multi_rate
         )
-        indexed = {cluster.index.name(row) for row in fit.groups()}
+        indexed = {cluster.index.name(row) for row in fit.rows}
         scanned = {
             group.name
             for group in cluster.groups.values()
@@ -158,6 +159,14 @@ def test_the_index_finds_what_a_scan_of_all_groups_finds(arriving: list[Job]) ->
     )
     placed = Weave(prune_saturated=False).place(cluster, newcomer, 0.0)
     assert placed.kind is Kind.ISOLATED if cost is None else placed.dollars_per_hour == pytest.approx(cost)
+
+
+def test_serving_gpus_go_to_the_most_rollout_bound_jobs_and_to_one_job_each() -> None:
+    cluster = Cluster(Pools(num_serving_gpus=12))
+    for name, rollout_s in (("light", 50), ("heavy", 500), ("middling", 100)):
+        place(cluster, Solo(), job(name, rollout_s, 100))
+    assert lend(cluster.groups.values(), cluster.pools) == {"heavy": 8, "middling": 4}
+    assert lend(cluster.groups.values(), Pools()) == {}
 
 
 def test_the_baselines_look_at_memory_alone() -> None:

@@ -64,3 +64,17 @@ def test_explain_says_where_a_job_goes_and_what_refused_it(
     assert main(["sched", "explain", str(path), "--policy", "weave"]) == 0
     assert "refused, saturated: 240.0 s of work in a cycle of 228.0 s" in capsys.readouterr().out
     assert main(["sched", "explain", str(path), "--job", "nobody"]) == 2
+
+
+def test_gantt_draws_every_phase_on_its_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = example()
+    content["jobs"].append(content["jobs"][0] | {"name": "second"})
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(content))
+    assert main(["sched", "gantt", str(path), "--policy", "weave"]) == 0
+    title, rollout, train, *jobs = capsys.readouterr().out.splitlines()
+    assert title == "g1: 240 s"
+    # 120 s of rollout and 100 s of training of each, in 240 s.
+    assert [rollout.count(letter) for letter in "AB."] == [36, 36, 0]
+    assert [train.split()[1].count(letter) for letter in "AB."] == [30, 30, 12]
+    assert jobs == ["  A math-7b, every 240.0 s", "  B second, every 240.0 s"]
