@@ -62,32 +62,6 @@ def test_a_killed_serving_engine_is_reported_and_a_new_one_takes_its_place(
     assert len(rollout.complete(prompt("again", 300), 8).tokens) == 8
 
 
-def test_a_killed_rollout_engine_gives_its_slabs_back_and_serving_loses_nothing(
-    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
-) -> None:
-    lost = rollout.start_requests([prompt(f"lost-{i}", 400) for i in range(10)], max_tokens=500)
-    until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
-    requests = serving.start_requests([prompt(f"kept-{i}", 100) for i in range(6)], max_tokens=120)
-    until(lambda: serving.status().num_running == 6, "serving requests in flight")
-    kill_everything(rollout)
-
-    until(lambda: all(one.role is not Role.ROLLOUT for one in gpu.ledger.engines().values()), "slot freed")
-    assert gpu.ledger.num_held(Role.ROLLOUT) == 0
-    until(
-        lambda: gpu.ledger.num_free == NUM_SLABS - gpu.ledger.num_held(Role.SERVING),
-        "every slab has an owner",
-    )
-    for request in requests:
-        answer = request.result()
-        assert (answer.finish_reason, len(answer.tokens)) == ("length", 120)
-    # On a slow machine all of them may have been reclaimed, or have stalled, before.
-    assert all(request.exception() is not None or request.result().stop_reason for request in lost)
-    # What the dead engine held is of use to serving at once.
-    burst = serving.start_requests([prompt(f"more-{i}", 300) for i in range(7)], max_tokens=20)
-    assert all(len(request.result().tokens) == 20 for request in burst)
-    gpu.ledger.check_integrity()
-
-
 def test_a_killed_daemon_is_not_missed_and_its_successor_buries_engines_as_it_did(
     gpu: SharedGpu, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
 ) -> None:
@@ -125,3 +99,30 @@ def test_a_killed_daemon_is_not_missed_and_its_successor_buries_engines_as_it_di
     gpu.ensure_running()  # a new engine joins the pool that was taken over
     gpu.settle()
     assert len(gpu.engine(Role.ROLLOUT).complete(prompt("heir", 300), 8).tokens) == 8
+
+
+def test_a_killed_rollout_engine_gives_its_slabs_back_and_serving_loses_nothing(
+    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
+) -> None:
+    """The last one here, as the next test that wants the pair waits for another rollout engine."""
+    lost = rollout.start_requests([prompt(f"lost-{i}", 400) for i in range(10)], max_tokens=500)
+    until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
+    requests = serving.start_requests([prompt(f"kept-{i}", 100) for i in range(6)], max_tokens=120)
+    until(lambda: serving.status().num_running == 6, "serving requests in flight")
+    kill_everything(rollout)
+
+    until(lambda: all(one.role is not Role.ROLLOUT for one in gpu.ledger.engines().values()), "slot freed")
+    assert gpu.ledger.num_held(Role.ROLLOUT) == 0
+    until(
+        lambda: gpu.ledger.num_free == NUM_SLABS - gpu.ledger.num_held(Role.SERVING),
+        "every slab has an owner",
+    )
+    for request in requests:
+        answer = request.result()
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", 120)
+    # On a slow machine all of them may have been reclaimed, or have stalled, before.
+    assert all(request.exception() is not None or request.result().stop_reason for request in lost)
+    # What the dead engine held is of use to serving at once.
+    burst = serving.start_requests([prompt(f"more-{i}", 300) for i in range(7)], max_tokens=20)
+    assert all(len(request.result().tokens) == 20 for request in burst)
+    gpu.ledger.check_integrity()
