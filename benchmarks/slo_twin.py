@@ -43,7 +43,7 @@ FRONTIER_TARGETS = (1.8, 2.0, 2.2, 2.4, 2.6, 3.0, 4.0, 5.0, 5.7, 6.4)
 """TPOT targets of the frontier, in decode steps."""
 DENSITIES = (1.0, 1.5, 2.0)
 PREFILL_DENSITY = {"8B": 18.0, "32B": 14.0}
-"""One prefiller feeds many decoders: at these it computes for about 30% of the time."""
+"""One prefiller feeds many decoders: at these it computes for a fifth to a third of the time."""
 OUT_OF_SERVICE = (0.25, 0.75)
 """Of the horizon: when an autoscaler keeps traffic away."""
 # ROSE Table 5: average rollout time relative to density 1.
