@@ -28,6 +28,7 @@ from rose.config import Settings, child_environment
 from rose.demo.cluster import CLIENT_ENV, ENGINE_ENV
 from rose.demo.figures import Figure
 from rose.errors import WorkerError
+from rose.http import http_client
 from rose.node import launch
 from rose.node.checks import free_port
 from rose.node.config import EngineConfig
@@ -38,8 +39,12 @@ NUM_STEPS, KILL_EVERY = 60, 10
 NUM_LAST = 5
 """Steps at the end whose mean counts."""
 POLL_S = 0.02
+LOOK_S = 0.5
+"""Between two looks at an engine that starts: they must not take the CPU that it starts on."""
 PATIENCE_S = 240.0
 CASES = ("direct", "kills")
+CLIENT = http_client(key=None, timeout=5.0)
+"""One for all: making one costs more than a request."""
 
 
 class Engine:
@@ -61,12 +66,14 @@ class Engine:
         log = self._folder / f"engine-{number}.log"
         self.server = group.start(launch.engine_process(self._config, log, extra_env=ENGINE_ENV))
         self._subscriber: ServerProcess | None = None
+        self._next_look_s = 0.0
         self.url = self._config.url
 
     def advance(self) -> None:
         """Starts the subscriber once the engine answers. Raises: WorkerError if the engine has died."""
-        if self._subscriber is not None:
+        if self._subscriber is not None or time.monotonic() < self._next_look_s:
             return
+        self._next_look_s = time.monotonic() + LOOK_S
         if not self.server.is_alive():
             raise WorkerError(f"{self.url} ended with status {self.server.exit_status}")
         if _answers(f"{self.url}/health"):
@@ -80,7 +87,7 @@ class Engine:
         """Whether it runs weights of the trainer's."""
         if self._subscriber is None:
             return False
-        answer = httpx.get(f"{self.url}/rose/v1/status", trust_env=False, timeout=10.0)
+        answer = CLIENT.get(f"{self.url}/rose/v1/status")
         return answer.is_success and answer.json()["weight_version"] is not None
 
     def kill(self) -> None:
@@ -209,7 +216,7 @@ def kills(run: Run, args: argparse.Namespace) -> dict[str, Any]:
             if engine.has_weights:
                 starting.remove(engine)
                 serving.append(engine)
-                httpx.post(f"{router}/workers", json={"url": engine.url}, trust_env=False).raise_for_status()
+                CLIENT.post(f"{router}/workers", json={"url": engine.url}).raise_for_status()
         num_due = min(len(run.rewards()), args.steps - 1) // KILL_EVERY
         if num_killed < num_due and (victim := _busy(router, serving)) is not None:
             victim.kill()
@@ -217,7 +224,7 @@ def kills(run: Run, args: argparse.Namespace) -> dict[str, Any]:
             serving.remove(victim)
             starting.append(run.engine())
             print(f"killed {victim.url} after step {len(run.rewards())}; {len(serving)} left", flush=True)
-    counted = httpx.get(f"{router}/admin/status", trust_env=False).json()["counters"]
+    counted = CLIENT.get(f"{router}/admin/status").json()["counters"]
     return {
         "kills": run.last_steps(trainer),
         "first": run.rewards()[0],
@@ -229,7 +236,7 @@ def kills(run: Run, args: argparse.Namespace) -> dict[str, Any]:
 
 def _busy(router: str, serving: list[Engine]) -> Engine | None:
     """An engine with turns in flight."""
-    workers = httpx.get(f"{router}/admin/status", trust_env=False).json()["workers"]
+    workers = CLIENT.get(f"{router}/admin/status").json()["workers"]
     busy = {worker["url"] for worker in workers if worker["in_flight"] > 0}
     return next((engine for engine in serving if engine.url in busy), None)
 
@@ -242,7 +249,7 @@ def _until_ended(trainer: ServerProcess) -> Iterator[None]:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(url, trust_env=False, timeout=5.0).is_success
+        return CLIENT.get(url).is_success
     except httpx.HTTPError:
         return False
 
