@@ -1,14 +1,15 @@
 """Whether a cyclic order keeps every job's SLO, proved by a timetable that anyone can check.
 
-Owns: certificates, and which constraints an order and its jobs' SLOs give. Promises: a certificate's timetable
-satisfies all of them in whole microseconds, with worst-case phase times; an order without such a timetable is
-refused with the job, its bound and its SLO. Never: chooses an order (search.py).
+Owns: certificates, and which constraints an order and its jobs' SLOs give. Promises: a certificate's
+timetable satisfies all of them in whole microseconds, with worst-case phase times; an order without such a
+timetable is refused with the job, its bound and its SLO. Never: chooses an order (search.py).
 
 The proof: steps that follow one another, on a resource or in a job, give start[v] >= start[u] + duration[u] -
-passes * cycle; a job's longest iteration gives start[u] >= start[v] - limit. Such a system has a solution for a
-cycle time exactly if no loop of constraints is positive (max-plus algebra; maxplus.py finds the shortest cycle).
-Because every start is a maximum of earlier starts plus durations, phases that are shorter than assumed can only
-make later ones earlier: the timetable remains an upper bound (pace.py says what follows for one iteration).
+passes * cycle; a job's longest iteration gives start[u] >= start[v] - limit. Such a system has a solution for
+a cycle time exactly if no loop of constraints is positive (max-plus algebra; maxplus.py finds the shortest
+cycle). Because every start is a maximum of earlier starts plus durations, phases that are shorter than
+assumed can only make later ones earlier: the timetable remains an upper bound (pace.py says what follows for
+one iteration).
 """
 
 import math
@@ -41,10 +42,11 @@ class CertificateError(RoseError):
 class JobBound:
     """What a job is promised: `longest_s` from one rollout's start to the next, `mean_s` over whole passes.
 
-    `limit_s` is what its SLO allows of the one that its `slo_kind` names; `alone_s` is an iteration alone on the
-    group's nodes.
+    `limit_s` is what its SLO allows of the one that `slo_kind` names; `alone_s` is an iteration alone on
+    the group's nodes.
     """
 
+    slo_kind: SloKind
     num_iterations: int
     mean_s: float
     longest_s: float
@@ -83,7 +85,7 @@ class Certificate:
         return sum(bound.alone_s / bound.mean_s for bound in self.bounds.values())
 
     def check(self) -> None:
-        """Proves the timetable in whole numbers, independently of how it was found. Raises: AssertionError."""
+        """Proves the timetable in whole numbers, however it was found. Raises: AssertionError."""
         for each in self.constraints:
             earliest = self.starts_ticks[each.before] + each.ticks - each.passes * self.cycle_ticks
             assert self.starts_ticks[each.after] >= earliest, f"{each} does not hold"
@@ -171,16 +173,18 @@ def _rollouts(order: CyclicOrder, job: str) -> list[int]:
 
 def _bound(group: Group, order: CyclicOrder, job: Job, starts: list[int], cycle: int) -> JobBound:
     times = [starts[index] for index in _rollouts(order, job.name)]
-    longest = max(following - time for time, following in zip(times, (*times[1:], times[0] + cycle), strict=True))
+    longest = max(
+        following - time for time, following in zip(times, (*times[1:], times[0] + cycle), strict=True)
+    )
     limit = _limit_ticks(job)
-    has_lead = job.slo_kind is SloKind.ITERATION
     return JobBound(
+        slo_kind=job.slo_kind,
         num_iterations=len(times),
         mean_s=cycle / len(times) / TICKS_PER_S,
         longest_s=longest / TICKS_PER_S,
         limit_s=limit_s(job),
         alone_s=group.solo_s(job),
-        lead_s=max(0, limit - longest) / TICKS_PER_S if has_lead else math.inf,
+        lead_s=math.inf if job.slo_kind is SloKind.LIFETIME else max(0, limit - longest) / TICKS_PER_S,
     )
 
 
@@ -189,7 +193,7 @@ def _refusal(group: Group, jobs: Mapping[str, Job], found: Certificate) -> Certi
 
     def promised_s(name: str) -> float:
         bound = found.bounds[name]
-        return bound.longest_s if jobs[name].slo_kind is SloKind.ITERATION else bound.mean_s
+        return bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
 
     worst = max(jobs, key=lambda name: promised_s(name) / found.bounds[name].limit_s)
     limit, promised = found.bounds[worst].limit_s, promised_s(worst)

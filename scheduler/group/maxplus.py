@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """`after` starts at least `ticks` later than `before`, less `passes` cycles. Upper bounds are negative."""
+    """`after` starts at least `ticks` after `before`, less `passes` cycles. Upper bounds are negative."""
 
     before: int
     after: int

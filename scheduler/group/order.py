@@ -1,13 +1,14 @@
 """The cyclic order of a group: which phase follows which on every node, repeated for ever.
 
-Owns: phases, steps and the order, and which node each step holds. Promises: values that never change; an order
-that could not run (a job without training, two rollouts in a row) is refused. Never: knows times.
+Owns: phases, steps and the order, and which node each step holds. Promises: values that never change; an
+order that could not run (a job without training, two rollouts in a row) is refused. Never: knows times.
 
-One *hyper-cycle* is one pass through the order. In a round-robin order every job has one iteration in it; in a
-multi-rate order a short job may have several (WEAVE §4.3 holds that to be worse, which is false as soon as jobs
-sit on different rollout nodes).
+One *hyper-cycle* is one pass through the order. In a round-robin order every job has one iteration in it; in
+a multi-rate order a short job may have several (WEAVE §4.3 holds that to be worse, which is false as soon as
+jobs sit on different rollout nodes).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -53,7 +54,7 @@ class CyclicOrder:
     def __post_init__(self) -> None:
         for job, indices in self.steps_of_job.items():
             kinds = [self.steps[index].kind for index in indices]
-            if len(kinds) % 2 or any(kind is following for kind, following in zip(kinds, kinds[1:], strict=False)):
+            if len(kinds) % 2 or any(kind is following for kind, following in itertools.pairwise(kinds)):
                 raise ValueError(
                     f"job {job}: rollout and training must alternate in an order, got {', '.join(kinds)}"
                 )

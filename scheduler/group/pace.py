@@ -1,14 +1,16 @@
 """How far a group is against its certified timetable, and how far ahead of it one job may run.
 
-Owns: the timetable's anchor, the earliest moment from which the group is sure to keep it. Promises, as long as
-no phase exceeds its worst case: the anchor never moves to a later time, every phase starts no later than anchor
-+ timetable, and two iterations of a job start no further apart than its SLO allows. Never: grants anything.
+Owns: the timetable's anchor, the earliest moment from which the group is sure to keep it. Promises, as long
+as no phase exceeds its worst case: the anchor never moves to a later time, every phase starts no later than
+anchor + timetable, and two iterations of a job start no further apart than its SLO allows. Never: grants
+anything.
 
 Why jobs are held back at all: phases are mostly shorter than their worst case. A job that starts iteration n
-very early, and n + 1 at its certified time because the others then take theirs, would see one iteration longer
-than the certificate says (two jobs of 50 s + 50 s: 150 s instead of 100). So a job may be ahead of the timetable
-by what its SLO leaves over its certified longest iteration, and no more; the timetable itself moves up with the
-slowest job of the group, so nobody waits for worst cases that did not happen.
+very early, and n + 1 at its certified time because the others then take theirs, would see one iteration
+longer than the certificate says (two jobs of 50 s + 50 s on two rollout nodes: 150 s instead of 100). So a
+job may be ahead of the timetable by what its SLO leaves over its certified longest iteration, and no more;
+the timetable itself moves up with the slowest job of the group, so nobody waits for worst cases that did not
+happen.
 """
 
 from dataclasses import dataclass
@@ -50,7 +52,8 @@ class Pace:
             if not self._gone.issuperset(self._order.steps[step].job for step in self._order.steps_on[key])
         ]
         anchors += [
-            max(last.time_s, now) - self._planned_s(self._following(self._order.steps_of_job[name], last.turn))
+            max(last.time_s, now)
+            - self._planned_s(self._following(self._order.steps_of_job[name], last.turn))
             for name, last in self._of.items()
             if name not in self._gone
         ]

@@ -1,21 +1,22 @@
 """Permits: who may use which nodes of a group now, granted in the group's cyclic order, as leases.
 
-Owns: every job's place in the order, its permit or its waiting request, and their leases. Promises: no node has
-two holders, save a tail that its own job moved aside; grants follow the order, whatever order requests come in;
-a job that dies holds nobody up for longer than a lease; every grant has a larger epoch than all before. Never:
-reads a clock, does I/O, or knows how long a phase takes (`Pace` does).
+Owns: every job's place in the order, its permit or its waiting request, and their leases. Promises: no node
+has two holders, save a tail that its own job moved aside; grants follow the order, whatever order requests
+come in; a job that dies holds nobody up for longer than a lease; every grant has a larger epoch than all
+before. Never: reads a clock, does I/O, or knows how long a phase takes (`Pace` does).
 
     book = PermitBook(certificate.order, lease_s=2.0)
-    book.request("a", PhaseKind.ROLLOUT, now)      # again to renew it; its answer is in permit_of, sooner or later
+    book.request("a", PhaseKind.ROLLOUT, now)      # repeat it to renew it
     permit = book.permit_of("a")                   # nodes, epoch
     book.heartbeat("a", permit.epoch, now)         # several times per lease, also during the warm-start copy
     book.release("a", permit.epoch, now)           # offloaded: the next one in order gets the nodes
     granted = book.advance(now)                    # after every call above, and at book.next_wake_s(now)
 
 `advance` is the only method that grants and expires. A holder that comes back late finds its epoch void:
-`heartbeat` and `release` raise `StalePermit`, and a node that remembers the largest epoch it served must refuse
-to load anything for a smaller one. Between two phases (weights' transfer, its own code) a job has `between_s`
-to ask for the next; after that its turn is passed over, and it gets its next one when it asks again.
+`heartbeat` and `release` raise `StalePermit`, and a node that remembers the largest epoch it served must
+refuse to load anything for a smaller one. Between two phases (weights' transfer, its own code) a job has
+`between_s` to ask for the next; after that its turn is passed over, and it gets its next one when it asks
+again.
 """
 
 from collections.abc import Sequence
@@ -160,9 +161,8 @@ class PermitBook:
         assert place.permit is not None
         foreign = [each for each in resources if each not in place.permit.resources]
         if place.permit.kind is not PhaseKind.ROLLOUT or foreign:
-            raise ValueError(
-                f"job {job} holds {place.permit.kind} on {place.permit.resources}: a tail can't free {foreign}"
-            )
+            held = f"{place.permit.kind} on {place.permit.resources}"
+            raise ValueError(f"job {job} holds {held}: a tail can't free {foreign}")
         place.freed = tuple(dict.fromkeys((*place.freed, *resources)))
         if self._pace is not None:
             for key in resources:
@@ -179,7 +179,8 @@ class PermitBook:
     def leave(self, job: str, now: float) -> None:
         """The job ended, was killed or is moved: its permit is void, its turns stay empty.
 
-        Nobody else may take them: only a new certificate gives a new order. Jobs are let in again by `request`.
+        Nobody else may take them: only a new certificate gives a new order. Jobs are let in again by
+        `request`.
         """
         place = self._place(job)
         if place.permit is not None:
@@ -199,9 +200,9 @@ class PermitBook:
         while moved:
             moved = False
             for key, queue in self._queues.items():
-                place = self._move(key, queue)
-                if place is not None and self._may_start(place, now):
-                    granted.append(self._grant(place, now))
+                following = self._move(key, queue)
+                if following is not None and self._may_start(following, now):
+                    granted.append(self._grant(following, now))
                     moved = True
         return tuple(granted)
 
@@ -260,8 +261,8 @@ class PermitBook:
 
     def _move(self, key: int, queue: _Queue) -> _Place | None:
         """Moves a resource past turns that are over or empty; who is next there, if it has no permit yet."""
-        if all(self._places[name].until_s is None for name in queue.jobs):
-            return None  # nobody to move on for
+        if not any(self._waits_for(self._places[name], key) for name in queue.jobs):
+            return None  # empty turns stay where they are, in case their job returns before anyone needs them
         while True:
             place, position = self._next_on(queue)
             if place.until_s is None:
@@ -272,6 +273,9 @@ class PermitBook:
                 break
             queue.count += 1
         return place if place.position == position and place.permit is None else None
+
+    def _waits_for(self, place: _Place, key: int) -> bool:
+        return place.wants is not None and key in self._order.steps[self._step_at(place)].resources
 
     def _is_first(self, place: _Place) -> bool:
         """Whether it asks for its next step and is the next in order on all that the step holds."""

@@ -1,10 +1,11 @@
-"""A certified group in motion, without waiting: the shipped permit book and pace, driven with given phase times.
+"""A certified group in motion, without waiting: the permit book and pace, driven with given phase times.
 
 Owns: the clock and the list of what ends when. Promises: the same phase times give the same history. Never:
 decides; nor models failures of the group's nodes.
 """
 
 import heapq
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -40,16 +41,16 @@ class History:
     ends_s: dict[str, list[float]] = field(default_factory=dict)
     longest_delay_s: float = 0.0
 
-    def violations(self, certificate: Certificate, kinds: Mapping[str, SloKind]) -> list[str]:
+    def violations(self, certificate: Certificate) -> list[str]:
         """Where the history is worse than what the certificate promised."""
         found = []
         if self.longest_delay_s > TOLERANCE_S:
             found.append(f"the group is {self.longest_delay_s:g} s behind its timetable")
         for name, bound in certificate.bounds.items():
             starts = self.starts_s[name]
-            longest_s = max((after - start for start, after in zip(starts, starts[1:], strict=False)), default=0.0)
+            longest_s = max((after - start for start, after in itertools.pairwise(starts)), default=0.0)
             allowed_s = max(bound.limit_s * (1 + SLO_TOLERANCE), bound.longest_s)
-            if kinds[name] is SloKind.ITERATION and longest_s > allowed_s + TOLERANCE_S:
+            if bound.slo_kind is SloKind.ITERATION and longest_s > allowed_s + TOLERANCE_S:
                 found.append(f"job {name}: an iteration of {longest_s:g} s, {allowed_s:g} s promised")
             # The timetable begins with the group: what a job waits for its first turn is within one pass.
             ends = self.ends_s[name]
@@ -71,7 +72,9 @@ def replay(
 
     A job that has done all of its iterations leaves too, and its turns stay empty.
     """
-    return _Replay(certificate, times_of, num_passes, with_pace, leaves_s if leaves_s is not None else {}).run()
+    return _Replay(
+        certificate, times_of, num_passes, with_pace, leaves_s if leaves_s is not None else {}
+    ).run()
 
 
 class _Replay:

@@ -1,8 +1,8 @@
 """Chooses the cyclic order of a group: round-robin first, multi-rate where that is better or the only way.
 
-Owns: which orders are tried. Promises: what it returns is certified; among the certified orders tried it is the
-one with the most progress, a round-robin one at a tie; the same group gives the same order. Never: promises
-that no better order exists (benchmarks/bench_certificate.py compares with an exact solver).
+Owns: which orders are tried. Promises: what it returns is certified; among the certified orders tried it is
+the one with the most progress, a round-robin one at a tie; the same group gives the same order. Never:
+promises that no better order exists (benchmarks/bench_certificate.py compares with an exact solver).
 """
 
 import itertools
@@ -76,9 +76,7 @@ def _round_robins(group: Group) -> Iterator[Sequence[int]]:
     if all(len(member.rollout_nodes) == 1 for member in group.members):
         return  # every order reaches the bound (WEAVE Theorem 1)
     if len(own) <= MAX_EXHAUSTIVE:
-        yield from (
-            (0, *rest) for rest in itertools.permutations(own[1:]) if (0, *rest) != tuple(own)
-        )
+        yield from ((0, *rest) for rest in itertools.permutations(own[1:]) if (0, *rest) != tuple(own))
         return
     by_width = sorted(own, key=lambda index: (-len(group.members[index].rollout_nodes), index))
     yield by_width
@@ -98,7 +96,10 @@ def _multi_rates(group: Group, least_progress: float) -> Iterator[Sequence[int]]
         pass_s = _least_pass_s(group, counts)
         jobs = [member.job for member in group.members]
         progress = sum(count * group.solo_s(job) for count, job in zip(counts, jobs, strict=True)) / pass_s
-        is_slow = any(pass_s > count * limit_s(job) * (1 + SLO_TOLERANCE) for count, job in zip(counts, jobs, strict=True))
+        is_slow = any(
+            pass_s > count * limit_s(job) * (1 + SLO_TOLERANCE)
+            for count, job in zip(counts, jobs, strict=True)
+        )
         if progress > least_progress and not is_slow:
             yield _evenly(counts)
             yield _as_they_start(group, counts)

@@ -1,0 +1,74 @@
+"""Random groups, orders and SLOs: what the certificate is tried on, in tests and benchmarks.
+
+Owns: how they are drawn. Promises: the same seed draws the same. Never: is used to schedule anything.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rose.scheduler.cluster.model import Group, Job, Member, SloKind
+from rose.scheduler.group.certificate import Certificate, certify
+from rose.scheduler.group.order import CyclicOrder, order_of
+
+
+def group_of(
+    jobs: Sequence[tuple[float, float, tuple[int, ...]]], *, slo: float = 1000.0, num_train_nodes: int = 1
+) -> Group:
+    """From (rollout_s, train_s, rollout nodes), named a, b, c..."""
+    members = tuple(
+        Member(
+            job=Job(name=chr(ord("a") + index), rollout_s=rollout_s, train_s=train_s, slo=slo),
+            rollout_nodes=nodes,
+        )
+        for index, (rollout_s, train_s, nodes) in enumerate(jobs)
+    )
+    num_rollout_nodes = 1 + max(max(nodes) for _, _, nodes in jobs)
+    return Group(
+        name="g", num_train_nodes=num_train_nodes, num_rollout_nodes=num_rollout_nodes, members=members
+    )
+
+
+def random_group(rng: random.Random, max_jobs: int = 5, max_nodes: int = 3) -> Group:
+    """Phases of whole seconds up to 60, half of the jobs with a sync, jobs on any of the nodes."""
+    num_nodes = rng.randint(1, max_nodes)
+    jobs = [
+        (
+            float(rng.randint(1, 60)),
+            float(rng.randint(1, 60)),
+            tuple(sorted(rng.sample(range(num_nodes), rng.randint(1, num_nodes)))),
+        )
+        for _ in range(rng.randint(1, max_jobs))
+    ]
+    group = group_of(jobs)
+    members = [
+        replace(each, job=replace(each.job, sync_s=rng.choice((0.0, rng.uniform(0, 20)))))
+        for each in group.members
+    ]
+    return replace(group, members=tuple(members))
+
+
+def random_order(group: Group, rng: random.Random) -> CyclicOrder:
+    """Any order of the members' iterations; one of them may have several."""
+    iterations = list(range(len(group.members)))
+    if rng.random() < 0.5:
+        iterations += [rng.randrange(len(group.members))] * rng.randint(1, 3)
+    rng.shuffle(iterations)
+    return order_of(group, iterations)
+
+
+def tightened(group: Group, order: CyclicOrder, rng: random.Random) -> Certificate:
+    """The order certified again, with SLOs just or almost as tight as it can promise."""
+    bounds = certify(group, order).bounds
+    members = []
+    for member in group.members:
+        bound = bounds[member.job.name]
+        is_mean = rng.random() < 0.2
+        promised_s = bound.mean_s if is_mean else bound.longest_s
+        job = replace(
+            member.job,
+            slo=promised_s / member.job.solo_s * rng.choice((1.0, 1.0, 1.3)),
+            slo_kind=SloKind.LIFETIME if is_mean else SloKind.ITERATION,
+        )
+        members.append(replace(member, job=job))
+    return certify(replace(group, members=tuple(members)), order)
