@@ -1,8 +1,8 @@
 """Which groups run, and on which nodes: the state that policies read and plans change.
 
-Owns: groups, running jobs, free nodes, the index. Promises: a plan is applied whole or refused whole, and what
-`place` put somewhere is there until it is removed. Never: chooses, or reads a clock. Not thread-safe: one
-scheduler owns it.
+Owns: groups, running jobs, free nodes, the index. Promises: a plan is applied whole or refused whole, and
+what `place` put somewhere is there until it is removed. Never: chooses, or reads a clock. Not thread-safe:
+one scheduler owns it.
 """
 
 import itertools
@@ -23,7 +23,7 @@ PAUSE_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A change: groups as they shall be (without members: given back), and the jobs that are paused for it."""
+    """A change: groups as they shall be (without members: given back), and who is paused for it."""
 
     groups: tuple[Group, ...]
     moved: tuple[str, ...] = ()
@@ -68,6 +68,21 @@ class Cluster:
     def num_free_train_nodes(self) -> int | None:
         return _free(self.pools.train, self._num_train_nodes)
 
+    def has_nodes_for(self, plan: Plan) -> bool:
+        """Whether the pools are large enough for it."""
+        rollout, train = self._more_nodes(plan)
+        free, free_train = self.num_free_rollout_nodes, self.num_free_train_nodes
+        return (free is None or rollout <= free) and (free_train is None or train <= free_train)
+
+    def _more_nodes(self, plan: Plan) -> tuple[int, int]:
+        old = [self.groups[group.name] for group in plan.groups if group.name in self.groups]
+        return _sum_rollout(plan.groups) - _sum_rollout(old), _sum_train(plan.groups) - _sum_train(old)
+
+    def without(self, name: str) -> Group:
+        """A job's group if it left. Those who stay may go faster then; if not, their timetable has a hole."""
+        group = without(self.group_of(name), name)
+        return certified(group, self.limit_s, multi_rate=True) or group if group.periods_s else group
+
     def new_name(self) -> str:
         """A name that no group had."""
         return f"g{next(self._names)}"
@@ -75,8 +90,9 @@ class Cluster:
     # Changes --------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, now_s: float, work_s: float | None = None) -> None:
-        """A job is about to be placed: the next plan has to bring it. `work_s`: solo seconds that are left.
+        """A job is about to be placed: the next plan has to bring it, or it is withdrawn.
 
+        `work_s`: solo seconds that are left.
         Raises ValueError for a name that runs already.
         """
         if job.name in self.residents:
@@ -88,11 +104,15 @@ class Cluster:
             keeps_end=self.keeps_ends,
         )
 
+    def withdraw(self, name: str) -> None:
+        """A submitted job found no place. Raises ValueError for one that runs: that is removed."""
+        if name in self._group_of:
+            raise ValueError(f"job {name} runs in group {self._group_of[name]}; remove it instead")
+        del self.residents[name]
+
     def apply(self, plan: Plan, now_s: float) -> None:
         """Raises PlacementError, and changes nothing, if a pool has too few nodes."""
-        old = [self.groups[group.name] for group in plan.groups if group.name in self.groups]
-        rollout = _sum_rollout(plan.groups) - _sum_rollout(old)
-        train = _sum_train(plan.groups) - _sum_train(old)
+        rollout, train = self._more_nodes(plan)
         _refuse_shortage(self.pools.rollout, self._num_rollout_nodes + rollout)
         _refuse_shortage(self.pools.train, self._num_train_nodes + train)
         self._num_rollout_nodes += rollout
@@ -103,11 +123,8 @@ class Cluster:
             self._put(group, now_s)
 
     def remove(self, name: str, now_s: float) -> Group | None:
-        """A job has ended. Its group without it, without rollout nodes that nobody uses; None: the group too."""
-        group = without(self.group_of(name), name)
-        if group.periods_s:
-            # Those who stay may go faster now; if not, their timetable has a hole.
-            group = certified(group, self.limit_s, multi_rate=True) or group
+        """A job has ended. Its group without it and without unused rollout nodes; None: given back."""
+        group = self.without(name)
         self.apply(Plan(groups=(group,)), now_s)
         del self.residents[name], self._group_of[name]
         return group if group.members else None
@@ -122,6 +139,9 @@ class Cluster:
             replace(member, job=job) if member.job.name == job.name else member for member in group.members
         )
         changed = replace(group, members=members)
+        if changed.periods_s:
+            # The old periods were for the old times.
+            changed = certified(changed, self.limit_s, multi_rate=True) or replace(changed, periods_s=())
         self._put(changed, now_s)
         return changed
 

@@ -51,7 +51,9 @@ def enumerate_columns(jobs: Sequence[Job], limits_s: Sequence[float], pools: Poo
     """All groups worth having. Raises ValueError for jobs on several rollout nodes."""
     for job in jobs:
         if job.num_rollout_nodes != 1:
-            raise ValueError(f"exact: job {job.name} needs {job.num_rollout_nodes} rollout nodes, only 1 is covered")
+            raise ValueError(
+                f"exact: job {job.name} needs {job.num_rollout_nodes} rollout nodes, only 1 is covered"
+            )
     if len(jobs) > MAX_JOBS:
         raise ValueError(f"exact: {len(jobs)} jobs, at most {MAX_JOBS}")
     parts = [
@@ -100,7 +102,7 @@ def _table(jobs: Sequence[Job], limits_s: Sequence[float], num_train_nodes: int)
 
 
 def _grown(members: Ints, table: _Table, pools: Pools) -> Ints:
-    """Each set with each job of a higher number that keeps all limits: rollout nodes can be had, training not."""
+    """Each set with each job of a higher number that keeps all limits; more rollout nodes can be had."""
     num_jobs = len(table.rollout_s)
     # Per set: what all limits allow, and what is used of it.
     limit_s = table.limit_s[members].min(axis=1)

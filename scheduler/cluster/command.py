@@ -36,6 +36,9 @@ SUBCOMMANDS = (
     Subcommand(
         name="explain", module="rose.scheduler.cluster.explain", summary="why a job goes where it goes"
     ),
+    Subcommand(
+        name="gantt", module="rose.scheduler.cluster.gantt", summary="who runs when on which node of a group"
+    ),
 )
 
 

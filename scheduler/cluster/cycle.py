@@ -1,12 +1,12 @@
 """How long an iteration of each member may take, at most, under the order in which a group is run.
 
-Owns: the promise that admission rests on, jobs on several rollout nodes included. Promises: no schedule that follows the group's order exceeds it while phases keep to their
-worst-case times. Never: schedules.
+Owns: the promise that admission rests on, jobs on several rollout nodes included. Promises: no schedule that
+follows the group's order exceeds it while phases keep to their worst-case times. Never: schedules.
 
-Round-robin with every job on one rollout node: the longer of T_cycle and T_load (WEAVE Theorem 1). With a job
-on several nodes that is too short (three jobs: bound 76, optimum 78), so the period of the order itself is
-computed: phases are nodes of a graph, "not before the end of" its edges, an edge into the next cycle has height
-1, and the period is the largest sum of times over heights among the graph's cycles.
+Round-robin with every job on one rollout node: the longer of T_cycle and T_load (WEAVE Theorem 1). With a
+job on several nodes that is too short (three jobs: bound 76, optimum 78), so the period of the order itself
+is computed: phases are nodes of a graph, "not before the end of" its edges, an edge into the next cycle has
+height 1, and the period is the largest sum of times over heights among the graph's cycles.
 """
 
 from rose.scheduler.cluster.model import Group
@@ -27,6 +27,16 @@ def round_robin_s(group: Group) -> float:
     return _order_s(group)
 
 
+def starts_s(group: Group) -> tuple[tuple[float, float], ...]:
+    """When each member's rollout and training start in a round-robin cycle, in the members' order."""
+    period_s = round_robin_s(group)
+    start_s = [0.0] * (2 * len(group.members))
+    for _ in start_s:
+        for source, target, time_s, height in _edges(group):
+            start_s[target] = max(start_s[target], start_s[source] + time_s - height * period_s)
+    return tuple(zip(start_s[::2], start_s[1::2], strict=True))
+
+
 def _order_s(group: Group) -> float:
     edges = _edges(group)
     period_s = group.round_robin_s
@@ -43,7 +53,9 @@ def _edges(group: Group) -> list[_Edge]:
         edges.append((2 * k, 2 * k + 1, member.job.rollout_s, 0))
         edges.append((2 * k + 1, 2 * k, train_s[k] + member.job.sync_s, 1))
     everyone = range(len(group.members))
-    users = [[k for k in everyone if n in group.members[k].rollout_nodes] for n in range(group.num_rollout_nodes)]
+    users = [
+        [k for k in everyone if n in group.members[k].rollout_nodes] for n in range(group.num_rollout_nodes)
+    ]
     for phase, order in [(1, list(everyone)), *((0, jobs) for jobs in users)]:
         for here, there in zip(order, order[1:] + order[:1], strict=True):
             if here != there:

@@ -1,8 +1,8 @@
 """What a group will cost until its last member leaves.
 
-Owns: the walk from one departure to the next. Promises: members leave when their work is done at the pace that
-the remaining group promises, nodes are given back when nobody is pinned to them, no newcomer is foreseen.
-Never: chooses. Numbers instead of groups where it can, as a decision walks several of them.
+Owns: the walk from one departure to the next. Promises: members leave when their work is done at the pace
+that the remaining group promises, nodes are given back when nobody is pinned to them, no newcomer is
+foreseen. Never: chooses. Numbers instead of groups where it can, as a decision walks several of them.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def _ends_s(group: Group, residents: Sequence[Resident], now_s: float) -> list[f
             longest_s = max(train_s[k] + rollout_s[k] + sync_s[k] for k in there)
             cycle_s = max(longest_s, sum(train_s[k] for k in there), *load_s)
             pace = {k: cycle_s / solo_s[k] for k in there}
-        first = min(there, key=lambda k: left_s[k] * pace[k])  # noqa: B023
+        first = min(there, key=lambda k: left_s[k] * pace[k])
         passed_s = left_s[first] * pace[first]
         time_s += passed_s
         for k in there:
@@ -75,7 +75,7 @@ def _ends_by_group_s(group: Group, residents: Sequence[Resident], now_s: float) 
             member.job.name: promise / member.job.solo_s
             for member, promise in zip(group.members, promised_s(group), strict=True)
         }
-        first = min(pace, key=lambda name: left_s[name] * pace[name])  # noqa: B023
+        first = min(pace, key=lambda name: left_s[name] * pace[name])
         passed_s = left_s[first] * pace[first]
         time_s += passed_s
         for name in pace:

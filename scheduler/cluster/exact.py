@@ -25,6 +25,8 @@ from rose.scheduler.cluster.pools import Pools
 
 _CENT = 0.01
 """Dollars an hour: below it, costs are the same. Prices of nodes lie far apart."""
+_FIRST_GAP = 4.0
+"""Dollars an hour: the bound is mostly that near, and few columns are."""
 
 
 class Exact:
@@ -66,7 +68,7 @@ class Exact:
 
 
 def _matched(cluster: Cluster, groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
-    """Every group under the name of the one that most of its jobs come from, and the jobs that come from others."""
+    """Every group under the name of the one that most of its jobs come from; the jobs from others."""
     taken: set[str] = set()
     found, moved = [], []
     for group in sorted(groups, key=lambda group: -len(group.members)):
@@ -91,7 +93,9 @@ def optimum(jobs: Sequence[Job], pools: Pools, limit_of: LimitOf) -> list[Group]
     covered = np.unique(columns.jobs)
     for number, job in enumerate(jobs):
         if number not in covered:
-            raise PlacementError(f"job {job.name} keeps its limit of {limit_of(job):.1f} s in no group, not even alone")
+            raise PlacementError(
+                f"job {job.name} keeps its limit of {limit_of(job):.1f} s in no group, not even alone"
+            )
     chosen = _cover(columns, len(jobs))
     return _groups(columns, chosen, jobs, pools, limit_of)
 
@@ -109,7 +113,7 @@ def _cover(columns: Columns, num_jobs: int) -> list[int]:
             break
         active |= set(missing)
     bound = float(prices.sum())
-    gap = costs.min()
+    gap = _FIRST_GAP
     while True:
         close = {int(c) for c in np.flatnonzero(reduced <= gap + 1e-7)} | _start(columns, num_jobs)
         chosen, _ = _solve(columns, close, num_jobs, whole=True)
@@ -137,8 +141,10 @@ def _sum_prices(jobs: Ints, prices: Floats) -> Floats:
 
 def _solve(columns: Columns, active: set[int], num_jobs: int, *, whole: bool) -> tuple[list[int], Floats]:
     """The chosen columns of the integer program, or every job's price in the linear one."""
-    from ortools.linear_solver import pywraplp
-
+    try:
+        from ortools.linear_solver import pywraplp
+    except ModuleNotFoundError as error:
+        raise PlacementError("the optimum needs OR-tools; run: pip install 'vllm-rose[cluster]'") from error
     solver: Any = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
     objective = solver.Objective()
     rows = [solver.Constraint(1.0, solver.infinity()) for _ in range(num_jobs)]
@@ -200,7 +206,10 @@ def _fewest_blocks(jobs: Sequence[Job], limit_s: float, host_bytes: int) -> list
         job = jobs[number]
         for block in blocks:
             load_s = sum(one.rollout_s for one in block) + job.rollout_s
-            if load_s <= limit_s and sum(one.rollout_bytes for one in block) + job.rollout_bytes <= host_bytes:
+            if (
+                load_s <= limit_s
+                and sum(one.rollout_bytes for one in block) + job.rollout_bytes <= host_bytes
+            ):
                 block.append(job)
                 put(number + 1)
                 block.pop()

@@ -10,6 +10,7 @@ from pathlib import Path
 from rose.arguments import CommandParser
 from rose.config import load_yaml
 from rose.errors import ConfigError
+from rose.scheduler.cluster.borrowed import lend
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.cluster import Cluster, Plan
 from rose.scheduler.cluster.cycle import promised_s
@@ -65,8 +66,15 @@ def explanation(cluster: Cluster, jobs: Sequence[Job], policy_name: str) -> dict
         "dollars_per_hour_more": round(placement.dollars_per_hour, 2),
         "iteration_s": round(promises[mine], 1),
         "limit_s": round(cluster.limit_s(job), 1),
+        "borrowed_serving_gpus": _borrowed(cluster, placement),
         "considered": [_verdict(verdict) for verdict in verdicts],
     }
+
+
+def _borrowed(cluster: Cluster, placement: Placement) -> int:
+    """What the job would get of the serving GPUs; its promise does not count on them."""
+    others = [group for group in cluster.groups.values() if group.name != placement.group.name]
+    return lend([*others, placement.group], cluster.pools).get(placement.job.name, 0)
 
 
 def _verdict(verdict: Placement | Rejection) -> dict[str, object]:
@@ -91,7 +99,8 @@ def _lines(report: dict[str, object]) -> list[str]:
         f"{report['job']} goes to {report['group']} ({report['kind']}, policy {report['policy']}): "
         f"${report['dollars_per_hour_more']}/h more",
         f"  promised {report['iteration_s']} s an iteration, {report['limit_s']} s allowed; "
-        f"beside {', '.join(map(str, _list(report['beside']))) or 'nobody'}",
+        f"beside {', '.join(map(str, _list(report['beside']))) or 'nobody'}; "
+        f"borrows {report['borrowed_serving_gpus']} serving GPUs while they are free",
     ]
     for verdict in _list(report["considered"]):
         assert isinstance(verdict, dict)

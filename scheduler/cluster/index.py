@@ -22,7 +22,7 @@ _NONE = np.inf
 """Load of a node that a group doesn't have."""
 
 _SCALARS = (
-    "num_train_nodes", "train_s", "cycle_s", "limit_s", "max_node_s", "num_jobs", "num_nodes", "train_free",
+    "num_train_nodes", "num_jobs", "train_s", "train_free", "load_s", "cycle_s", "busiest_s", "limit_s",
     "end_s", "train_use", "longest_train_s",
 )  # fmt: skip
 _PER_NODE = ("node_s", "node_free", "node_end_s", "node_use", "node_longest_s", "node_limit_s")
@@ -32,14 +32,11 @@ _PER_NODE = ("node_s", "node_free", "node_end_s", "node_use", "node_longest_s", 
 class Fit:
     """What the rows say: which groups could take the job, where, and on new nodes."""
 
+    rows: npt.NDArray[np.intp]
     nodes: Flags
-    """[group, node]: direct packing on that rollout node."""
+    """[of rows, node]: direct packing on that rollout node."""
     scaled: Flags
-    """[group]: on rollout nodes of its own beside the group's training nodes."""
-
-    def groups(self) -> npt.NDArray[np.intp]:
-        """Rows that could take it in one way or another."""
-        return np.flatnonzero(self.nodes.any(axis=1) | self.scaled)
+    """[of rows]: on rollout nodes of its own beside the group's training nodes."""
 
 
 class GroupIndex:
@@ -87,11 +84,11 @@ class GroupIndex:
         scalars = {
             "num_train_nodes": float(group.num_train_nodes),
             "train_s": sum(train_s),
+            "load_s": group.load_s,
             "cycle_s": group.cycle_s,
+            "busiest_s": max(group.cycle_s, *node_s),
             "limit_s": min(limits),
-            "max_node_s": max(node_s),
             "num_jobs": float(len(group.members)),
-            "num_nodes": float(group.num_rollout_nodes),
             "train_free": float(
                 self._pools.train.host_bytes - sum(member.job.train_bytes for member in group.members)
             ),
@@ -151,34 +148,37 @@ class GroupIndex:
 
     def fit(self, job: Job, limit_s: float, *, prune_saturated: bool, multi_rate: bool) -> Fit:
         """Where the job could go. `limit_s`: the longest iteration that it may be promised."""
-        column = self.column
-        train_s = job.train_s * job.num_train_nodes / column("num_train_nodes") if self._num_rows else column("train_s")
-        solo_s = train_s + (job.rollout_s + job.sync_s)
-        all_train_s = column("train_s") + train_s
-        limit = np.minimum(column("limit_s"), limit_s) * (1 + EPSILON)
-        base = column("num_jobs") < self._pools.max_residents
+        column, more = self.column, 1 + EPSILON
+        own_train_s = job.train_s * job.num_train_nodes
+        fits = column("num_jobs") < self._pools.max_residents
         if job.train_bytes:
-            base &= column("train_free") >= job.train_bytes
+            fits &= column("train_free") >= job.train_bytes
         if prune_saturated:
-            base &= np.maximum(column("train_s"), column("max_node_s")) < column("cycle_s")
-        cycle = base & (np.maximum(all_train_s, column("cycle_s")) <= limit) & (solo_s <= limit)
-        cycle &= column("max_node_s") <= limit
-        node_s = self.node_column("node_s") + job.rollout_s
-        nodes = cycle[:, None] & (node_s <= limit[:, None])
-        scaled = cycle
+            fits &= column("load_s") < column("cycle_s")
+        rows = np.flatnonzero(fits)
+        train_s = own_train_s / column("num_train_nodes")[rows]
+        limit = np.minimum(column("limit_s")[rows], limit_s) * more
+        alone = train_s <= limit_s * more - (job.rollout_s + job.sync_s)
+        in_turn = alone & (train_s <= limit - (job.rollout_s + job.sync_s))
+        in_turn &= (column("train_s")[rows] + train_s <= limit) & (column("busiest_s")[rows] <= limit)
+        any_way = in_turn
         if multi_rate:
             # What any timetable needs: room in all, and for the two longest phases in a row.
-            more = 1 + EPSILON
-            rated = base & (solo_s <= limit_s * more) & (column("train_use") + train_s / limit_s <= more)
-            rated &= column("longest_train_s") + train_s <= limit
-            scaled = scaled | rated
-            in_a_row = self.node_column("node_longest_s") + job.rollout_s
-            room = self.node_column("node_use") + job.rollout_s / limit_s <= more
-            room &= in_a_row <= np.minimum(self.node_column("node_limit_s"), limit_s) * more
-            nodes |= rated[:, None] & room
+            rated = alone & (column("train_use")[rows] + train_s / limit_s <= more)
+            rated &= column("longest_train_s")[rows] + train_s <= limit
+            any_way = in_turn | rated
+        kept = np.flatnonzero(any_way)
+        rows, limit = rows[kept], limit[kept]
+        node_s = self.node_column("node_s")[rows] + job.rollout_s
+        nodes = in_turn[kept, None] & (node_s <= limit[:, None])
+        if multi_rate:
+            in_a_row = self.node_column("node_longest_s")[rows] + job.rollout_s
+            room = self.node_column("node_use")[rows] + job.rollout_s / limit_s <= more
+            room &= in_a_row <= np.minimum(self.node_column("node_limit_s")[rows], limit_s) * more
+            nodes |= rated[kept, None] & room
         if job.rollout_bytes:
-            nodes &= self.node_column("node_free") >= job.rollout_bytes
-        return Fit(nodes, scaled)
+            nodes &= self.node_column("node_free")[rows] >= job.rollout_bytes
+        return Fit(rows, nodes, any_way[kept])
 
     def check_integrity(self, groups: Mapping[str, Group]) -> None:
         """One row for each group, and its loads are the group's."""
@@ -189,4 +189,3 @@ class GroupIndex:
             assert self._scalars["num_jobs"][row] == len(groups[name].members)
             loads = self._per_node["node_s"][row]
             assert loads[np.isfinite(loads)].tolist() == rollout_load_s(groups[name])
-

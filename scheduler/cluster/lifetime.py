@@ -10,12 +10,12 @@ cheapest are walked to the end.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rose.scheduler.cluster.cluster import Cluster, Plan, residents_of, without
+from rose.scheduler.cluster.cluster import Cluster, Plan, residents_of
 from rose.scheduler.cluster.dollars import lifetime_dollars
 from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.cluster.placements import Kind, Placement, check, placements
@@ -53,65 +53,58 @@ class Lifetime:
 
     def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
         newcomer = cluster.residents.get(job.name) or _newcomer(cluster, job, now_s)
-        targets = list(self._targets(cluster, newcomer, now_s, self._num_candidates))
         own_s = newcomer.end_s - now_s
         own = cluster.pools.price(job.num_rollout_nodes, job.num_train_nodes) * own_s / 3600
-        best = min(targets, key=lambda target: target.dollars, default=None)
-        return best.placement if best is not None and best.dollars <= own else alone(cluster, job)
+        best = self._best(cluster, newcomer, now_s, own)
+        return best.placement if best is not None else alone(cluster, job)
 
     def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
         best_gain, best = self._least_gain_dollars, None
         for group in _movable(cluster):
             members = list(residents_of(cluster, group, now_s))
             cost = lifetime_dollars(group, members, now_s, cluster.pools)
-            found = []
+            is_pair = max_moves > 1 and len(members) == 2
+            targets = []
             for mover in members:
-                rest = without(group, mover.job.name)
+                rest = cluster.without(mover.job.name)
                 stay = [resident for resident in members if resident is not mover]
                 saved = cost - lifetime_dollars(rest, stay, now_s, cluster.pools)
-                if saved < self._least_gain_dollars:
+                # What a pair saves is known only when both have gone.
+                most = cost if is_pair else saved - best_gain
+                paused = mover.at(now_s).paused(cluster.pause_s)
+                if most <= 0 or paused.limit_s < mover.job.solo_s:
                     continue
-                target = self._best_move(cluster, mover, now_s, group)
+                target = self._best(cluster, paused, now_s, most, leave=group.name)
                 if target is None:
                     continue
-                found.append((mover, target))
+                targets.append(target)
                 if saved - target.dollars > best_gain:
                     best_gain = saved - target.dollars
                     best = Plan(groups=(target.placement.group, rest), moved=(mover.job.name,))
-            if max_moves > 1 and len(members) == 2 and len(found) == 2:
-                pair = self._dissolve(cluster, group, [target for _, target in found])
-                if pair is not None and cost - sum(target.dollars for _, target in found) > best_gain:
-                    best_gain, best = cost - sum(target.dollars for _, target in found), pair
+            if is_pair and len(targets) == 2 and cost - sum(each.dollars for each in targets) > best_gain:
+                after = [target.placement.group for target in targets]
+                given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0, periods_s=())
+                moved = tuple(target.placement.job.name for target in targets)
+                pair = Plan(groups=(*after, given_back), moved=moved)
+                if after[0].name != after[1].name and cluster.has_nodes_for(pair):
+                    best_gain, best = cost - sum(each.dollars for each in targets), pair
         return best
-
-    def _best_move(self, cluster: Cluster, mover: Resident, now_s: float, group: Group) -> _Target | None:
-        paused = mover.at(now_s).paused(cluster.pause_s)
-        if paused.limit_s < mover.job.solo_s:
-            return None
-        targets = self._targets(cluster, paused, now_s, self._num_candidates // 2, leave=group.name)
-        return min(targets, key=lambda target: target.dollars, default=None)
-
-    def _dissolve(self, cluster: Cluster, group: Group, targets: Sequence[_Target]) -> Plan | None:
-        """Both members of a group to two others."""
-        after = [target.placement.group for target in targets]
-        if after[0].name == after[1].name:
-            return None
-        given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0)
-        moved = tuple(target.placement.job.name for target in targets)
-        return Plan(groups=(*after, given_back), moved=moved)
 
     # Where to ---------------------------------------------------------------------------------------------
 
-    def _targets(
-        self, cluster: Cluster, newcomer: Resident, now_s: float, num: int, leave: str | None = None
-    ) -> Iterator[_Target]:
-        """The certified placements among the `num` that look cheapest, none in the group `leave`."""
+    def _best(
+        self, cluster: Cluster, newcomer: Resident, now_s: float, most: float, leave: str | None = None
+    ) -> _Target | None:
+        """The certified placement that adds the fewest dollars, below `most`; none in the group `leave`."""
         job = newcomer.job
 
         def limit_s(one: Job) -> float:
             return newcomer.limit_s if one.name == job.name else cluster.limit_s(one)
 
-        for placement in self._promising(cluster, newcomer, now_s, num, leave):
+        best: _Target | None = None
+        for least, placement in self._promising(cluster, newcomer, now_s, leave):
+            if least >= most:
+                break
             found = check(
                 placement,
                 cluster.pools,
@@ -127,14 +120,17 @@ class Lifetime:
             residents[job.name] = newcomer
             members = [residents[member.job.name] for member in found.group.members]
             more = lifetime_dollars(found.group, members, now_s, cluster.pools) - cost
-            yield _Target(dollars=more, placement=found)
+            if more < most:
+                most, best = more, _Target(dollars=more, placement=found)
+        return best
 
     def _promising(
-        self, cluster: Cluster, newcomer: Resident, now_s: float, num: int, leave: str | None
-    ) -> Iterator[Placement]:
+        self, cluster: Cluster, newcomer: Resident, now_s: float, leave: str | None
+    ) -> Iterator[tuple[float, Placement]]:
+        """The placements that look cheapest, with what they add at least: as if nobody were slowed."""
         index, job, pools = cluster.index, newcomer.job, cluster.pools
         fit = index.fit(job, newcomer.limit_s, prune_saturated=False, multi_rate=self._multi_rate)
-        rows = fit.groups()
+        rows = fit.rows
         if not len(rows):
             return
         end_s = newcomer.end_s
@@ -142,11 +138,11 @@ class Lifetime:
         train = train_s * pools.train.dollars_per_node_hour
         node_price = pools.rollout.dollars_per_node_hour * job.num_rollout_nodes
         longer_s = np.maximum(0.0, end_s - index.node_column("node_end_s")[rows])
-        direct = np.where(fit.nodes[rows], train[:, None] + longer_s * node_price, np.inf)
-        scaled = np.where(fit.scaled[rows], train + (end_s - now_s) * node_price, np.inf)
-        cost = np.column_stack([scaled, direct])
+        direct = np.where(fit.nodes, train[:, None] + longer_s * node_price, np.inf)
+        scaled = np.where(fit.scaled, train + (end_s - now_s) * node_price, np.inf)
+        cost = np.column_stack([scaled, direct]) / 3600
         # Placements by their cost: entry 0 of a row is new nodes, entry 1 + n is node n.
-        flat = cost.ravel()
+        flat, num = cost.ravel(), self._num_candidates
         some = np.argpartition(flat, num)[:num] if num < len(flat) else np.arange(len(flat))
         seen: set[int] = set()
         for entry in heapq.nsmallest(num, some.tolist(), key=flat.__getitem__):
@@ -156,10 +152,12 @@ class Lifetime:
                 continue
             group = cluster.groups[name]
             if job.num_rollout_nodes == 1:
-                yield _on_node(cluster, group, job, place - 1 if place else group.num_rollout_nodes)
+                node = place - 1 if place else group.num_rollout_nodes
+                yield flat[entry], _on_node(cluster, group, job, node)
             elif row not in seen:
                 seen.add(row)
-                yield from placements(group, job, pools)
+                for placement in placements(group, job, pools):
+                    yield flat[entry], placement
 
 
 def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Placement:
@@ -174,6 +172,7 @@ def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Placement:
         job=job,
         kind=Kind.SCALED if num_new else Kind.DIRECT,
         group=grown,
+        num_new_nodes=num_new,
         dollars_per_hour=cluster.pools.price(num_new, 0),
     )
 

@@ -58,6 +58,8 @@ class Placement:
     job: Job
     kind: Kind
     group: Group
+    num_new_nodes: int
+    """Rollout nodes more than before."""
     dollars_per_hour: float
     """More than before."""
 
@@ -76,7 +78,13 @@ def isolated(job: Job, name: str, pools: Pools) -> Placement:
         num_rollout_nodes=job.num_rollout_nodes,
         members=(member,),
     )
-    return Placement(job=job, kind=Kind.ISOLATED, group=group, dollars_per_hour=pools.dollars_per_hour(group))
+    return Placement(
+        job=job,
+        kind=Kind.ISOLATED,
+        group=group,
+        num_new_nodes=job.num_rollout_nodes,
+        dollars_per_hour=pools.dollars_per_hour(group),
+    )
 
 
 def placements(group: Group, job: Job, pools: Pools) -> Iterator[Placement]:
@@ -102,6 +110,7 @@ def placements(group: Group, job: Job, pools: Pools) -> Iterator[Placement]:
                 job=job,
                 kind=Kind.SCALED if num_new else Kind.DIRECT,
                 group=grown,
+                num_new_nodes=num_new,
                 dollars_per_hour=pools.price(num_new, 0),
             )
 
@@ -122,7 +131,8 @@ def is_saturated(group: Group) -> bool:
 
 def certified(group: Group, limit_of: LimitOf, *, multi_rate: bool) -> Group | None:
     """The group in an order that keeps all limits, if one was found: as it stands; with its last member at
-    another place where jobs on several nodes make that matter; then with periods of their own, if that may be."""
+    another place where jobs on several nodes make that matter; then with periods of their own, if that may
+    be."""
     limits_s = [limit_of(member.job) for member in group.members]
     group = replace(group, periods_s=()) if group.periods_s else group
     if round_robin_s(group) <= min(limits_s) * (1 + EPSILON):
@@ -160,9 +170,9 @@ def check(
 
     if len(group.members) > pools.max_residents:
         return refuse(Constraint.RESIDENCY, f"{len(group.members)} jobs, at most {pools.max_residents}")
-    num_new = round(placement.dollars_per_hour / pools.rollout.dollars_per_node_hour)
-    if num_free is not None and placement.kind is Kind.SCALED and num_new > num_free:
-        return refuse(Constraint.POOL, f"{num_new} {pools.rollout.name} nodes needed, {num_free} free")
+    if num_free is not None and placement.num_new_nodes > num_free:
+        text = f"{placement.num_new_nodes} more nodes of {pools.rollout.name} needed, {num_free} free"
+        return refuse(Constraint.POOL, text)
     if (shortage := memory_shortage(group, pools)) is not None:
         return refuse(Constraint.MEMORY, shortage)
     order = certified(group, limit_of, multi_rate=multi_rate)

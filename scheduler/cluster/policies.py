@@ -4,8 +4,9 @@ Owns: the interface of all policies; `weave`, `random`, `greedy`, `solo`. Promis
 placement that breaks a limit; `random` and `greedy` look at memory alone, as the paper's do. Never: changes
 the cluster.
 
-WEAVE leaves ties open: ours go to the group with the first row. The paper says little about Random and Greedy,
-and their published figures could not be had from what it says; here they open a group only when none has room.
+WEAVE leaves ties open: ours go to the group with the first row. The paper says little about Random and
+Greedy, and their published figures could not be had from what it says; here they open a group only when none
+has room.
 """
 
 import random
@@ -68,20 +69,16 @@ class Weave(_Static):
         limit_s = cluster.limit_s(job)
         fit = cluster.index.fit(job, limit_s, prune_saturated=self.prune_saturated, multi_rate=False)
         direct = fit.nodes.any(axis=1)
+        has_direct = bool(direct.any())
         best: Placement | None = None
-        if job.num_rollout_nodes > 1:
-            rows = fit.groups()
-        elif direct.any():
-            rows = direct.nonzero()[0]
-        else:
-            rows = fit.scaled.nonzero()[0]
+        rows = fit.rows[direct] if has_direct and job.num_rollout_nodes == 1 else fit.rows
         for row in rows:
             group = cluster.groups[cluster.index.name(row)]
             found = first_fitting(cluster, group, job)
             if found is not None and (best is None or found.dollars_per_hour < best.dollars_per_hour):
                 best = found
                 # No group can cost less than nothing, or than the one new node of a job that fits nowhere.
-                if found.dollars_per_hour == 0 or (job.num_rollout_nodes == 1 and not direct.any()):
+                if found.dollars_per_hour == 0 or (job.num_rollout_nodes == 1 and not has_direct):
                     break
         return best if best is not None else alone(cluster, job)
 
@@ -162,7 +159,9 @@ def alone(cluster: Cluster, job: Job) -> Placement:
     return placement
 
 
-def explain(cluster: Cluster, job: Job, *, prune_saturated: bool, multi_rate: bool) -> list[Placement | Rejection]:
+def explain(
+    cluster: Cluster, job: Job, *, prune_saturated: bool, multi_rate: bool
+) -> list[Placement | Rejection]:
     """What every group says to a job, in the rows' order: for people, not for deciding."""
     verdicts: list[Placement | Rejection] = []
     for name in cluster.index.names():

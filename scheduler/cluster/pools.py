@@ -1,7 +1,7 @@
 """The nodes that can be had: what they cost, what their hosts hold, how many there are.
 
-Owns: prices and the limits of a node. Promises: costs in dollars an hour, from nodes alone. Never: knows which
-node is whose.
+Owns: prices and the limits of a node. Promises: costs in dollars an hour, from nodes alone. Never: knows
+which node is whose.
 
 Source: WEAVE Table 1 (prices) and §3 (1 to 2 TB of host memory, two to five resident jobs).
 """

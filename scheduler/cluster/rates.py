@@ -2,17 +2,18 @@
 
 Owns: the search for periods and the timetable. Promises: in a timetable that is returned, no two phases ever
 meet on a node, every job's training follows its rollout, and no period is over the job's limit. Not finding
-one proves nothing. Never: knows round-robin.
+one proves nothing. Never: chooses who shares.
 
-WEAVE holds that repeating a job's phases in a cycle never pays. With several rollout nodes it does: a short job
-need not wait for a long one's cycle. Periods are whole multiples of a common one, so that two jobs meet again
-after the greatest common divisor of their periods, and it is enough to keep them apart over that.
+WEAVE holds that repeating a job's phases in a cycle never pays. With several rollout nodes it does: a short
+job need not wait for a long one's cycle. Periods are whole multiples of a common one, so that two jobs meet
+again after the greatest common divisor of their periods, and it is enough to keep them apart over that.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rose.scheduler.cluster.cycle import round_robin_s, starts_s
 from rose.scheduler.cluster.model import Group
 
 MAX_RATIO = 8
@@ -72,8 +73,21 @@ def timetable(group: Group, limits_s: Sequence[float]) -> tuple[Slot, ...] | Non
     return None
 
 
+def slots_of(group: Group) -> tuple[Slot, ...]:
+    """The timetable of a certified group, round-robin ones included."""
+    if group.periods_s:
+        slots = timetable(group, group.periods_s)
+        assert slots is not None, f"group {group.name} was given periods without a timetable"
+        return slots
+    period_s = round_robin_s(group)
+    return tuple(
+        Slot(period_s=period_s, rollout_at_s=rollout_at_s, train_at_s=train_at_s)
+        for rollout_at_s, train_at_s in starts_s(group)
+    )
+
+
 def _could_fit(tasks: Sequence[_Task]) -> bool:
-    """Needed whatever the periods: each job alone, training in all, and the longest two trainings in a row."""
+    """Needed whatever the periods: each job alone, training in all, the longest two trainings in a row."""
     if any(task.solo_s > task.limit_s for task in tasks):
         return False
     if sum(task.train_s / task.limit_s for task in tasks) > 1 + _EPSILON:
@@ -83,10 +97,13 @@ def _could_fit(tasks: Sequence[_Task]) -> bool:
 
 
 def _multiples(tasks: Sequence[_Task]) -> Iterator[tuple[tuple[int, ...], float, float]]:
-    """Periods as multiples of a common one, and the bounds of that: equal periods first, then longer ratios."""
+    """Periods as multiples of a common one, and that one's bounds; long common periods first."""
     fastest_s = min(task.limit_s for task in tasks)
     commons = {
-        task.limit_s / num for task in tasks for num in range(1, MAX_RATIO + 1) if task.limit_s / num <= fastest_s
+        task.limit_s / num
+        for task in tasks
+        for num in range(1, MAX_RATIO + 1)
+        if task.limit_s / num <= fastest_s
     }
     seen: set[tuple[int, ...]] = set()
     for common_s in sorted(commons, reverse=True):

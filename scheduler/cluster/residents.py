@@ -3,9 +3,9 @@
 Owns: a running job's remaining work and its SLO budget. Promises: values; asking at a later time changes
 nothing. Never: knows the job's group.
 
-The budget: every second of work done may take `slo` seconds. What a job did not use of that is its bank, which
-pays for the pauses of moves; under an SLO over the lifetime it also pays for slower iterations later. The
-limit is set so that at this pace the whole lifetime still keeps the SLO.
+The budget: every second of work done may take `slo` seconds. What a job did not use of that is its bank,
+which pays for the pauses of moves; under an SLO over the lifetime it also pays for slower iterations later.
+The limit is set so that at this pace the whole lifetime still keeps the SLO.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
 """What users write about pools and jobs: JOB.yaml, CLUSTER.yaml.
 
-Owns: their shape, and refusing jobs that could never run. Promises: a file that parses gives jobs that fit the
-pools' nodes, each alone; every error names the job, the constraint and the numbers. Never: places.
+Owns: their shape, and refusing jobs that could never run. Promises: a file that parses gives jobs that fit
+the pools' nodes, each alone; every error names the job, the constraint and the numbers. Never: places.
 """
 
 from typing import Annotated, Self
@@ -69,7 +69,9 @@ class JobSpec(Section):
         for name, phase in self.phases.items():
             for earlier in phase.after:
                 if earlier not in self.phases:
-                    raise ValueError(f"job {self.name}: {name} comes after {earlier}, which is no phase of it")
+                    raise ValueError(
+                        f"job {self.name}: {name} comes after {earlier}, which is no phase of it"
+                    )
         left = {name: set(phase.after) for name, phase in self.phases.items()}
         while left:
             ready = {name for name, after in left.items() if not after & set(left)}
@@ -78,7 +80,9 @@ class JobSpec(Section):
                 raise ValueError(f"job {self.name}: phases wait for each other ({chain}); remove one `after`")
             left = {name: after for name, after in left.items() if name not in ready}
         if "train" in self.phases["rollout"].after:
-            raise ValueError(f"job {self.name}: rollout comes after train; training needs the rollout's tokens")
+            raise ValueError(
+                f"job {self.name}: rollout comes after train; training needs the rollout's tokens"
+            )
 
     def to_job(self, pools: Pools) -> Job:
         """What the scheduler reasons about. Raises ConfigError for what no node of the pools can run."""
@@ -103,13 +107,15 @@ class JobSpec(Section):
     def _check_phase(self, name: str, phase: PhaseSpec, pool: Pool) -> None:
         if phase.pool is not None and phase.pool != pool.name:
             raise ConfigError(
-                f"job {self.name}: {name} wants pool {phase.pool}, {name} phases run on {pool.name}; change one"
+                f"job {self.name}: {name} wants pool {phase.pool}, {name} phases run on {pool.name}"
             )
         if phase.seconds is None:
-            raise ConfigError(f"job {self.name}: {name} has no seconds; profile it at {self.max_tokens} tokens")
+            raise ConfigError(
+                f"job {self.name}: {name} has no seconds; profile it at {self.max_tokens} tokens"
+            )
         if phase.memory_gb * _GB > pool.host_bytes:
             raise ConfigError(
-                f"job {self.name}: {name} keeps {phase.memory_gb:g} GB on each node, a node of {pool.name} has "
+                f"job {self.name}: {name} keeps {phase.memory_gb:g} GB on each node, a {pool.name} node has "
                 f"{pool.host_bytes / _GB:g} GB; use more nodes or a smaller state"
             )
         if pool.num_nodes is not None and phase.nodes > pool.num_nodes:
@@ -144,6 +150,7 @@ class PoolsSpec(Section):
 
     rollout: PoolSpec = _spec_of(H20)
     train: PoolSpec = _spec_of(H800)
+    serving_gpus: Annotated[int, Field(ge=0, description="may be borrowed for rollouts, and taken back")] = 0
     max_residents: Annotated[int, Field(ge=1, description="most jobs in a group")] = 5
 
     @model_validator(mode="after")
@@ -154,7 +161,10 @@ class PoolsSpec(Section):
 
     def to_pools(self) -> Pools:
         return Pools(
-            rollout=self.rollout.to_pool(), train=self.train.to_pool(), max_residents=self.max_residents
+            rollout=self.rollout.to_pool(),
+            train=self.train.to_pool(),
+            num_serving_gpus=self.serving_gpus,
+            max_residents=self.max_residents,
         )
 
 
@@ -168,7 +178,9 @@ class ClusterSpec(Section):
     def _names_differ(self) -> Self:
         names = [job.name for job in self.jobs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{names.count(twice[0])} jobs are named {twice[0]}; give each a name of its own")
+            raise ValueError(
+                f"{names.count(twice[0])} jobs are named {twice[0]}; give each a name of its own"
+            )
         return self
 
     def to_jobs(self) -> list[Job]:

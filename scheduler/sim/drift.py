@@ -1,10 +1,11 @@
 """How jobs' times change while they run: WEAVE's drift templates.
 
-Owns: the templates and when changes are seen. Promises: the same seed gives the same changes. Never: simulates.
+Owns: the templates and when changes are seen. Promises: the same seed gives the same changes. Never:
+simulates.
 
-Source: WEAVE §6.6: none, increasing or decreasing, at 0.5, 1.0 and 1.5 times what was observed. What was observed
-is only drawn there (Figure 16); ours is a linear drift of the rollout by 20% over a job's life, of training by as
-much, as that follows the generated tokens.
+Source: WEAVE §6.6: none, increasing or decreasing, at 0.5, 1.0 and 1.5 times what was observed. What was
+observed is only drawn there (Figure 16); ours is a linear drift of the rollout by 20% over a job's life, of
+training by as much, as that follows the generated tokens.
 """
 
 import random
@@ -16,8 +17,11 @@ from rose.scheduler.sim.workloads import Submission
 OBSERVED = 0.2
 STEP_S = 3600.0
 """Changes are seen every hour. Source: WEAVE §6.6, footnote 8."""
-SCALES = {"increasing": (0.0, 0.5, 1.0, 1.5), "decreasing": (0.0, -0.5, -1.0, -1.5)}
-SCALES["mixed"] = (0.0, 0.5, 1.0, 1.5, -0.5, -1.0, -1.5)
+SCALES: dict[str, tuple[float, ...]] = {
+    "increasing": (0.0, 0.5, 1.0, 1.5),
+    "decreasing": (0.0, -0.5, -1.0, -1.5),
+    "mixed": (0.0, 0.5, 1.0, 1.5, -0.5, -1.0, -1.5),
+}
 
 
 def drifts(submitted: Sequence[Submission], kind: str, seed: int) -> list[Change]:

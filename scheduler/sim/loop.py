@@ -1,11 +1,12 @@
 """The event loop: jobs arrive, end, drift and fail, under one policy.
 
-Owns: simulated time, the bill, the verdicts on SLOs. Promises: the shipped policy decides everything, and sees
-what the scheduler would see; the same input gives the same result. Never: reads a clock. Its figures are
-simulated.
+Owns: simulated time, the bill, the verdicts on SLOs. Promises: the shipped policy decides everything, and
+sees what the scheduler would see; the same input gives the same result. Never: reads a clock. Its figures
+are simulated.
 
-Jobs take what their group promises them, the worst case. `keeps_ends` has them leave after the trace's duration
-whatever their slowdown, as in the paper; otherwise slow jobs stay longer, which only total dollars show.
+Jobs take what their group promises them, the worst case. `keeps_ends` has them leave after the trace's
+duration whatever their slowdown, as in the paper; otherwise slow jobs stay longer, which only total dollars
+show.
 """
 
 import heapq
@@ -13,6 +14,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from rose.errors import PlacementError
 from rose.scheduler.cluster.cluster import PAUSE_S, Cluster, Plan
 from rose.scheduler.cluster.cycle import promised_s
 from rose.scheduler.cluster.model import Job, SloKind
@@ -21,7 +23,6 @@ from rose.scheduler.cluster.policies import Policy
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.sim.workloads import Submission
-
 
 _ROUNDING = 1e-6
 """Relative, of sums over thousands of iterations."""
@@ -106,11 +107,15 @@ class Simulation:
         self._num_moves = 0
         self._kinds = dict.fromkeys(Kind, 0)
         self._ended: set[str] = set()
+        self._waiting: list[tuple[Job, float, Resident | None]] = []
+        """In order, for nodes of a pool that has too few."""
         self._has_banks = any(one.job.slo_kind is SloKind.LIFETIME for one in submitted)
         for one in submitted:
             self._at(one.arrival_s, one)
-        for event in (*changes, *failures):
-            self._at(event.time_s, event)
+        for change in changes:
+            self._at(change.time_s, change)
+        for failure in failures:
+            self._at(failure.time_s, failure)
 
     def run(self) -> Result:
         """Until the last job has ended."""
@@ -153,6 +158,9 @@ class Simulation:
         if leaver is not None and (not self._events or leaver.end_s <= self._events[0][0]):
             self._advance(leaver.end_s)
             return leaver.job.name
+        if not self._events:
+            names = ", ".join(job.name for job, _, _ in self._waiting)
+            raise PlacementError(f"the pools have too few nodes for {names}, even when nothing else runs")
         time_s, _, event = heapq.heappop(self._events)
         self._advance(time_s)
         return event
@@ -181,13 +189,21 @@ class Simulation:
         self.cluster.submit(job, self._now_s, work_s)
         if resident is not None:
             self.cluster.residents[job.name] = resident
-        placement = self._policy.place(self.cluster, job, self._now_s)
+        try:
+            placement = self._policy.place(self.cluster, job, self._now_s)
+        except PlacementError:
+            self.cluster.withdraw(job.name)
+            self._waiting.append((job, work_s, resident))
+            return
         self._kinds[placement.kind] += 1
         self.cluster.apply(Plan(groups=(placement.group,)), self._now_s)
 
     def _leave(self, name: str) -> None:
         self.cluster.remove(name, self._now_s)
         self._ended.add(name)
+        waiting, self._waiting = self._waiting, []
+        for job, work_s, resident in waiting:
+            self._place(job, work_s, resident.at(self._now_s) if resident is not None else None)
 
     def _rearrange(self) -> None:
         left = self._policy.max_moves
@@ -245,7 +261,7 @@ class Simulation:
 
 
 def _is_attained(run: _Run) -> bool:
-    """No iteration beyond the SLO (unless its kind is the lifetime's), and neither all of them with pauses."""
+    """No iteration beyond the SLO (unless it is the lifetime's), nor all of them with their pauses."""
     job = run.submission.job
     each = job.slo_kind is SloKind.LIFETIME or run.worst <= job.slo * (1 + _ROUNDING)
     return each and _is_mean_attained(run)

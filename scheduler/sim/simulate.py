@@ -21,10 +21,14 @@ def main(argv: Sequence[str]) -> int:
         "Play a trace of jobs against a policy; nothing real is placed.",
         "rose sched simulate --trace jobs.csv --policy lifetime --workload mixed",
     )
-    parser.add_argument("--trace", type=Path, metavar="CSV", help="arrival_s,duration_s; else a generated one")
+    parser.add_argument(
+        "--trace", type=Path, metavar="CSV", help="arrival_s,duration_s; else a generated one"
+    )
     parser.add_argument("--policy", choices=sorted(POLICIES), default="lifetime")
     parser.add_argument("--workload", choices=[each.value for each in Workload], default=Workload.MIXED.value)
-    parser.add_argument("--slo-kind", choices=[each.value for each in SloKind], default=SloKind.ITERATION.value)
+    parser.add_argument(
+        "--slo-kind", choices=[each.value for each in SloKind], default=SloKind.ITERATION.value
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--stretch", action="store_true", help="slowed jobs stay longer; else they leave on the trace's time"
@@ -41,7 +45,10 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps({"kind": "simulated", "policy": policy.name} | report, indent=2))
     else:
-        print(f"simulated, policy {policy.name}: " + ", ".join(f"{key} {value}" for key, value in report.items()))
+        print(
+            f"simulated, policy {policy.name}: "
+            + ", ".join(f"{key} {value}" for key, value in report.items())
+        )
     return 0
 
 

@@ -58,7 +58,9 @@ def read_trace(path: Path) -> list[Arrival]:
             reader = csv.DictReader(file)
             wanted = {"arrival_s", "duration_s"}
             if missing := wanted - set(reader.fieldnames or ()):
-                raise ConfigError(f"{path}: no column {', '.join(sorted(missing))}; want arrival_s,duration_s,num_gpus")
+                raise ConfigError(
+                    f"{path}: no column {', '.join(sorted(missing))}; want arrival_s,duration_s,num_gpus"
+                )
             for row in reader:
                 arrivals.append(_arrival(path, reader.line_num, row))
     except OSError as error:
@@ -99,8 +101,8 @@ def submissions(
     slo_kind: SloKind = SloKind.ITERATION,
     nodes_by_size: tuple[int, int, int] = (1, 1, 1),
 ) -> list[Submission]:
-    """A job of the workload for each line of a trace. `slo`: uniform between. `nodes_by_size`: of either pool,
-    for small, medium and large jobs."""
+    """A job of the workload for each line of a trace. `slo`: uniform between. `nodes_by_size`: of either
+    pool, for small, medium and large jobs."""
     chance = random.Random(seed)
     found = []
     for number, arrival in enumerate(trace):

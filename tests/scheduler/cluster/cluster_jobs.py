@@ -55,8 +55,9 @@ def place(cluster: Cluster, policy: Policy, one: Job, now_s: float = 0.0) -> Non
 
 
 def assert_kept(cluster: Cluster, now_s: float) -> None:
-    """Every promise within its limit, every host's memory, the residency."""
+    """Every promise within its limit, every host's memory, the residency, the pools' sizes."""
     cluster.check_integrity()
+    assert cluster.has_nodes_for(Plan(groups=()))
     for group in cluster.groups.values():
         assert memory_shortage(group, cluster.pools) is None
         assert len(group.members) <= cluster.pools.max_residents

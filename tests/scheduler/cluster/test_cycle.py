@@ -24,19 +24,19 @@ def test_the_counterexample_of_jobs_on_several_nodes_takes_longer_than_the_theor
     orders = [(0, 1, 2), (0, 2, 1)]
     found = [group(*(jobs[k] for k in order), num_rollout_nodes=2) for order in orders]
     assert found[0].round_robin_s == 76
-    assert min(round_robin_s(one) for one in found) == pytest.approx(78)
+    assert min(round_robin_s(one) for one in found) == pytest.approx(77.5)  # 78 in whole seconds
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.integers(1, 100), st.integers(1, 100), st.integers(0, 2)), min_size=1, max_size=5
-    )
+    st.lists(st.tuples(st.integers(1, 100), st.integers(1, 100), st.integers(0, 2)), min_size=1, max_size=5)
 )
-def test_any_order_reaches_the_theorems_bound_while_jobs_sit_on_one_node(jobs: list[tuple[int, int, int]]) -> None:
+def test_any_order_reaches_the_theorems_bound_while_jobs_sit_on_one_node(
+    jobs: list[tuple[int, int, int]],
+) -> None:
     members = [member(f"j{k}", *times, (node,)) for k, (*times, node) in enumerate(jobs)]
     single = group(*members, num_rollout_nodes=5)
-    # A job on two nodes that nobody shares, and which takes no time, sends the search through the general path.
+    # A job on two nodes of its own that takes no time sends the search through the general path.
     idle = member("idle", 1e-6, 1e-6, (3, 4))
     general = group(*members, idle, num_rollout_nodes=5)
     assert round_robin_s(general) == pytest.approx(single.round_robin_s, abs=1e-3)

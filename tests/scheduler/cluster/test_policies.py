@@ -5,11 +5,21 @@ from cluster_jobs import HOUR_S, assert_kept, job, jobs, place
 from hypothesis import given, settings
 
 from rose.errors import PlacementError
+from rose.scheduler.cluster.borrowed import lend
 from rose.scheduler.cluster.cluster import Cluster
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.placements import Constraint, Kind, Rejection
-from rose.scheduler.cluster.policies import Greedy, Policy, Random, Solo, Weave, explain, first_fitting, is_saturated
+from rose.scheduler.cluster.policies import (
+    Greedy,
+    Policy,
+    Random,
+    Solo,
+    Weave,
+    explain,
+    first_fitting,
+    is_saturated,
+)
 from rose.scheduler.cluster.pools import H20, H800, Pool, Pools
 
 CERTIFIED = (Weave, lambda: Weave(prune_saturated=False), Lifetime, lambda: Lifetime(multi_rate=True), Solo)
@@ -94,9 +104,9 @@ def test_a_pause_that_a_job_cannot_afford_is_not_taken() -> None:
 
 def test_a_full_pool_refuses_with_the_numbers_and_loses_nothing() -> None:
     cluster = Cluster(Pools(train=Pool(name="h800", dollars_per_gpu_hour=5.28, num_nodes=1)))
-    place(cluster, Weave(), job("a", 500, 400, slo=1.1))
+    place(cluster, Weave(), job("a", 500, 600, slo=1.05))
     with pytest.raises(PlacementError, match="1 nodes of pool h800, 0 of 1 free"):
-        Weave().place(cluster, job("b", 500, 400, slo=1.1), 0.0)
+        Weave().place(cluster, job("b", 500, 600, slo=1.05), 0.0)
     assert_kept(cluster, 0.0)
 
 
@@ -129,7 +139,7 @@ def test_the_index_finds_what_a_scan_of_all_groups_finds(arriving: list[Job]) ->
         fit = cluster.index.fit(
             newcomer, cluster.limit_s(newcomer), prune_saturated=False, multi_rate=multi_rate
         )
-        indexed = {cluster.index.name(row) for row in fit.groups()}
+        indexed = {cluster.index.name(row) for row in fit.rows}
         scanned = {
             group.name
             for group in cluster.groups.values()
@@ -149,6 +159,14 @@ def test_the_index_finds_what_a_scan_of_all_groups_finds(arriving: list[Job]) ->
     )
     placed = Weave(prune_saturated=False).place(cluster, newcomer, 0.0)
     assert placed.kind is Kind.ISOLATED if cost is None else placed.dollars_per_hour == pytest.approx(cost)
+
+
+def test_serving_gpus_go_to_the_most_rollout_bound_jobs_and_to_one_job_each() -> None:
+    cluster = Cluster(Pools(num_serving_gpus=12))
+    for name, rollout_s in (("light", 50), ("heavy", 500), ("middling", 100)):
+        place(cluster, Solo(), job(name, rollout_s, 100))
+    assert lend(cluster.groups.values(), cluster.pools) == {"heavy": 8, "middling": 4}
+    assert lend(cluster.groups.values(), Pools()) == {}
 
 
 def test_the_baselines_look_at_memory_alone() -> None:

@@ -1,8 +1,11 @@
+import itertools
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.scheduler.cluster.model import Group, Job, Member
-from rose.scheduler.cluster.rates import Slot, timetable
+from rose.scheduler.cluster.rates import Slot, slots_of, timetable
 
 
 def group_of(jobs: list[tuple[float, float, int]]) -> Group:
@@ -33,7 +36,7 @@ def replay(group: Group, slots: tuple[Slot, ...]) -> None:
                 busy.setdefault(node, []).append((slot.rollout_at_s + at_s, job.rollout_s))
     for phases in busy.values():
         phases.sort()
-        for (start_s, length_s), (next_s, _) in zip(phases, phases[1:], strict=False):
+        for (start_s, length_s), (next_s, _) in itertools.pairwise(phases):
             assert start_s + length_s <= next_s + 1e-5
 
 
@@ -60,7 +63,10 @@ def test_training_that_leaves_no_gap_has_no_timetable() -> None:
 def test_whatever_is_promised_can_be_replayed(jobs: list[tuple[float, float, int, float]]) -> None:
     found = group_of([job[:3] for job in jobs])
     limits_s = [slo * (rollout_s + train_s) for rollout_s, train_s, _, slo in jobs]
+    replay(found, slots_of(found))
     slots = timetable(found, limits_s)
     if slots is not None:
         replay(found, slots)
+        again = slots_of(replace(found, periods_s=tuple(slot.period_s for slot in slots)))
+        assert all(one.period_s <= slot.period_s * (1 + 1e-6) for one, slot in zip(again, slots, strict=True))
         assert all(slot.period_s <= limit * (1 + 1e-6) for slot, limit in zip(slots, limits_s, strict=True))

@@ -31,7 +31,7 @@ def test_the_example_is_a_job() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (changed("rollout", memory_gb=2001), "rollout keeps 2001 GB on each node, a node of h20 has 2000 GB"),
+        (changed("rollout", memory_gb=2001), "rollout keeps 2001 GB on each node, a h20 node has 2000 GB"),
         (changed("train", nodes=0), "greater than or equal to 1, got 0"),
         (changed("train", nodes=21), "train needs 21 nodes, pool h800 has 20"),
         (changed("train", pool="a100"), "train wants pool a100, train phases run on h800"),
@@ -49,7 +49,9 @@ def test_what_could_never_run_is_refused_with_the_numbers(content: dict[str, Any
     assert said in str(refused.value)
 
 
-def test_explain_says_where_a_job_goes_and_what_refused_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_where_a_job_goes_and_what_refused_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = example()
     content["jobs"].append(content["jobs"][0] | {"name": "second"})
     content["jobs"].append(content["jobs"][0] | {"name": "third"})
@@ -62,3 +64,17 @@ def test_explain_says_where_a_job_goes_and_what_refused_it(tmp_path: Path, capsy
     assert main(["sched", "explain", str(path), "--policy", "weave"]) == 0
     assert "refused, saturated: 240.0 s of work in a cycle of 228.0 s" in capsys.readouterr().out
     assert main(["sched", "explain", str(path), "--job", "nobody"]) == 2
+
+
+def test_gantt_draws_every_phase_on_its_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = example()
+    content["jobs"].append(content["jobs"][0] | {"name": "second"})
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(content))
+    assert main(["sched", "gantt", str(path), "--policy", "weave"]) == 0
+    title, rollout, train, *jobs = capsys.readouterr().out.splitlines()
+    assert title == "g1: 240 s"
+    # 120 s of rollout and 100 s of training of each, in 240 s.
+    assert [rollout.count(letter) for letter in "AB."] == [36, 36, 0]
+    assert [train.split()[1].count(letter) for letter in "AB."] == [30, 30, 12]
+    assert jobs == ["  A math-7b, every 240.0 s", "  B second, every 240.0 s"]

@@ -8,6 +8,7 @@ from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job, SloKind
 from rose.scheduler.cluster.placements import Kind
 from rose.scheduler.cluster.policies import Greedy, Policy, Solo, Weave
+from rose.scheduler.cluster.pools import Pool, Pools
 from rose.scheduler.sim.drift import drifts
 from rose.scheduler.sim.loop import Change, Failure, Simulation
 from rose.scheduler.sim.workloads import Submission, Workload, generate_trace, read_trace, submissions
@@ -42,6 +43,18 @@ def test_slowed_jobs_stay_longer_unless_they_keep_their_ends() -> None:
     assert Simulation(jobs, policy, keeps_ends=True).run().dollars == pytest.approx(NODES)
     # Four trainings of 100 s in a cycle where one job alone takes 200.
     assert Simulation(jobs, policy).run().dollars == pytest.approx(2 * NODES)
+
+
+def test_a_job_without_nodes_waits_for_them() -> None:
+    pools = Pools(train=Pool(name="h800", dollars_per_gpu_hour=5.28, num_nodes=1))
+    jobs = [
+        submitted("a", 0.0, 2, slo=1.01),
+        submitted("b", 0.0, 1, slo=1.01),
+        submitted("c", 0.0, 1, slo=1.01),
+    ]
+    result = Simulation(jobs, Solo(), pools).run()
+    assert result.duration_s == pytest.approx(4 * HOUR_S)
+    assert result.attainment == 1.0
 
 
 def test_a_broken_slo_is_counted() -> None:
