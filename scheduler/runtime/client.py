@@ -40,7 +40,7 @@ class ControlClient:
         self._waiting: dict[int, _Waiting] = {}
         self._lock = threading.Lock()
         self._last_seq = 0
-        self._is_closed = False
+        self._closed = threading.Event()
         self._connect(connect_timeout_s)
         self._thread = threading.Thread(target=self._read, name="rose-control", daemon=True)
         self._thread.start()
@@ -76,7 +76,7 @@ class ControlClient:
 
     def close(self) -> None:
         """Ends the connection; calls that wait raise."""
-        self._is_closed = True
+        self._closed.set()
         self._channel.close()
         self._thread.join()
         with self._lock:
@@ -98,7 +98,7 @@ class ControlClient:
 
     def _connect(self, timeout_s: float | None) -> None:
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
-        while not self._is_closed:
+        while not self._closed.is_set():
             try:
                 self._channel.connect()
                 return
@@ -108,11 +108,11 @@ class ControlClient:
             time.sleep(RECONNECT_S)
 
     def _read(self) -> None:
-        while not self._is_closed:
+        while not self._closed.is_set():
             try:
                 self._dispatch(decode_answer(self._channel.receive()))
             except ConnectionError as error:
-                if self._is_closed:
+                if self._closed.is_set():
                     return
                 logger.info("connecting again reason=%s", error)
                 self._connect(None)

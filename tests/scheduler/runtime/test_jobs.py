@@ -119,6 +119,7 @@ def test_a_job_that_keeps_crashing_fails_and_says_so(shared: ServedCluster) -> N
     assert "status 7" in job["note"] and job["restarts"] == 1
     assert "so it goes" in Path(job["log"]).read_text()
     assert shared.submit("bad", group="crash", command=["true"]).error is None, "its name is free again"
+    wait_until(lambda: "0 of 3 iterations" in shared.job("bad")["note"], "its end")
 
 
 def test_a_command_that_does_not_exist_fails_the_job_alone(shared: ServedCluster) -> None:
