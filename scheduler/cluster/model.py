@@ -1,11 +1,11 @@
-"""What the cluster scheduler reasons about: jobs, their phases' worst-case times, and groups that share nodes.
+"""What the cluster scheduler reasons about: jobs, their phases' worst-case times, groups that share nodes.
 
 Owns: the nouns of inter- and intra-group scheduling, and the formulas that follow from them alone. Promises:
 values that never change, so that a policy can try a placement by making another group. Never: chooses.
 
 Source: WEAVE §4.1 and §4.2. A *node* has eight GPUs; a *group* is one set of training nodes, used by all its
-jobs, with rollout nodes of which each job is pinned to some. In one *cycle* (the papers' meta-iteration) every
-job runs one rollout and one training phase.
+jobs, with rollout nodes of which each job is pinned to some. In one *cycle* (the papers' meta-iteration)
+every job runs one rollout and one training phase.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class SloKind(StrEnum):
     ITERATION = "iteration"
     """Every iteration. Source: WEAVE §4.1."""
     LIFETIME = "lifetime"
-    """The mean over all iterations: time saved by fast ones may be spent later. Ours, looser than the paper's."""
+    """The mean over all iterations: fast ones may pay for slow ones. Ours, looser than the paper's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
