@@ -90,13 +90,15 @@ def slots_of(group: Group) -> tuple[Slot, ...]:
 
 
 def _could_fit(tasks: Sequence[_Task]) -> bool:
-    """Needed whatever the periods: each job alone, training in all, the longest two trainings in a row."""
+    """Needed whatever the periods: each job alone, training in all, any two trainings in a row."""
     if any(task.solo_s > task.limit_s for task in tasks):
         return False
     if sum(task.train_s / task.limit_s for task in tasks) > 1 + _EPSILON:
         return False
-    longest = sorted(task.train_s for task in tasks)[-2:]
-    return sum(longest) <= min(task.limit_s for task in tasks)
+    return all(
+        one.train_s + other.train_s <= min(one.limit_s, other.limit_s)
+        for one, other in itertools.combinations(tasks, 2)
+    )
 
 
 def _pairs_fit(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> bool:
