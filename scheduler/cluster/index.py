@@ -23,9 +23,9 @@ _NONE = np.inf
 
 _SCALARS = (
     "num_train_nodes", "num_jobs", "train_s", "train_free", "load_s", "cycle_s", "busiest_s", "limit_s",
-    "end_s", "train_use", "longest_train_s",
+    "end_s", "train_use", "longest_train_s", "train_spare_s",
 )  # fmt: skip
-_PER_NODE = ("node_s", "node_free", "node_end_s", "node_use", "node_longest_s", "node_limit_s")
+_PER_NODE = ("node_s", "node_free", "node_end_s", "node_use", "node_longest_s", "node_spare_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,7 @@ class GroupIndex:
             "end_s": max(resident.end_s for resident in residents),
             "train_use": sum(time_s / limit for time_s, limit in zip(train_s, limits, strict=True)),
             "longest_train_s": max(train_s),
+            "train_spare_s": min(limit - time_s for time_s, limit in zip(train_s, limits, strict=True)),
         }
         for name, value in scalars.items():
             self._scalars[name][row] = value
@@ -109,7 +110,7 @@ class GroupIndex:
             times = [(group.members[k].job.rollout_s, limits[k]) for k in here]
             self._per_node["node_use"][row, node] = sum(time_s / limit for time_s, limit in times)
             self._per_node["node_longest_s"][row, node] = max(time_s for time_s, _ in times)
-            self._per_node["node_limit_s"][row, node] = min(limit for _, limit in times)
+            self._per_node["node_spare_s"][row, node] = min(limit - time_s for time_s, limit in times)
 
     def remove(self, name: str) -> None:
         """A group has no members any more."""
@@ -163,18 +164,19 @@ class GroupIndex:
         in_turn &= (column("train_s")[rows] + train_s <= limit) & (column("busiest_s")[rows] <= limit)
         any_way = in_turn
         if multi_rate:
-            # What any timetable needs: room in all, and for the two longest phases in a row.
+            # What any timetable needs: room in all, and within either job's limit for two phases in a row.
             rated = alone & (column("train_use")[rows] + train_s / limit_s <= more)
-            rated &= column("longest_train_s")[rows] + train_s <= limit
+            rated &= column("longest_train_s")[rows] + train_s <= limit_s * more
+            rated &= train_s <= column("train_spare_s")[rows] + limit_s * EPSILON
             any_way = in_turn | rated
         kept = np.flatnonzero(any_way)
         rows, limit = rows[kept], limit[kept]
         node_s = self.node_column("node_s")[rows] + job.rollout_s
         nodes = in_turn[kept, None] & (node_s <= limit[:, None])
         if multi_rate:
-            in_a_row = self.node_column("node_longest_s")[rows] + job.rollout_s
             room = self.node_column("node_use")[rows] + job.rollout_s / limit_s <= more
-            room &= in_a_row <= np.minimum(self.node_column("node_limit_s")[rows], limit_s) * more
+            room &= self.node_column("node_longest_s")[rows] + job.rollout_s <= limit_s * more
+            room &= job.rollout_s <= self.node_column("node_spare_s")[rows] + limit_s * EPSILON
             nodes |= rated[kept, None] & room
         if job.rollout_bytes:
             nodes &= self.node_column("node_free")[rows] >= job.rollout_bytes

@@ -9,6 +9,7 @@ job need not wait for a long one's cycle. Periods are whole multiples of a commo
 again after the greatest common divisor of their periods, and it is enough to keep them apart over that.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ def timetable(group: Group, limits_s: Sequence[float]) -> tuple[Slot, ...] | Non
     if not _could_fit(tasks):
         return None
     for nums, shortest_s, longest_s in _multiples(tasks):
+        if not _pairs_fit(tasks, nums, longest_s):
+            continue
         for common_s in (shortest_s, longest_s):
             slots = _packed(tasks, nums, common_s)
             if slots is not None:
@@ -87,13 +90,26 @@ def slots_of(group: Group) -> tuple[Slot, ...]:
 
 
 def _could_fit(tasks: Sequence[_Task]) -> bool:
-    """Needed whatever the periods: each job alone, training in all, the longest two trainings in a row."""
+    """Needed whatever the periods: each job alone, training in all, any two trainings in a row."""
     if any(task.solo_s > task.limit_s for task in tasks):
         return False
     if sum(task.train_s / task.limit_s for task in tasks) > 1 + _EPSILON:
         return False
-    longest = sorted(task.train_s for task in tasks)[-2:]
-    return sum(longest) <= min(task.limit_s for task in tasks)
+    return all(
+        one.train_s + other.train_s <= min(one.limit_s, other.limit_s)
+        for one, other in itertools.combinations(tasks, 2)
+    )
+
+
+def _pairs_fit(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> bool:
+    """Needed as well: two jobs that meet every so often have room for both phases in that time."""
+    for (one, num), (other, other_num) in itertools.combinations(zip(tasks, nums, strict=True), 2):
+        shared_s = math.gcd(num, other_num) * common_s * (1 + _EPSILON)
+        if one.train_s + other.train_s > shared_s:
+            return False
+        if one.rollout_s + other.rollout_s > shared_s and one.nodes & other.nodes:
+            return False
+    return True
 
 
 def _multiples(tasks: Sequence[_Task]) -> Iterator[tuple[tuple[int, ...], float, float]]:

@@ -52,6 +52,13 @@ def test_training_that_leaves_no_gap_has_no_timetable() -> None:
     assert timetable(group_of([(400, 100, 0), (50, 45, 1)]), [600, 140]) is None
 
 
+def test_two_long_jobs_may_train_longer_in_a_row_than_a_short_ones_period() -> None:
+    three = group_of([(20, 116, 0), (41, 10, 0), (115, 11, 1)])
+    slots = timetable(three, [252, 126, 252])
+    assert slots is not None
+    replay(three, slots)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(
