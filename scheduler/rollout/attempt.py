@@ -90,8 +90,8 @@ class Attempt:
         version: WeightVersion | None = None,
         parent: str | None = None,
     ) -> None:
-        """`version`: it ends when the worker gets other weights; None: any will do. `parent`: the `traceparent`
-        of the worker's own spans, where turns are traced."""
+        """`version`: it ends when the worker gets other weights; None: any will do. `parent`: the
+        `traceparent` of the worker's own spans, where turns are traced."""
         self._worker = place.worker
         self._headers = place.worker.openai_headers
         if parent is not None:
