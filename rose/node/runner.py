@@ -67,10 +67,10 @@ class Runner:
         for attempt in self._running.values():
             attempt.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
-        for name, attempt in self._running.items():
+        for attempt in self._running.values():
             attempt.process.stop(max(0.0, deadline - time.monotonic()))
-            self._forget(name)
         self._running.clear()
+        shutil.rmtree(self._cache_root, ignore_errors=True)  # nobody else's: it is this channel's
 
     def _hello(self) -> None:
         running = {name: attempt.number for name, attempt in self._running.items()}
