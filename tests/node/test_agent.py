@@ -1,23 +1,33 @@
-"""`rose node` and `rose serve` on a real engine, as processes."""
+"""`rose node`, `rose serve` and `rose profile` on real engines, as processes.
 
+All three start at once: alone, each would keep one core busy with imports for most of a minute.
+"""
+
+import dataclasses
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tiny_models import make_serving_model
 
 from rose.config import Settings
 from rose.node import checks
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
 READY_TIMEOUT_S = 400
-VLLM_FLAGS = ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
+VLLM_FLAGS = ["--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager"]
 
 
 def wait_until(is_true: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -33,69 +43,109 @@ def processes_with(text: str) -> list[str]:
     return [line.replace(b"\0", b" ").decode() for line in lines if text.encode() in line]
 
 
-def pid_of(name: str, log: Path) -> int:
-    found = re.search(rf"started name={name} pid=(\d+)", log.read_text())
-    assert found is not None
-    return int(found[1])
-
-
 def top(url: str) -> str:
     argv = [sys.executable, "-m", "rose.cli", "top", "--worker", url, "--once"]
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
+class Home:
+    """What a command has for itself alone: a model, a port, a runtime directory, a cache, logs."""
+
+    def __init__(self, folder: Path, model: Path, undo: ExitStack) -> None:
+        self.folder = folder
+        self.model = shutil.copytree(model, folder / "model")
+        self.port = checks.free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.runtime_dir = folder / "run"
+        self.runtime_dir.mkdir(mode=0o700)
+        self._environment = {
+            "ROSE_RUNTIME_DIR": str(self.runtime_dir),
+            "ROSE_CACHE_DIR": str(folder / "cache"),
+        }
+        self._undo = undo
+        self.processes: dict[str, ServerProcess] = {}
+
+    def start(self, name: str, *arguments: str) -> None:
+        """`rose NAME ARGUMENTS`, stopped after the tests."""
+        argv = [sys.executable, "-m", "rose.cli", name, *arguments]
+        process = ServerProcess(argv, name, self.folder / f"{name}.log", self._environment)
+        self.processes[name] = self._undo.enter_context(process)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def status_pages(self) -> list[Path]:
+        return list(self.runtime_dir.glob("engine-*.page"))
+
+    def has_pool(self, name: str) -> bool:
+        settings = dataclasses.replace(Settings.from_environment(), runtime_dir=self.runtime_dir)
+        return checks.find_pool(settings, name) is not None
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("transformers")
-    from rose.demo.models import make_serving_model
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Home]]:
+    """By the name of the command; all are on their way."""
+    root = tmp_path_factory.mktemp("rose")
+    model = make_serving_model(root / "model")
+    with ExitStack() as undo:
+        homes = {name: Home(root / name, model, undo) for name in ("node", "serve", "profile")}
+        node = homes["node"]
+        (node.folder / "NODE.yaml").write_text(
+            "pool: {name: agent-test, num_slabs: 32, headroom_slabs: 4}\n"
+            f"engines: [{{model: {node.model}, role: serving, port: {node.port}, "
+            f"vllm_args: {VLLM_FLAGS!r}}}]\n"
+        )
+        node.start("node", str(node.folder / "NODE.yaml"))
+        serve = homes["serve"]
+        serve.start("pool", "serve-test", "--num-slabs", "32", "--headroom-slabs", "4")
+        serve.processes["pool"].wait_until(lambda: serve.has_pool("serve-test"), "answer", 30)
+        pool = ("--role", "serving", "--pool", "serve-test")
+        serve.start("serve", str(serve.model), *pool, "--port", str(serve.port), *VLLM_FLAGS)
+        profile = homes["profile"]
+        plot = ("--plot", str(profile.folder / "profile.png"))
+        profile.start("profile", str(profile.model), "--role", "serving", *plot, *VLLM_FLAGS)
+        yield homes
 
-    return make_serving_model(tmp_path_factory.mktemp("model"))
 
-
-@pytest.mark.vllm
-@pytest.mark.timeout(600)
-def test_node_reports_a_killed_engine_and_leaves_nothing_running(
-    model: Path, runtime_dir: Path, tmp_path: Path
-) -> None:
-    port, log = checks.free_port(), tmp_path / "node.log"
-    (tmp_path / "NODE.yaml").write_text(
-        "pool: {name: agent-test, num_slabs: 32, headroom_slabs: 4}\n"
-        f"engines: [{{model: {model}, role: serving, port: {port}, vllm_args: {VLLM_FLAGS!r}}}]\n"
-    )
-    argv = [sys.executable, "-m", "rose.cli", "node", str(tmp_path / "NODE.yaml")]
-    with ServerProcess(argv, "node", log) as node:
-        node.wait_until(lambda: f"ready name=serving-{port}" in log.read_text(), "engine", READY_TIMEOUT_S)
-        assert "serving" in top(f"http://127.0.0.1:{port}")
-        assert len(list(runtime_dir.glob("engine-*.page"))) == 1
-        os.kill(pid_of(f"serving-{port}", log), signal.SIGKILL)
-        assert node.wait(60) == 1
-    assert list(runtime_dir.glob("engine-*.page")) == []
-    text = log.read_text()
-    assert text.count("ERROR") == 1 and f"died name=serving-{port} status=-9" in text
+def test_node_reports_a_killed_engine_and_leaves_nothing_running(homes: dict[str, Home]) -> None:
+    home = homes["node"]
+    node, name = home.processes["node"], f"serving-{home.port}"
+    node.wait_until(lambda: f"ready name={name}" in home.log("node"), "engine", READY_TIMEOUT_S)
+    assert "serving" in top(home.url)
+    assert len(home.status_pages()) == 1
+    started = re.search(rf"started name={name} pid=(\d+)", home.log("node"))
+    assert started is not None
+    os.kill(int(started[1]), signal.SIGKILL)
+    assert node.wait(60) == 1
+    assert home.status_pages() == []
+    text = home.log("node")
+    assert text.count("ERROR") == 1 and f"died name={name} status=-9" in text
     assert "rose: error: node: every engine of this node has died" in text
-    wait_until(lambda: processes_with(str(model)) == [])
-    assert checks.find_pool(Settings.from_environment(), "agent-test") is None
+    wait_until(lambda: processes_with(str(home.model)) == [])
+    assert not home.has_pool("agent-test")
 
 
-@pytest.mark.vllm
-@pytest.mark.timeout(600)
-def test_serve_ends_cleanly_on_sigterm(model: Path, runtime_dir: Path, tmp_path: Path) -> None:
-    port = checks.free_port()
-    rose = [sys.executable, "-m", "rose.cli"]
-    pool = [*rose, "pool", "serve-test", "--num-slabs", "32", "--headroom-slabs", "4"]
-    serve = [*rose, "serve", str(model), "--role", "serving", "--pool", "serve-test"]
-    serve += ["--port", str(port), *VLLM_FLAGS]
-    with ServerProcess(pool, "pool", tmp_path / "pool.log") as daemon:
-        settings = Settings.from_environment()
-        daemon.wait_until(lambda: checks.find_pool(settings, "serve-test") is not None, "answer", 30)
-        with ServerProcess(serve, "serve", tmp_path / "serve.log") as server:
-            log = tmp_path / "serve.log"
-            server.wait_until(lambda: "ready url=" in log.read_text(), "engine", READY_TIMEOUT_S)
-            control = EngineControl(f"http://127.0.0.1:{port}", str(model))
-            ((tokens, _),) = control.complete([[5, 6, 7]], max_tokens=4)
-            assert len(tokens) == 4
-            control.close()
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(60) == 0
-            assert list(runtime_dir.glob("engine-*.page")) == []
-        wait_until(lambda: processes_with(str(model)) == [])
+def test_serve_ends_cleanly_on_sigterm(homes: dict[str, Home]) -> None:
+    home = homes["serve"]
+    server = home.processes["serve"]
+    server.wait_until(lambda: "ready url=" in home.log("serve"), "engine", READY_TIMEOUT_S)
+    control = EngineControl(home.url, str(home.model))
+    ((tokens, _),) = control.complete([[5, 6, 7]], max_tokens=4)
+    assert len(tokens) == 4
+    control.close()
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 0
+    assert home.status_pages() == []
+    wait_until(lambda: processes_with(str(home.model)) == [])
+
+
+def test_an_engine_profiles_itself_and_the_profile_stays(homes: dict[str, Home]) -> None:
+    home = homes["profile"]
+    assert home.processes["profile"].wait(READY_TIMEOUT_S) == 0, home.log("profile")
+    assert (home.folder / "profile.png").stat().st_size > 1000
+    (stored,) = (home.folder / "cache" / "profiles").glob("*.json")
+    profile = json.loads(stored.read_text())
+    assert profile["model"]["base_s"] >= 0
+    assert len(profile["observations"]) > 32
+    assert str(stored) in home.log("profile")
+    assert home.status_pages() == []

@@ -1,12 +1,10 @@
-"""`rose profile`: the page it prints, and a real engine that measures itself."""
+"""`rose profile`: the page it prints, what it refuses. An engine measures itself in test_agent.py."""
 
 import io
-import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tiny_models import make_serving_model
 
 from rose.errors import ConfigError
 from rose.node.profile import main, profile_page
@@ -36,24 +34,3 @@ def test_a_plot_that_cannot_be_written_is_refused_before_measuring(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         main(["model", "--plot", str(tmp_path / path)])
-
-
-@pytest.mark.vllm
-def test_an_engine_profiles_itself_and_the_profile_stays(
-    tmp_path: Path,
-    runtime_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
-    model = make_serving_model(tmp_path / "model")
-    flags = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
-    plot = tmp_path / "profile.png"
-    assert main([str(model), "--role", "serving", "--plot", str(plot), *flags]) == 0
-    assert plot.stat().st_size > 1000
-    (stored,) = (tmp_path / "cache" / "profiles").glob("*.json")
-    profile = json.loads(stored.read_text())
-    assert profile["model"]["base_s"] >= 0
-    assert len(profile["observations"]) > 32
-    assert str(stored) in capsys.readouterr().out
-    assert list(runtime_dir.glob("engine-*.page")) == []
