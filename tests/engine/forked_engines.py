@@ -11,24 +11,16 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from preloaded import FORKS
 from real_engine import MAX_SEQS, runtime_dir
 from tiny_models import MAX_MODEL_LEN
 
 from rose.engine.stock import CHUNK_TOKENS, STOCK_ENV
 
-FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        *("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core"),
-        *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.core.sched.scheduler"),
-        *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen3"),
-    ]
-)
 RESULT_S = 240.0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from forked_server import ForkedServer
 from tiny_models import MAX_MODEL_LEN
 
 from rose.http import http_client
@@ -19,7 +20,7 @@ from rose.node.launch import engine_process
 from rose.types import GateMode, Role
 
 READY_S = 300.0
-"""Half a minute on an idle machine; several engines may start at once on a busy one."""
+"""Seconds on an idle machine; several engines may start at once on a busy one."""
 CALL_S = 120.0
 MAX_SEQS = 12
 
@@ -64,7 +65,8 @@ class RealEngine:
         self._url = config.url
         self._http = http_client(config.url, key=None, timeout=CALL_S)
         self._threads = ThreadPoolExecutor(64)
-        self.process = engine_process(config, folder / f"{config.name}.log", environment).start()
+        server = engine_process(config, folder / f"{config.name}.log", environment)
+        self.process = ForkedServer(server).start()
 
     def wait_ready(self) -> "RealEngine":
         self.process.wait_ready(f"{self._url}/health", READY_S)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from forked_server import ForkedServer
 from probes import (
     NUM_VERSIONS,
     PROBE_TOKENS,
@@ -48,7 +49,8 @@ class StockAnswers:
         jobs, self._answers = folder / "jobs.json", folder / "answers.json"
         jobs.write_text(json.dumps(list(self._jobs.values())))
         argv = [sys.executable, "-m", "rose.engine.stock", str(jobs), str(self._answers)]
-        self._process = ServerProcess(argv, "stock", folder / "stock.log", env=STOCK_ENV).start()
+        server = ServerProcess(argv, "stock", folder / "stock.log", env=STOCK_ENV)
+        self._process = ForkedServer(server).start()
 
     def of(self, name: str) -> dict[tuple[int, ...], dict[str, Any]]:
         """By prompt: {tokens, logprobs}. Waits for the process at first."""

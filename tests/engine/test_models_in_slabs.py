@@ -8,7 +8,8 @@ from typing import Any
 import engine_runs
 import pytest
 from engine_runs import EventChecks, Moves
-from forked_engines import FORKS, Fork
+from forked_engines import Fork
+from preloaded import FORKS
 from probes import prompt
 from real_engine import runtime_dir
 from references import ModelDirs
