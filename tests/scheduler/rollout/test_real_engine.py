@@ -3,11 +3,7 @@
 import asyncio
 import json
 import os
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +11,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+from forked_server import ForkedServer
 
+from rose.node.checks import free_port
+from rose.node.processes import ServerProcess
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.service import RunningRouter
 from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
@@ -34,52 +33,16 @@ _ENGINE_ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model = make_tiny_qwen3(tmp_path_factory.mktemp("model"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        "--port",
-        str(port),
+    folder = tmp_path_factory.mktemp("engine")
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    argv = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(make_tiny_qwen3(folder)), "--port", str(port), "--served-model-name", "tiny"),
+        *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"),
     ]
-    command += [
-        "--served-model-name",
-        "tiny",
-        "--enforce-eager",
-        "--max-model-len",
-        "512",
-        "--max-num-seqs",
-        "16",
-    ]
-    log = tmp_path_factory.mktemp("log") / "engine.log"
-    with log.open("w") as output:
-        engine = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **_ENGINE_ENVIRONMENT}
-        )
-    try:
-        _wait_until_healthy(engine, f"http://127.0.0.1:{port}", log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        engine.terminate()
-        engine.wait(30)
-
-
-def _wait_until_healthy(engine: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        if engine.poll() is not None:
-            break
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=2).close()
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise RuntimeError(f"the engine did not start:\n{log.read_text()[-3000:]}")
+    with ForkedServer(ServerProcess(argv, "engine", folder / "engine.log", _ENGINE_ENVIRONMENT)) as engine:
+        engine.wait_ready(f"{url}/health", _START_S)
+        yield url
 
 
 def config_for(engine_url: str) -> RouterConfig:
