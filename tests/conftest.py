@@ -48,6 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=str(reasons[mark])))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _loading_vllm(request: pytest.FixtureRequest) -> None:
+    """vLLM is loaded on a second core while the first tests run, which are not about engines."""
+    wants_vllm = any(item.get_closest_marker("vllm") is not None for item in request.session.items)
+    if wants_vllm and _missing("vllm") is None:
+        from preloaded import begin_to_load
+
+        begin_to_load()
+
+
 @pytest.fixture
 def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A private runtime directory, also for the processes that the test starts."""
