@@ -22,7 +22,7 @@ POOL = "tiny"
 NUM_SLABS = 24
 HEADROOM_SLABS = 6
 LEASE_S = 3.0
-WINDOW_S = 1.0
+WINDOW_S = 0.5
 STALL_S = 4.0
 SETTINGS = {
     # Loose, so that rollouts get turns even where two busy cores run everything at a tenth of its speed.
