@@ -20,7 +20,7 @@ from rose.node.launch import engine_process
 from rose.types import GateMode, Role
 
 READY_S = 300.0
-"""Seconds on an idle machine; several engines may start at once on a busy one."""
+"""Half a minute on an idle machine; several engines may start at once on a busy one."""
 CALL_S = 120.0
 MAX_SEQS = 12
 
