@@ -1,12 +1,10 @@
-"""vLLM's API server in a process forked off one that has vLLM loaded: seconds to start instead of forty.
+"""vLLM's API server in a process forked off one that has vLLM loaded, which spares it 20 s of imports.
 
-Owns the start of two interpreters: of the API server, and of the engine core, which vLLM spawns on a CPU.
-Command line, environment, session, log and watcher are those of the ``ServerProcess`` that production made;
-from vLLM's ``main`` on all code is vLLM's and ours, and the workers of several ranks are spawned. Starts of
-fresh interpreters are tested where the commands are: in tests/node and in the demo.
+Owns the start of that one interpreter. Command line, environment, session, log and watcher are those of the
+``ServerProcess`` that production made; from vLLM's ``main`` on all code is vLLM's and ours, and it spawns its
+core as ever. Starts of fresh API servers are tested where the commands are: in tests/node and in the demo.
 """
 
-import multiprocessing
 import os
 import runpy
 import sys
@@ -67,19 +65,7 @@ def _run(started: Connection, log: Path, environment: dict[str, str], argv: list
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(environment)
-    _fork_the_core()
     started.send(None)
     started.close()
     sys.argv = argv
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
-
-
-def _fork_the_core() -> None:
-    """This process forks where vLLM asks it to spawn; a process that it forks spawns again."""
-    get_context: Any = multiprocessing.get_context
-
-    def spawn_again() -> None:
-        multiprocessing.get_context = get_context
-
-    os.register_at_fork(after_in_child=spawn_again)
-    multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
