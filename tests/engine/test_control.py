@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+import numpy as np
+import safetensors.numpy
 from vllm.v1.core.sched.interface import PauseState
 
 from rose._shm import Words
@@ -32,6 +34,7 @@ from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.errors import ConfigError, WorkerError
 from rose.messages import WeightUpdate, WorkerStatus
+from rose.transfer.checkpoint import checkpoint_state_hash
 from rose.types import Deployment, GateMode, Role
 
 KEY = ProfileKey(model="m", hardware="h", vllm_version="0", parallelism="tp1pp1")
@@ -76,6 +79,14 @@ def page(runtime_dir: Path) -> Iterator[StatusPage]:
     made = StatusPage(page_path(runtime_dir, "e"), create=True)
     yield made
     made.close()
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> dict[str, str]:
+    """A checkpoint in a file: what every update of these tests brings."""
+    path = tmp_path / "weights.safetensors"
+    safetensors.numpy.save_file({"weight": np.zeros(4, np.float32)}, path)
+    return {"path": str(path), "state_hash": str(checkpoint_state_hash(path))}
 
 
 @pytest.fixture
@@ -131,33 +142,34 @@ class UpdatedClient(Client):
 
 @pytest.mark.asyncio
 async def test_an_update_is_told_before_steps_are_held_back_and_its_version_before_they_go_on(
-    page: StatusPage,
+    page: StatusPage, staged: dict[str, str]
 ) -> None:
     client = UpdatedClient()
     control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
     client.status = control.status
-    await control.apply_weights(WeightUpdate(version="run/1", path="p", state_hash="0"))
+    await control.apply_weights(WeightUpdate(version="run/1", **staged))
     assert client.seen[0] == ("pause_generation", True, None)
     assert client.seen[-1] == ("resume_generation", True, "run/1")
     assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
     client.is_broken = True
     with pytest.raises(WorkerError, match="no such weights"):
-        await control.apply_weights(WeightUpdate(version="run/2", path="p", state_hash="0"))
+        await control.apply_weights(WeightUpdate(version="run/2", **staged))
     assert client.seen[-1] == ("resume_generation", True, "run/1")
     assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
 
 
 @pytest.mark.asyncio
-async def test_steps_go_on_once_a_router_knows_of_the_new_version(page: StatusPage) -> None:
+async def test_steps_go_on_once_a_router_knows_of_the_new_version(
+    page: StatusPage, staged: dict[str, str]
+) -> None:
     client = UpdatedClient()
     control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
     client.status = control.status
     control.followers.asked("router", None, 3600)
     control.followers.asked("gone", None, 1e-9)
-    update = asyncio.create_task(
-        control.apply_weights(WeightUpdate(version="run/1", path="p", state_hash="0"))
-    )
+    update = asyncio.create_task(control.apply_weights(WeightUpdate(version="run/1", **staged)))
     while control.status().weight_version != "run/1":
+        assert not update.done()
         await asyncio.sleep(0)
     for _ in range(3):
         assert control.status().is_updating and client.seen[-1][0] != "resume_generation"
