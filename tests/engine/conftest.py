@@ -10,6 +10,7 @@ from real_engine import RealEngine
 from references import ModelDirs, StockAnswers
 from shared_gpu import SharedGpu
 
+from rose.transfer.checkpoint import checkpoint_state_hash
 from rose.types import Role
 
 
@@ -56,3 +57,14 @@ def serving(gpu: SharedGpu) -> RealEngine:
 @pytest.fixture
 def rollout(gpu: SharedGpu) -> RealEngine:
     return gpu.engine(Role.ROLLOUT)
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> dict[str, str]:
+    """A checkpoint in a file, for updates of engines without a model."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    path = tmp_path / "weights.safetensors"
+    save_file({"weight": np.zeros(4, np.float32)}, path)
+    return {"path": str(path), "state_hash": str(checkpoint_state_hash(path))}

@@ -12,8 +12,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-import numpy as np
-import safetensors.numpy
 from vllm.v1.core.sched.interface import PauseState
 
 from rose._shm import Words
@@ -34,7 +32,6 @@ from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.errors import ConfigError, WorkerError
 from rose.messages import WeightUpdate, WorkerStatus
-from rose.transfer.checkpoint import checkpoint_state_hash
 from rose.types import Deployment, GateMode, Role
 
 KEY = ProfileKey(model="m", hardware="h", vllm_version="0", parallelism="tp1pp1")
@@ -79,14 +76,6 @@ def page(runtime_dir: Path) -> Iterator[StatusPage]:
     made = StatusPage(page_path(runtime_dir, "e"), create=True)
     yield made
     made.close()
-
-
-@pytest.fixture
-def staged(tmp_path: Path) -> dict[str, str]:
-    """A checkpoint in a file: what every update of these tests brings."""
-    path = tmp_path / "weights.safetensors"
-    safetensors.numpy.save_file({"weight": np.zeros(4, np.float32)}, path)
-    return {"path": str(path), "state_hash": str(checkpoint_state_hash(path))}
 
 
 @pytest.fixture

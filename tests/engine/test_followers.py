@@ -69,7 +69,7 @@ async def served(runtime_dir: Path) -> AsyncIterator[tuple[str, Engine, EngineCo
 
 
 async def test_steps_go_on_under_new_weights_only_when_the_router_knows_of_them(
-    served: tuple[str, Engine, EngineControl],
+    served: tuple[str, Engine, EngineControl], staged: dict[str, str]
 ) -> None:
     url, engine, control = served
     config = RouterConfig(port=0, workers=(WorkerSpec(url=url),), heartbeat_s=1, lost_after_s=60)
@@ -80,7 +80,7 @@ async def test_steps_go_on_under_new_weights_only_when_the_router_knows_of_them(
             await asyncio.sleep(0.01)
         versions = [f"run/{number}" for number in range(1, 4)]
         for version in versions:
-            await control.apply_weights(WeightUpdate(version=version, path="p", state_hash="0"))
+            await control.apply_weights(WeightUpdate(version=version, **staged))
         assert engine.known_at_resume == versions
 
 
