@@ -15,8 +15,8 @@ more.
 `resident_over_live`: bytes of the slabs that both engines own over bytes of their blocks that are in use or
 hold prefix cache. Loaded: summed over the windows. Idle: after the last lease and serving's usage window,
 when nothing is live but each engine's padding block, so it is counted in slabs there. Beside it, for each
-engine, and for both the slabs owned over the fewest that could hold the live blocks: a serving block fills
-3/4 of the demo's slab, which is the pool's layout and no policy, and serving keeps its recent peak.
+engine, and for both the slabs owned over the fewest that could hold the live blocks: serving keeps its recent
+peak mapped.
 
 ROSE Table 4 (Qwen3-8B, H800; another model, machine and gate, hence only here): P99 of TTFT/TPOT with leases
 of 10, 20, 50, 100 s: 338.1/136.1, 334.7/135.3, 371.1/140.7, 491.9/148.1 ms; rollout time 492 to 502 s in all.
