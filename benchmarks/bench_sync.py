@@ -15,8 +15,6 @@ bytes over one TCP connection, and how many of the machine's cores were busy, wh
 `slow_link_copies[n]`: bytes over the link in both directions, with all headers, over one encoded copy, for n
 relays that hold the same objects with a follower of all weights each; beside it the interfaces' own count,
 which has a burst's headers once, and the same with one relay at the trainer, whence each follower fetches.
-`slow_link_copies[2, Mooncake]`: with two Mooncake stores, the second of which copies from the first; beside
-it two that know nothing of each other.
 `projected_sync_s[...]` is arithmetic from this run's rates, not a measurement.
 
     python benchmarks/bench_sync.py --json sync.json
@@ -25,7 +23,6 @@ it two that know nothing of each other.
 import argparse
 import statistics
 import sys
-from typing import Any
 
 from harness import median_figure, run_benchmark
 from slow_link import SERVING, TRAINER, stop_signals_raise
@@ -33,7 +30,6 @@ from sync_cluster import Cluster, Run, Setup, Sync
 from sync_worker import model_specs
 
 from rose.demo.figures import Figure
-from rose.transfer.mooncake_relay import mooncake_available
 
 LINKS_GBPS = (0.2, 1.0, 5.0, 20.0)
 ABLATION_GBPS = 1.0
@@ -79,8 +75,6 @@ def measure(args: argparse.Namespace) -> list[Figure]:
                 run.close()
         plain = {gbps: _plain_over_ideal(cluster, gbps) for gbps in LINKS_GBPS}
         copies = [_copies_figure(cluster, replicas, repeats) for replicas in REPLICAS]
-        if mooncake_available()[0]:
-            copies.append(_mooncake_figure(cluster, repeats))
     return [
         *_ablation(syncs),
         *_sensitivity(syncs),
@@ -115,21 +109,7 @@ def _copies_figure(cluster: Cluster, replicas: int, repeats: int) -> Figure:
     )
 
 
-def _mooncake_figure(cluster: Cluster, repeats: int) -> Figure:
-    beside, apart = (
-        [
-            sync.link_bytes.on_wire / sync.encoded_bytes
-            for sync in _copies(cluster, 2, SERVING, repeats, relay_kind="mooncake", is_beside=is_beside)
-        ]
-        for is_beside in (True, False)
-    )
-    peers: dict[str, float | None] = {"stores that know nothing of each other": statistics.median(apart)}
-    return median_figure(
-        "slow_link_copies[2, Mooncake]", beside, "encoded copies", target="<= 1.02", peers=peers
-    )
-
-
-def _copies(cluster: Cluster, replicas: int, side: str, repeats: int, **relay: Any) -> list[Sync]:
+def _copies(cluster: Cluster, replicas: int, side: str, repeats: int) -> list[Sync]:
     setup = Setup(
         codec=None,
         trainer_ranks=1,
@@ -138,11 +118,10 @@ def _copies(cluster: Cluster, replicas: int, side: str, repeats: int, **relay: A
         is_pipelined=True,
         relays=replicas if side == SERVING else 1,
         relay_side=side,
-        **relay,
     )
     run = cluster.open(setup)
     cluster.link.limit(ABLATION_GBPS)
-    syncs = _syncs(run, repeats, f"{replicas} replicas, relay at the {side} {relay}")
+    syncs = _syncs(run, repeats, f"{replicas} replicas, relay at the {side}")
     run.close()
     return syncs
 

@@ -25,8 +25,7 @@ from slow_link import SERVING, TRAINER, LinkBytes, SlowLink
 from rose.errors import RoseError
 
 WORKER = Path(__file__).with_name("sync_worker.py")
-RELAY_BYTES = {"embedded": 6 << 30, "mooncake": 2 << 30}
-"""Mooncake takes all of it at its start."""
+RELAY_BYTES = 6 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +42,6 @@ class Setup:
     """Whether followers follow while the trainer publishes, or start when all of it is in the relay."""
     relays: int = 1
     relay_side: str = SERVING
-    relay_kind: str = "embedded"
-    is_beside: bool = True
-    """Whether a second Mooncake store copies from the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +104,7 @@ class Cluster:
         self._seed = seed
         self._stack = ExitStack()
         self._processes: dict[tuple[str, str], list[Process]] = {}
-        self._relay_urls: dict[tuple[str, str, bool], list[str]] = {}
+        self._relay_urls: dict[str, list[str]] = {SERVING: [], TRAINER: []}
         self._run_ids = (f"run{number}" for number in itertools.count())
 
     def __enter__(self) -> "Cluster":
@@ -165,13 +161,11 @@ class Cluster:
         return processes[:count]
 
     def _relays(self, setup: Setup) -> list[str]:
-        side, kind = setup.relay_side, setup.relay_kind
+        side = setup.relay_side
         argv = [sys.executable, "-m", "rose.transfer.relay_server", "--host", self.link.address(side)]
-        argv += ["--kind", kind, "--capacity-bytes", str(RELAY_BYTES[kind])]
-        urls = self._relay_urls.setdefault((side, kind, setup.is_beside), [])
+        urls = self._relay_urls[side]
         while len(urls) < setup.relays:
-            beside = ["--beside", urls[0]] if urls and kind == "mooncake" and setup.is_beside else []
-            process = self._start(side, [*argv, *beside])
+            process = self._start(side, [*argv, "--capacity-bytes", str(RELAY_BYTES)])
             urls.append(process.answer()["url"])
         return urls[: setup.relays]
 
