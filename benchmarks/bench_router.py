@@ -28,7 +28,6 @@ import json
 import os
 import random
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -45,6 +44,7 @@ from requests_load import Target, closed_loop, open_loop
 
 from rose.demo.figures import Figure, percentile
 from rose.errors import WorkerError
+from rose.node.checks import free_port
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.fairness import jain
 from rose.scheduler.rollout.jobs import JobTable
@@ -122,7 +122,7 @@ def _started(
 @contextmanager
 def _router(worker: str, cpu: int, *flags: str) -> Iterator[tuple[str, psutil.Process]]:
     """Our router before one worker, ready."""
-    port = _free_port()
+    port = free_port()
     argv = [sys.executable, "-m", "rose.scheduler.rollout.service", "--port", str(port), "--worker", worker]
     with _listening([*argv, *flags], port, cpu) as ready:
         yield ready
@@ -145,12 +145,6 @@ def _is_healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", trust_env=False, timeout=1.0).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:
@@ -242,7 +236,7 @@ def _peer(spec: str, cpu: int, rng: random.Random, is_quick: bool) -> dict[str, 
     """A peer's CPU per request, by body."""
     name, _, command = spec.partition("=")
     path = name.partition(",")[2] or "/v1/completions"
-    port = _free_port()
+    port = free_port()
     with _stub(num_chunks=4) as worker:
         argv = shlex.split(command.format(worker=worker, port=port))
         with _listening(argv, port, cpu) as (url, process):

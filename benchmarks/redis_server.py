@@ -4,12 +4,12 @@ Owns: the server's process and its folder. Promises: leaving the ``with`` block 
 """
 
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
 
 
@@ -17,9 +17,7 @@ class RedisServer:
     """``fsync``: Redis's appendfsync; with "always", nothing that it has acknowledged is ever lost."""
 
     def __init__(self, binary: str, folder: Path, fsync: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"redis://127.0.0.1:{port}/0"
         self._argv = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
         self._argv += ["--appendonly", "yes", "--appendfsync", fsync]

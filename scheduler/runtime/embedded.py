@@ -142,7 +142,7 @@ class _Connection:
         try:
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
         except BlockingIOError:
-            pass
+            pass  # all of it stays unsent, for the next call
         except ConnectionError:  # reading will say so as well
             self._unsent = b""
         if len(self._unsent) > MAX_UNSENT_BYTES:  # it will read the end, connect again and ask again

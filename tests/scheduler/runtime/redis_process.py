@@ -1,13 +1,13 @@
 """A real redis-server of the tests' own, which can be killed and started again on its data."""
 
 import shutil
-import socket
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import pytest
 
+from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
 
 PATIENCE_S = 60.0
@@ -22,9 +22,7 @@ class RedisProcess:
         binary = shutil.which("redis-server")
         if binary is None:
             pytest.skip("needs redis-server: apt install redis-server")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._folder = folder / "redis"
         self._folder.mkdir()
