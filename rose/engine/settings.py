@@ -49,7 +49,7 @@ class EngineSettings(BaseModel):
     """Fill a slab with NaN before it leaves, so that a later read of it shows; costs 70 us per 2 MiB."""
     serving_window_s: float = Field(default=30.0, gt=0)
     """Window of the recent peak usage that rollout budgets set aside."""
-    serving_keep_s: float = Field(default=2.0, gt=0)
+    serving_keep_s: float = Field(default=1.0, gt=0)
     """How long serving keeps a slab that it no longer uses: what goes back sooner only comes back sooner."""
     compute_cpus: str | None = None
     """CPUs that stand for the GPU on a CPU-only host, e.g. "0"; only the model's thread is pinned there."""
