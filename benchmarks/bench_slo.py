@@ -32,6 +32,15 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--simulate", action="store_true", help="the discrete-event twin; no engines")
+    cases = ", ".join(f'"{name}"' for name in slo_real.CASES)
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=slo_real.CASES,
+        default=slo_real.CASES,
+        metavar="CASE",
+        help=f"of the real runs, which workloads: {cases}; default: all",
+    )
     parser.add_argument("--trace", type=Path, help="Azure-style CSV; default: a generated trace like it")
 
 

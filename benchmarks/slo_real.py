@@ -2,7 +2,7 @@
 
 Owns the engines, the workloads and their windows. Repetitions are interleaved: each round of a workload runs
 rollouts alone and every policy on one sample of the trace, in a random order; harvest is relative to rollouts
-alone in the same round.
+alone in the same round. A window in which others took the machine runs again, and the least disturbed counts.
 """
 
 import os
@@ -10,7 +10,7 @@ import random
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -32,7 +32,7 @@ from rose.demo.figures import Figure
 from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.records import PhaseName, PhaseResult
 from rose.demo.run import RlSteps
-from rose.demo.windows import WindowSpec
+from rose.demo.windows import WindowRunner, WindowSpec
 from rose.node.control import EngineControl
 from rose.types import SLO, GateMode, Role
 
@@ -46,7 +46,10 @@ TIGHT_TARGET = 0.95
 FRONTIER_STEPS = (1.5, 2.0, 3.0, 4.5)
 """TPOT targets of the frontier, in serving's decode steps."""
 MAX_FOREIGN_CPU_SHARE = 0.05
-"""A window in which others used more than this of the machine is marked in the table."""
+"""A window in which others (a hypervisor's steal as well) used more than this of the machine runs again; one
+that stays above it is marked in the table."""
+MAX_TRIES = 3
+CASES = ("density 1", "density 1.5", "density 2", "burst")
 SETTLE_S = 0.5
 
 Windows = dict[str, list[PhaseResult]]
@@ -64,7 +67,7 @@ def measure(args: Namespace, console: Console) -> list[Figure]:
     with Rig() as rig:
         options = DemoOptions(out_dir=rig.folder, quick=args.quick, seed=args.seed, trace=args.trace)
         bench = _RealBench(rig, DemoPlan.of(options), window_s, rounds)
-        return bench.figures(console)
+        return bench.figures(console, args.cases)
 
 
 class _RealBench:
@@ -76,7 +79,8 @@ class _RealBench:
         self._serving, self._rollout, self._decode_s = _start(rig, plan)
         self._steps = RlSteps(self._rollout)
 
-    def figures(self, console: Console) -> list[Figure]:
+    def figures(self, console: Console, names: Sequence[str]) -> list[Figure]:
+        """Of the workloads called ``names``, each printed as soon as it has run."""
         base = self._plan.serving
         few = {name: _Policy(mode=MODES[name]) for name in FEW}
         all_modes = {name: _Policy(mode=mode) for name, mode in MODES.items()}
@@ -87,7 +91,8 @@ class _RealBench:
             "burst": (replace(base, burst_size=BURST_SIZE), few),
         }
         figures = []
-        for case, (load, policies) in cases.items():
+        for case in names:
+            load, policies = cases[case]
             windows = self._windows(case, replace(self._plan, serving=load), policies)
             runs = _runs(windows, self._plan.slo)
             console.print(policy_table(f"MEASURED on two real engines: {case}", runs, _notes(windows)))
@@ -122,9 +127,19 @@ class _RealBench:
             names = [ALONE, ROLLOUT_ALONE, *policies]
             for name in random.Random(plan.options.seed + index).sample(names, len(names)):
                 self._set_gate(policies.get(name, _Policy(mode=GateMode.DUAL)))
-                windows[name].append(runner.run(self._spec(case, name, index), self._steps.tick))
+                windows[name].append(self._run(runner, self._spec(case, name, index)))
         # In the order of the policies, not of the last round.
         return {name: windows[name] for name in (ALONE, ROLLOUT_ALONE, *policies)}
+
+    def _run(self, runner: WindowRunner, spec: WindowSpec) -> PhaseResult:
+        tries: list[PhaseResult] = []
+        while len(tries) < MAX_TRIES:
+            # Of another name each time: no prefix of one try is cached for the next.
+            named = replace(spec, variant=f"{spec.variant}-try{len(tries)}")
+            tries.append(runner.run(named, self._steps.tick))
+            if tries[-1].foreign_cpu_share <= MAX_FOREIGN_CPU_SHARE:
+                break
+        return min(tries, key=lambda window: window.foreign_cpu_share)
 
     def _spec(self, case: str, name: str, index: int) -> WindowSpec:
         return WindowSpec(
@@ -188,9 +203,13 @@ def _runs(windows: Windows, slo: SLO) -> dict[str, Run]:
 
 
 def _notes(windows: Windows) -> dict[str, str]:
-    foreign = {name: max(window.foreign_cpu_share for window in many) for name, many in windows.items()}
-    return {
-        name: f"disturbed: others used {share:.0%}"
-        for name, share in foreign.items()
-        if share > MAX_FOREIGN_CPU_SHARE
-    }
+    return {name: ", ".join(_note(many)) for name, many in windows.items()}
+
+
+def _note(windows: Sequence[PhaseResult]) -> list[str]:
+    aborted = sum(sum(window.rollout_aborts.values()) for window in windows)
+    share = max(window.foreign_cpu_share for window in windows)
+    return [
+        *([f"{aborted} turns aborted"] if aborted else []),
+        *([f"disturbed: others used {share:.0%}"] if share > MAX_FOREIGN_CPU_SHARE else []),
+    ]
