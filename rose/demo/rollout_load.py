@@ -9,6 +9,7 @@ sampled tokens, observations are random ones. Runs as a process of its own:
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -29,6 +30,8 @@ STREAM_INTERVAL = 8
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 MAX_KEPT_ERRORS = 5
+NICE = 10
+"""A trainer's machine is another one: its work must not take the serving host's CPUs first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    os.nice(NICE)
     asyncio.run(_run(args))
     return 0
 

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import Future
 
+import psutil
 import pytest
 from probes import ROLLOUT_TOKENS, SERVING_TOKENS, WAVES, prompt, wave_prompts
 from real_engine import Answer, RealEngine, until
@@ -122,6 +123,11 @@ def test_idle_prefix_cache_is_returned_to_the_pool_when_its_lease_ends(
     assert after.steps == before.steps
     # The padding block's slab stays, and so may the block beside it.
     assert rollout.complete(turn, 4).num_cached_tokens <= BLOCK_TOKENS
+
+
+def test_rollouts_front_end_gives_way_to_servings(serving: RealEngine, rollout: RealEngine) -> None:
+    ours, guests = (psutil.Process(engine.process.pid).nice() for engine in (serving, rollout))
+    assert ours < guests
 
 
 def test_idle_engines_rest(gpu: SharedGpu) -> None:
