@@ -113,6 +113,11 @@ class PhaseResult:
     foreign_cpu_share: float = 0.0
     """CPU used by processes that aren't the demo's, as a share of all cores over the window."""
 
+    @property
+    def longest_send_delay_s(self) -> float:
+        """The longest time by which the client itself was late with a request; it counts in the TTFT."""
+        return max((request.sent_s - request.scheduled_s for request in self.requests), default=0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPoint:

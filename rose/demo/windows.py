@@ -21,8 +21,8 @@ from rose.errors import WorkerError
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 
-LEAD_S = 3.0
-"""From starting the clients to the window's start: they import first."""
+LEAD_S = 6.0
+"""From starting the clients to the window's start: they import first, two of them on one CPU."""
 SLACK_S = 30.0
 POLL_S = 0.2
 
