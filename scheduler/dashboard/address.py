@@ -32,9 +32,7 @@ class Address:
         if not (_is_v6(bare) if is_bracketed else _HOST_NAME.fullmatch(bare)):
             raise ConfigError(f"--http {text!r}: {host!r} is no host; write it like {DEFAULT} or [::1]:8200")
         if not port.isascii() or not port.isdecimal() or not 1 <= int(port) <= 65535:
-            raise ConfigError(
-                f"--http {text!r}: port {port!r}, expected 1 to 65535; write it like {DEFAULT}"
-            )
+            raise ConfigError(f"--http {text!r}: port {port!r}, expected 1 to 65535; write it like {DEFAULT}")
         return cls(host=bare, port=int(port))
 
     @property

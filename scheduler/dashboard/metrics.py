@@ -88,13 +88,11 @@ def _meter(meter: Mapping[str, Any]) -> Iterator[Metric]:
     for event, count in sorted(meter["events"].items()):
         events.add_metric([event], count)
     yield events
+    yield _histogram("rose_sched_permit_wait_seconds", "From asking to holding.", "phase", meter["waits"])
     yield _histogram(
-        "rose_sched_permit_wait_seconds", "From asking to holding.", "phase", meter["waits"]
+        "rose_sched_permit_hold_seconds", "From holding to giving back.", "phase", meter["holds"]
     )
-    yield _histogram("rose_sched_permit_hold_seconds", "From holding to giving back.", "phase", meter["holds"])
-    yield _histogram(
-        "rose_sched_decision_seconds", "Time to decide one call.", "call", meter["decisions"]
-    )
+    yield _histogram("rose_sched_decision_seconds", "Time to decide one call.", "call", meter["decisions"])
 
 
 def _histogram(name: str, text: str, label: str, histograms: Mapping[str, Any]) -> Metric:

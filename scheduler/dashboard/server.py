@@ -111,7 +111,9 @@ def _policy(page: str) -> str:
 
 def _hashes(page: str, tag: str) -> str:
     found = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in found)
+    return " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in found
+    )
 
 
 if __name__ == "__main__":

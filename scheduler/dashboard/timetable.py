@@ -78,7 +78,9 @@ def node_name(resource: int) -> str:
 
 
 def _bars(group: Group, found: Certificate) -> dict[str, tuple[Bar, ...]]:
-    rows: dict[str, list[Bar]] = {node_name(node): [] for node in (*range(group.num_rollout_nodes), TRAIN_POOL)}
+    rows: dict[str, list[Bar]] = {
+        node_name(node): [] for node in (*range(group.num_rollout_nodes), TRAIN_POOL)
+    }
     for step, start_s, length_s in zip(found.order.steps, found.starts_s, found.durations_s, strict=True):
         for resource in step.resources:
             rows[node_name(resource)] += turns(step.job, start_s, length_s, found.cycle_s, found.cycle_s)

@@ -110,7 +110,18 @@ def _holder(node: str, facts: Mapping[str, Any]) -> str | None:
 def _job(
     facts: Mapping[str, Any], job: Job, tables: Mapping[str, Timetable], prices: Mapping[str, float]
 ) -> dict[str, Any]:
-    kept = ("name", "state", "is_over", "group", "why", "iterations", "attempt", "restarts", "holds", "held_s")
+    kept = (
+        "name",
+        "state",
+        "is_over",
+        "group",
+        "why",
+        "iterations",
+        "attempt",
+        "restarts",
+        "holds",
+        "held_s",
+    )
     more = ("waits_for", "waited_s", "behind", "progress", "note", "log")
     return {
         **{key: facts[key] for key in (*kept, *more)},
