@@ -6,6 +6,7 @@ same certificate that let the jobs in, for the order in which they take turns no
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from rose.scheduler.cluster.gantt import Bar, turns
@@ -53,6 +54,12 @@ def timetable(name: str, facts: Mapping[str, Any], jobs: Mapping[str, Job]) -> T
         num_train_nodes=facts["num_train_nodes"],
         members=tuple(Member(job=jobs[job], rollout_nodes=tuple(facts["jobs"][job])) for job in there),
     )
+    return _timetable(group)
+
+
+@lru_cache(maxsize=4096)
+def _timetable(group: Group) -> Timetable:
+    """Kept, for a group seldom changes between two looks."""
     try:
         found = certify(group, round_robin(group))
     except CertificateError as error:  # the turn of a job that has left is kept empty; without it others wait

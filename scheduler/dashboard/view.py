@@ -33,7 +33,7 @@ def _price(prices: Mapping[str, float], num_rollout_nodes: int, num_train_nodes:
 
 
 def _cost(facts: Mapping[str, Any], jobs: Mapping[str, Job], prices: Mapping[str, float]) -> dict[str, Any]:
-    """Of groups that have jobs, as the policies reckon; an empty group of the cluster's file costs nothing."""
+    """Of groups that have jobs, as the policies reckon; an empty group of the file costs nothing."""
     used = [group for group in facts["groups"].values() if group["jobs"]]
     running = [jobs[each["name"]] for each in facts["jobs"] if not each["is_over"]]
     now = sum(_price(prices, group["num_rollout_nodes"], group["num_train_nodes"]) for group in used)

@@ -1,12 +1,12 @@
 """The dashboard's page in a real browser, on a real scheduler with jobs that sleep."""
 
-import asyncio
 import os
 import signal
 from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
+from http_calls import wait_answers
 from served_cluster import ServedCluster
 
 from rose.node.checks import free_port
@@ -22,9 +22,8 @@ async def test_the_page_follows_jobs_and_says_when_the_scheduler_is_gone(tmp_pat
     address = f"127.0.0.1:{free_port()}"
     groups = {"main": {"num_rollout_nodes": 2}, HOSTILE: {}}
     with ServedCluster(tmp_path, http=address, groups=groups) as cluster:
+        wait_answers(f"http://{address}/")
         async with Browser(tmp_path) as browser:
-            await asyncio.to_thread(lambda: cluster.status())
-            await asyncio.to_thread(_wait_listening, address)
             await browser.open(f"http://{address}/")
             await browser.wait_for("#newcomer", "rose sched submit job.yaml")
 
@@ -64,17 +63,11 @@ async def _sees_two_sharing(browser: Browser) -> None:
         await browser.wait_for(f"[data-job={name}] [data-label=Now]", "^holds rollout")
     bars = "[...document.querySelectorAll('[data-group=main] svg[data-node] .bar')].map((b) => b.dataset.job)"
     assert sorted(await browser.value(bars)) == ["long-a", "long-a", "long-b", "long-b"]
-    widths = "[...document.querySelectorAll('[data-node=rollout-0] rect')].map((r) => r.getBoundingClientRect().width)"
-    track, bar = await browser.value(widths)
+    rects = "[...document.querySelectorAll('[data-node=rollout-0] rect')]"
+    track, bar = await browser.value(f"{rects}.map((rect) => rect.getBoundingClientRect().width)")
     assert bar / track == pytest.approx(3600 / 4800, rel=0.02), "as long as its part of the cycle"
     assert "rollout 25 %, training 50 %" in await browser.text("[data-group=main] [data-bubbles]")
     assert "certified 1.00×" in await browser.text("[data-job=long-a] [data-label=SLO]")
     # Two H20 nodes and one H800 node, against two of each.
     assert "$71.84/h" in await browser.text("[data-tile='Cost now']")
     assert "$114.08/h" in await browser.text("[data-tile='Every job solo']")
-
-
-def _wait_listening(address: str) -> None:
-    from http_calls import wait_answers
-
-    wait_answers(f"http://{address}/")

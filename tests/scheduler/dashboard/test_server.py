@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from http_calls import cluster_of, get, wait_answers
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from served_cluster import ServedCluster, kill, wait_until
 
 from rose.node.checks import free_port
+from rose.node.processes import ServerProcess
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +73,6 @@ def test_a_killed_dashboard_comes_back_and_no_job_notices(cluster: ServedCluster
 
 
 def test_nothing_can_be_written(cluster: ServedCluster, address: str) -> None:
-    import httpx
-
     for path in ("/", "/api/v1/state", "/metrics"):
         assert httpx.post(f"http://{address}{path}", trust_env=False).status_code == 405
     assert "script-src 'sha256-" in get(f"http://{address}/").headers["Content-Security-Policy"]
@@ -81,8 +81,6 @@ def test_nothing_can_be_written(cluster: ServedCluster, address: str) -> None:
 def test_without_a_scheduler_it_says_so_and_since_when(tmp_path: Path) -> None:
     base = f"http://127.0.0.1:{free_port()}"
     argv = [sys.executable, "-m", "rose.cli", "sched", "dashboard", "--http", base.removeprefix("http://")]
-    from rose.node.processes import ServerProcess
-
     with ServerProcess([*argv, "--channel", f"unix:{tmp_path}"], "page", tmp_path / "log").start() as server:
         wait_answers(f"{base}/")
         state = get(f"{base}/api/v1/state").json()
