@@ -1,7 +1,8 @@
 """`rose sched serve`: the cluster scheduler and the runner of its jobs, on one machine.
 
-Owns: the scheduler's process, the dashboard's if asked for, and the runner. Promises: a scheduler that dies is
-started again and its jobs don't notice, but for a wait; when this process ends, all of them end. Never: decides.
+Owns: the scheduler's process, the dashboard's if asked for, and the runner. Promises: a scheduler that dies
+is started again and its jobs don't notice, but for a wait; when this process ends, all of them end. Never:
+decides.
 """
 
 import logging

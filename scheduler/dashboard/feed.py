@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 REFRESH_S = 0.5
 RETRY_S = 2.0
 """After a connection that failed."""
+CONNECT_S = 0.5
 ANSWER_S = 2.0
 """A scheduler that takes longer is shown as absent; the question stays on its way."""
 ASK_AGAIN_S = 60.0
@@ -111,7 +112,7 @@ class Feed:
             self._client = None
         if self._client is None:
             channel = self._channel.join(f"dashboard:{os.uname().nodename}")
-            self._client, self._num_answers = ControlClient(channel, ANSWER_S), 0
+            self._client, self._num_answers = ControlClient(channel, CONNECT_S), 0
         reply = self._client.ask(kind(seq=self._client.next_seq(), **fields), ASK_AGAIN_S)
         self._num_answers += 1
         if not isinstance(reply, Reply) or reply.error is not None:

@@ -9,10 +9,11 @@ from rose.scheduler.dashboard.feed import Feed, without_password
 @pytest.mark.asyncio
 async def test_an_absent_scheduler_is_a_state_with_its_beginning(tmp_path: object) -> None:
     feed = Feed(f"unix:{tmp_path}")
-    first = await feed.state()
+    first = state = await feed.state()
     assert (first["is_reachable"], first["cluster"]) == (False, None)
-    assert first["absent_since"] is not None and "rose sched serve" in first["error"]
-    assert (await feed.state())["absent_since"] == first["absent_since"], "not since the last question"
+    while "rose sched serve" not in state["error"]:  # on a slow machine: no answer yet
+        state = await feed.state()
+    assert first["absent_since"] == state["absent_since"] is not None, "not since the last question"
     feed.close()
 
 
