@@ -86,6 +86,7 @@ probe_system() {
     has_library libnl-3.so.200 || optional+=(libnl-3-200)
     has_library liburing.so.2 || optional+=(liburing2)
     command -v redis-server >/dev/null || optional+=(redis-server)
+    command -v chromium >/dev/null || optional+=(chromium) # opens the dashboard in its tests
 }
 
 can_install() { [ "$(id -u)" = 0 ] && [ -e /etc/debian_version ] && command -v apt-get >/dev/null; }

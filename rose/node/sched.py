@@ -1,7 +1,8 @@
 """`rose sched serve`: the cluster scheduler and the runner of its jobs, on one machine.
 
-Owns: the scheduler's process and the runner. Promises: a scheduler that dies is started again and its jobs
-don't notice, but for a wait; when this process ends, all of them end. Never: decides.
+Owns: the scheduler's process, the dashboard's if asked for, and the runner. Promises: a scheduler that dies
+is started again and its jobs don't notice, but for a wait; when this process ends, all of them end. Never:
+decides.
 """
 
 import logging
@@ -15,6 +16,7 @@ from pathlib import Path
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings, load_yaml, make_private_dir
 from rose.errors import ChannelError, WorkerError
+from rose.node.dashboard import DashboardProcess
 from rose.node.processes import ServerProcess
 from rose.node.runner import Runner
 from rose.node.signals import StopOnSignals
@@ -76,23 +78,33 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     folder = make_private_dir(arguments.folder, "choose another with --folder")
     node = ScheduledNode(arguments.channel, arguments.cluster)
+    page = DashboardProcess(arguments.http, arguments.channel) if arguments.http is not None else None
     with StopOnSignals():
         node.start()
         try:
-            _run(node, arguments.channel, folder, settings)
+            _run(node, page, arguments.channel, folder, settings)
         finally:
+            if page is not None:
+                page.stop()
             node.stop()
     return 0
 
 
-def _run(node: ScheduledNode, channel: str, folder: Path, settings: Settings) -> None:
+def _run(
+    node: ScheduledNode, page: DashboardProcess | None, channel: str, folder: Path, settings: Settings
+) -> None:
+    def check() -> None:
+        node.check()
+        if page is not None:
+            page.check()
+
     with ControlClient(_joined(channel), START_S) as client:
         _wait_for(node, client)
         # By channel: jobs of two schedulers on one host may have the same name.
         cache_root = settings.staging_root / "jobs" / f"{zlib.crc32(channel.encode()):08x}"
         runner = Runner(client, channel, folder, cache_root)
         try:
-            runner.run(node.check)
+            runner.run(check)
         finally:
             runner.close()
 
@@ -130,6 +142,11 @@ def _parser(settings: Settings) -> CommandParser:
     )
     parser.add_argument(
         "--folder", type=Path, default=settings.runtime_dir / "jobs", help="job files and logs (%(default)s)"
+    )
+    parser.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="also serve the dashboard and /metrics there, as rose sched dashboard does (default: nowhere)",
     )
     return parser
 

@@ -26,6 +26,9 @@ SUBCOMMANDS = (
     Subcommand(name="serve", module="rose.node.sched", summary="schedule jobs, and run them on this machine"),
     Subcommand(name="submit", module=_RUNTIME, function="submit", summary="place a job and start it"),
     Subcommand(name="status", module=_RUNTIME, function="status", summary="jobs, and what they wait for"),
+    Subcommand(
+        name="dashboard", module="rose.scheduler.dashboard.server", summary="a page and metrics of all that"
+    ),
     Subcommand(name="events", module=_RUNTIME, function="events", summary="who was granted what, and when"),
     Subcommand(name="cancel", module=_RUNTIME, function="cancel", summary="end a job"),
     Subcommand(name="logs", module=_RUNTIME, function="logs", summary="what a job has printed"),

@@ -18,7 +18,7 @@ from rose.scheduler.cluster.rates import slots_of
 from rose.scheduler.cluster.spec import ClusterSpec
 
 _WIDTH = 72
-_Bar = tuple[str, float, float]
+Bar = tuple[str, float, float]
 """Job, start, length in seconds."""
 
 
@@ -46,24 +46,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def bars(group: Group) -> dict[str, list[_Bar]]:
+def bars(group: Group) -> dict[str, list[Bar]]:
     """What runs on each node during the longest period, from 0; a phase that wraps is two bars."""
     slots = slots_of(group)
     horizon_s = max(slot.period_s for slot in slots)
-    rows: dict[str, list[_Bar]] = {f"rollout {node}": [] for node in range(group.num_rollout_nodes)}
+    rows: dict[str, list[Bar]] = {f"rollout {node}": [] for node in range(group.num_rollout_nodes)}
     rows["train"] = []
     for member, slot in zip(group.members, slots, strict=True):
         job = member.job
         train_s = job.train_s_on(group.num_train_nodes)
         for node in member.rollout_nodes:
-            rows[f"rollout {node}"] += _turns(
+            rows[f"rollout {node}"] += turns(
                 job.name, slot.rollout_at_s, job.rollout_s, slot.period_s, horizon_s
             )
-        rows["train"] += _turns(job.name, slot.train_at_s, train_s, slot.period_s, horizon_s)
+        rows["train"] += turns(job.name, slot.train_at_s, train_s, slot.period_s, horizon_s)
     return rows
 
 
-def _turns(name: str, at_s: float, length_s: float, period_s: float, horizon_s: float) -> Iterator[_Bar]:
+def turns(name: str, at_s: float, length_s: float, period_s: float, horizon_s: float) -> Iterator[Bar]:
+    """A phase that comes again after each period, within the horizon; one that wraps is two bars."""
     start_s = at_s % period_s - period_s
     while start_s < horizon_s:
         first_s, last_s = max(0.0, start_s), min(horizon_s, start_s + length_s)

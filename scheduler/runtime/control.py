@@ -26,6 +26,7 @@ from rose.scheduler.runtime.messages import (
     Heartbeat,
     Hello,
     History,
+    Overview,
     Release,
     Report,
     Request,
@@ -34,6 +35,7 @@ from rose.scheduler.runtime.messages import (
     Stop,
     Submit,
 )
+from rose.scheduler.runtime.overview import overview
 from rose.scheduler.runtime.permit_calls import PermitCalls
 from rose.scheduler.runtime.placing import Placed
 from rose.scheduler.runtime.records import JobRecord, JobState
@@ -69,7 +71,7 @@ class Control:
             case Release():
                 self._permits.release(client, call, now)
             case Completed():
-                self._permits.completed(client, call)
+                self._permits.completed(client, call, now)
             case Report():
                 self._state.progress[call.job] = (call.num_done, call.num_total)
                 self._state.reply(client, call.seq)
@@ -77,6 +79,9 @@ class Control:
                 self._submit(client, call, now)
             case Status():
                 self._status(client, call)
+            case Overview():
+                body = overview(self._state, self._pid, now)
+                self._state.reply(client, call.seq, body=body)
             case Cancel():
                 self._cancel(client, call, now)
             case Drain():
@@ -109,6 +114,10 @@ class Control:
             self._permits.grant(
                 group, now
             )  # the order waits only so long for a job that is between two phases
+
+    def decided(self, call: AnyCall, seconds: float) -> None:
+        """How long `handle` took, for those who watch."""
+        self._state.meter.decided(type(call).__name__.lower(), seconds)
 
     def take_batch(self) -> Batch:
         """What has changed since the last call."""
@@ -152,6 +161,7 @@ class Control:
             number=max((each.number for each in self._state.jobs.values()), default=0) + 1,
         )
         self._state.jobs[spec.name], self._state.specs[spec.name] = record, spec
+        self._state.meter.forget(spec.name)
         self._state.form(placed.group, now)
         self._state.event("submitted", spec.name, group=placed.group.name)
         self._start(spec.name)
@@ -190,6 +200,7 @@ class Control:
     def _free(self, name: str, now: float) -> None:
         """Nobody of this attempt runs: its nodes go to the next."""
         self._state.turns_of(name).drop(name, now)
+        self._state.meter.dropped(name)
         self._state.jobs[name].waiting = None
         self._state.progress.pop(name, None)
         self._state.changed(name)

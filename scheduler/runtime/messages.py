@@ -38,6 +38,10 @@ class Status(Call, frozen=True, kw_only=True):
     job: str | None = None
 
 
+class Overview(Call, frozen=True, kw_only=True):
+    """Everything that the dashboard shows: more than Status, and of jobs that are over only the latest."""
+
+
 class History(Call, frozen=True, kw_only=True):
     """The latest events: who was granted what, and when. Their times are the scheduler host's, for people."""
 
@@ -162,6 +166,7 @@ class Stop(Message, frozen=True, kw_only=True):
 AnyCall = (
     Submit
     | Status
+    | Overview
     | History
     | Cancel
     | Drain

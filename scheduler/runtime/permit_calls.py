@@ -41,12 +41,14 @@ class PermitCalls:
         record.waiting = request
         self._state.changed(call.job)
         turns.ask(ask_of(call.job, request))
+        self._state.meter.asked(call.job, call.phase, now)
         self.grant(self._state.jobs[call.job].group, now)
 
     def grant(self, group: str, now: float) -> None:
         """Lets the phases begin that may."""
         for hold in self._state.turns[group].grant(now):
             record = self._state.jobs[hold.job]
+            self._state.meter.granted(hold.job, hold.phase, now)
             assert record.waiting is not None, hold
             self._send_grant(hold, record.waiting)
             record.waiting = None
@@ -84,6 +86,7 @@ class PermitCalls:
         turns, record = self._state.turns_of(call.job), self._state.jobs[call.job]
         if turns.release(call.job, call.epoch, now):
             record.released_epoch = call.epoch
+            self._state.meter.released(call.job, now)
             self._state.event("released", call.job, phase=call.phase, epoch=call.epoch)
             self._state.progress.pop(call.job, None)
             if call.next_phase is not None:
@@ -94,6 +97,7 @@ class PermitCalls:
                     "seq": 0,
                 }
                 turns.ask(ask_of(call.job, record.waiting))
+                self._state.meter.asked(call.job, call.next_phase, now)
             self._state.changed(call.job)
             self._state.changed_group(self._state.jobs[call.job].group)
             self.grant(self._state.jobs[call.job].group, now)
@@ -101,11 +105,13 @@ class PermitCalls:
             refusal = _fenced(call.phase, call.epoch)
         self._state.reply(client, call.seq, refusal)
 
-    def completed(self, client: str, call: Completed) -> None:
+    def completed(self, client: str, call: Completed, now: float) -> None:
         """An iteration is safe."""
         refusal = self._why_not(call.job, call.attempt)
         if refusal is None:
             record = self._state.jobs[call.job]
+            if call.iteration >= record.num_done:  # else a second time, after a restart
+                self._state.meter.completed(call.job, now)
             record.num_done = max(record.num_done, call.iteration + 1)
             record.num_crashes = 0
             self._state.changed(call.job)

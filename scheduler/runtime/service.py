@@ -67,7 +67,9 @@ def _handle(control: Control, incoming: Incoming, now: float) -> tuple[str, Hist
         return None
     if isinstance(call, History):
         return incoming.client, call
+    began_s = time.perf_counter()
     control.handle(incoming.client, call, now)
+    control.decided(call, time.perf_counter() - began_s)
     return None
 
 

@@ -16,6 +16,7 @@ from rose.errors import ConfigError
 from rose.scheduler.cluster.model import Group, Member
 from rose.scheduler.runtime.channel import Batch, Outgoing
 from rose.scheduler.runtime.messages import Message, Reply, Start, Stop, encode
+from rose.scheduler.runtime.meter import Meter
 from rose.scheduler.runtime.placing import Groups
 from rose.scheduler.runtime.records import JobRecord
 from rose.scheduler.runtime.spec import RunSpec, ServeSpec
@@ -37,6 +38,7 @@ class State:
         """Of each group, for rollout and for training; kept when it is gone."""
         self.runner: str | None = None
         self.log_folder = ""
+        self.meter = Meter(now)
         self.progress: dict[str, tuple[int, int]] = {}
         self._batch = Batch()
         self._dirty: set[str] = set()
@@ -178,6 +180,7 @@ class State:
         self._batch.outgoing.append(Outgoing(client=client, body=encode(message)))
 
     def event(self, event: str, job: str, **more: Any) -> None:
+        self.meter.events[event] += 1
         # The wall clock is for people: nothing is decided by it.
         self._batch.events.append(
             msgspec.json.encode({"event": event, "job": job, "at": time.time(), **more})

@@ -53,6 +53,7 @@ class Turns:
         self._epoch = 0
         self._nodes: dict[str, tuple[int, ...]] = {}
         self._book: PermitBook | None = None
+        self._order: CyclicOrder | None = None
 
     def order_for(self, group: Group) -> CyclicOrder:
         """Every member once, those first whose phases end first: what is held now is then held in turn."""
@@ -65,9 +66,15 @@ class Turns:
             return 0 if hold.phase == PhaseKind.TRAIN else 2
         return 1 if ask is not None and ask.phase == PhaseKind.TRAIN else 3
 
+    @property
+    def order_of_jobs(self) -> list[str]:
+        """The jobs as they take turns, those that left included until the next one joins."""
+        return list(self._order.steps_of_job) if self._order is not None else []
+
     def form(self, group: Group, now: float) -> None:
         """Takes the group's members in `order_for`; permits that are out stay so."""
-        self._book = book = PermitBook(self.order_for(group), lease_s=self.lease_s)
+        self._order = self.order_for(group)
+        self._book = book = PermitBook(self._order, lease_s=self.lease_s)
         self._nodes = {member.job.name: member.rollout_nodes for member in group.members}
         for hold in self.holds.values():
             book.request(hold.job, PhaseKind(hold.phase), now)

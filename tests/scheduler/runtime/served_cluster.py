@@ -33,13 +33,15 @@ def wait_until(is_true: Callable[[], object], what: str) -> None:
 class ServedCluster:
     """One group on one channel."""
 
-    def __init__(self, folder: Path, url: str | None = None, **cluster: Any) -> None:
+    def __init__(self, folder: Path, url: str | None = None, http: str | None = None, **cluster: Any) -> None:
+        """http: where the dashboard listens; None: there is none."""
         self.folder = folder
         self.url = url if url is not None else f"unix:{folder / 'ch'}"
         path = folder / "cluster.yaml"
         path.write_text(yaml.safe_dump({"groups": {"main": {}}, **cluster}))
         self.argv = [sys.executable, "-m", "rose.node.sched", str(path), "--channel", self.url]
         self.argv += ["--folder", str(folder / "jobs")]
+        self.argv += ["--http", http] if http is not None else []
         self.server = ServerProcess(self.argv, "sched", folder / "sched.log", env=self.environment)
         self._client: ControlClient | None = None
 

@@ -1,0 +1,53 @@
+"""The dashboard's process beside `rose sched serve`.
+
+Owns: that process. Promises: an address that can't be used is refused before anything starts; after that,
+whatever becomes of the page, the scheduler and its jobs don't notice. Never: answers a request.
+"""
+
+import logging
+import sys
+import time
+
+from rose.node.checks import check_port_free
+from rose.node.processes import ServerProcess
+from rose.scheduler.dashboard.address import Address
+
+logger = logging.getLogger(__name__)
+
+RESTART_S = 5.0
+"""Between two starts: one that dies at once must not keep a core busy."""
+NICE = 10
+"""Behind the scheduler and the jobs wherever they want the same core."""
+
+
+class DashboardProcess:
+    """Under its supervisor. ``check`` starts it again, whatever ended it."""
+
+    def __init__(self, http: str, channel: str) -> None:
+        """Starts nothing. Raises: ConfigError if nothing can listen on ``http``."""
+        address = Address.parse(http)
+        check_port_free(address.host, address.port)
+        module = "rose.scheduler.dashboard.server"
+        self._argv = [sys.executable, "-m", module, "--http", str(address), "--channel", channel]
+        self._process: ServerProcess | None = None
+        self._started_s = 0.0
+
+    def check(self) -> None:
+        """Has it run, unless it was started less than RESTART_S ago. Raises nothing."""
+        if self._process is not None and self._process.is_alive():
+            return
+        if self._process is not None:
+            if time.monotonic() - self._started_s < RESTART_S:
+                return
+            logger.warning("dashboard ended status=%s, starting it again", self._process.stop(0.0))
+        self._process = ServerProcess(self._argv, "dashboard", None, nice=NICE)
+        self._started_s = time.monotonic()
+        try:
+            self._process.start()
+        except OSError as error:  # no process to be had: the jobs need what there is
+            logger.warning("can't start the dashboard error=%s", error)
+
+    def stop(self) -> None:
+        """Ends it."""
+        if self._process is not None:
+            self._process.stop(1.0)

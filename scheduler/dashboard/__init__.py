@@ -1,0 +1,1 @@
+"""A page, JSON and Prometheus metrics of a running cluster scheduler."""

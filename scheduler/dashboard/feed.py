@@ -1,0 +1,125 @@
+"""The scheduler's answers for all who look at once: asked seldom, kept, and never waited for long.
+
+Owns: the connection to the scheduler, the last answer, and since when there is none. Promises: however many
+look, one question at most is on its way, also to a scheduler that is not there; none while nobody looks; an
+absent scheduler is a state and no error. Never: sends anything but questions.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import time
+from typing import Any
+
+from rose.errors import ChannelError
+from rose.scheduler.dashboard.view import state_view
+from rose.scheduler.runtime.channel import ChannelUrl
+from rose.scheduler.runtime.client import ControlClient
+from rose.scheduler.runtime.messages import Call, History, Overview, Reply
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 0.5
+RETRY_S = 2.0
+"""After a connection that failed."""
+CONNECT_S = 0.5
+ANSWER_S = 2.0
+"""A scheduler that takes longer is shown as absent; the question stays on its way."""
+ASK_AGAIN_S = 60.0
+"""Questions wait in a Redis channel, and a scheduler that comes back has to answer them all."""
+NUM_ANSWERS = 40
+"""Of one connection: Redis keeps a client's answers while the client is there."""
+NUM_SHOWN_EVENTS = 100
+
+
+class Feed:
+    """One scheduler. One event loop, and a thread while a question is on its way."""
+
+    def __init__(self, channel: str) -> None:
+        """Raises: ConfigError for a URL that no channel has."""
+        self._channel = ChannelUrl.parse(channel)
+        self._client: ControlClient | None = None
+        self._num_answers = 0
+        self._asking: asyncio.Task[dict[str, Any]] | None = None
+        self._asked_s = 0.0
+        self._next_s = 0.0
+        self._view: dict[str, Any] | None = None
+        self._answered_at: float | None = None
+        self._absent_since: float | None = None
+        self._error: str | None = None
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the last question was answered."""
+        return self._error is None and self._view is not None
+
+    async def state(self) -> dict[str, Any]:
+        """The last answer and its age, after asking again if it is time. Wall-clock times, for people."""
+        if self._asking is None and time.monotonic() >= self._next_s:
+            self._asked_s = time.monotonic()
+            self._asking = asyncio.create_task(asyncio.to_thread(self._ask_all))
+        if self._asking is not None:
+            left_s = self._asked_s + ANSWER_S - time.monotonic()
+            await asyncio.wait([self._asking], timeout=max(0.0, left_s))
+            self._settle()
+        return {
+            "now": time.time(),
+            "is_reachable": self.is_reachable,
+            "answered_at": self._answered_at,
+            "absent_since": self._absent_since,
+            "error": self._error,
+            "cluster": self._view,
+        }
+
+    def close(self) -> None:
+        """Ends the connection, and with it a question that is on its way."""
+        if self._client is not None:
+            self._client.close()
+
+    def _settle(self) -> None:
+        """Whatever has become of the question; several who waited for it may call this."""
+        asking = self._asking
+        if asking is None:
+            return
+        if not asking.done():
+            self._lost(f"no answer in {ANSWER_S:g} s")
+            return
+        self._asking, self._next_s = None, time.monotonic() + RETRY_S
+        try:
+            self._view = asking.result()
+        except ChannelError as error:
+            self._lost(without_password(str(error)))
+            return
+        if self._error is not None:
+            logger.info("the scheduler answers again")
+        self._next_s = time.monotonic() + REFRESH_S
+        self._answered_at, self._absent_since, self._error = time.time(), None, None
+
+    def _lost(self, reason: str) -> None:
+        if self._error is None:
+            self._absent_since = time.time()
+            logger.warning("no answer from the scheduler reason=%s", reason)
+        self._error = reason
+
+    def _ask_all(self) -> dict[str, Any]:
+        facts = self._ask(Overview)
+        return state_view(facts, self._ask(History, last=NUM_SHOWN_EVENTS)["events"])
+
+    def _ask(self, kind: type[Call], **fields: Any) -> dict[str, Any]:
+        if self._client is not None and self._num_answers >= NUM_ANSWERS:
+            self._client.close()
+            self._client = None
+        if self._client is None:
+            channel = self._channel.join(f"dashboard:{os.uname().nodename}")
+            self._client, self._num_answers = ControlClient(channel, CONNECT_S), 0
+        reply = self._client.ask(kind(seq=self._client.next_seq(), **fields), ASK_AGAIN_S)
+        self._num_answers += 1
+        if not isinstance(reply, Reply) or reply.error is not None:
+            raise ChannelError(f"the scheduler answered {reply}")
+        return reply.body
+
+
+def without_password(text: str) -> str:
+    """An error's text without what a Redis URL in it says of users and passwords: the page shows it."""
+    return re.sub(r"//[^/\s]*@", "//", text)

@@ -1,0 +1,120 @@
+"""`rose sched dashboard`: the page, its JSON and the metrics, over HTTP.
+
+Owns: the routes and the process. Promises: a process of its own that only asks, so nothing that a browser
+does holds the scheduler up; every route only reads. Never: changes a job; that is for `rose sched`.
+"""
+
+import asyncio
+import base64
+import hashlib
+import html
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import resources
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from rose.arguments import CommandParser, run_command
+from rose.config import Settings
+from rose.errors import ConfigError
+from rose.scheduler.dashboard.address import DEFAULT, Address
+from rose.scheduler.dashboard.feed import Feed
+from rose.scheduler.dashboard.metrics import prometheus_text
+from rose.scheduler.runtime.spec import EXAMPLE
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``rose sched dashboard [--http [HOST:]PORT]``; serves until a stop signal."""
+    parser = CommandParser(
+        "rose sched dashboard",
+        "A page of a running scheduler's jobs, groups and costs; JSON and Prometheus metrics. It only reads.",
+        "rose sched dashboard --http 8200 --channel redis://127.0.0.1:6379/0",
+    )
+    parser.add_argument("--http", default=DEFAULT, metavar="[HOST:]PORT", help="(default: %(default)s)")
+    parser.add_argument(
+        "--channel",
+        default=Settings.from_environment().channel_url,
+        help="the scheduler's: unix:FOLDER or redis://HOST:PORT/DB (%(default)s, from ROSE_CHANNEL)",
+    )
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    asyncio.run(_serve(Address.parse(arguments.http), Feed(arguments.channel)))
+    return 0
+
+
+async def _serve(address: Address, feed: Feed) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    runner = web.AppRunner(build_app(feed), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, address.host, address.port).start()
+    except OSError as error:
+        await runner.cleanup()
+        why = error.strerror if error.errno is None else os.strerror(error.errno)
+        raise ConfigError(f"--http: {address} can't be used ({why}); try another") from error
+    if not address.is_loopback:
+        logger.warning("everybody who reaches %s can read jobs' names, notes and log paths", address)
+    print(f"rose sched dashboard ready http://{address}", flush=True)
+    await stop.wait()
+    await runner.cleanup()
+    feed.close()
+
+
+def build_app(feed: Feed) -> web.Application:
+    """The three routes."""
+    page = resources.files("rose.scheduler.dashboard").joinpath("page.html").read_text()
+    page = page.replace("{{example}}", html.escape(EXAMPLE))
+    headers = {"Content-Security-Policy": _policy(page), "Cache-Control": "no-store"}
+
+    async def show(_: web.Request) -> web.Response:
+        return web.Response(text=page, content_type="text/html", headers=headers)
+
+    async def state(_: web.Request) -> web.Response:
+        body = msgspec.json.encode(await feed.state())
+        return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def metrics(_: web.Request) -> web.Response:
+        seen = await feed.state()
+        text = prometheus_text(seen["cluster"] if seen["is_reachable"] else None)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    app = web.Application()
+    app.add_routes([web.get("/", show), web.get("/api/v1/state", state), web.get("/metrics", metrics)])
+    return app
+
+
+def _policy(page: str) -> str:
+    """The page's own script and style may run, by their hashes, and nothing that a job's text brings in."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            "connect-src 'self'",
+            "img-src data:",
+            f"script-src {_hashes(page, 'script')}",
+            f"style-src {_hashes(page, 'style')}",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+
+
+def _hashes(page: str, tag: str) -> str:
+    found = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    return " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in found
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("sched dashboard", main, sys.argv[1:]))

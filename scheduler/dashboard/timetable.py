@@ -1,0 +1,99 @@
+"""A running group's timetable, made again from what the scheduler says of its jobs.
+
+Owns: bars of the certified cycle, the pools' idle shares in it, and what each job is promised. Promises: the
+same certificate that let the jobs in, for the order in which they take turns now. Pure. Never: decides.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from rose.scheduler.cluster.gantt import Bar, turns
+from rose.scheduler.cluster.model import Group, Job, Member, SloKind
+from rose.scheduler.group.certificate import Certificate, CertificateError, certify
+from rose.scheduler.group.order import TRAIN_POOL, round_robin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timetable:
+    """One group's cycle at worst-case times. `problem`: why there is none."""
+
+    cycle_s: float = 0.0
+    bars: Mapping[str, tuple[Bar, ...]] = field(default_factory=dict)
+    """By node, ``train`` being all training nodes: they work for one job at a time."""
+    idle_share: Mapping[str, float] = field(default_factory=dict)
+    """By pool: the part of its nodes' time that no phase uses."""
+    promised_s: Mapping[str, float] = field(default_factory=dict)
+    """The iteration that a job's SLO is held against: its longest, or the mean with a lifetime SLO."""
+    problem: str | None = None
+
+
+def job_of(facts: Mapping[str, Any]) -> Job:
+    """The job as the scheduler has placed it."""
+    return Job(
+        name=facts["name"],
+        rollout_s=facts["rollout_s"],
+        train_s=facts["train_s"],
+        sync_s=facts["sync_s"],
+        num_rollout_nodes=facts["num_rollout_nodes"],
+        num_train_nodes=facts["num_train_nodes"],
+        slo=facts["slo"],
+        slo_kind=SloKind(facts["slo_kind"]),
+    )
+
+
+def timetable(name: str, facts: Mapping[str, Any], jobs: Mapping[str, Job]) -> Timetable:
+    """Of the group with these facts."""
+    there = [job for job in facts["order"] if job in facts["jobs"]]
+    if not there:
+        return Timetable()
+    group = Group(
+        name=name,
+        num_rollout_nodes=facts["num_rollout_nodes"],
+        num_train_nodes=facts["num_train_nodes"],
+        members=tuple(Member(job=jobs[job], rollout_nodes=tuple(facts["jobs"][job])) for job in there),
+    )
+    return _timetable(group)
+
+
+@lru_cache(maxsize=4096)
+def _timetable(group: Group) -> Timetable:
+    """Kept, for a group seldom changes between two looks."""
+    try:
+        found = certify(group, round_robin(group))
+    except CertificateError as error:  # the turn of a job that has left is kept empty; without it others wait
+        return Timetable(problem=str(error))
+    bars = _bars(group, found)
+    return Timetable(
+        cycle_s=found.cycle_s,
+        bars=bars,
+        idle_share={
+            "rollout": _idle(found.cycle_s, [bars[node_name(n)] for n in range(group.num_rollout_nodes)]),
+            "train": _idle(found.cycle_s, [bars[node_name(TRAIN_POOL)]]),
+        },
+        promised_s={
+            job: bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
+            for job, bound in found.bounds.items()
+        },
+    )
+
+
+def node_name(resource: int) -> str:
+    """As `rose sched drain` calls it."""
+    return "train" if resource == TRAIN_POOL else f"rollout-{resource}"
+
+
+def _bars(group: Group, found: Certificate) -> dict[str, tuple[Bar, ...]]:
+    rows: dict[str, list[Bar]] = {
+        node_name(node): [] for node in (*range(group.num_rollout_nodes), TRAIN_POOL)
+    }
+    for step, start_s, length_s in zip(found.order.steps, found.starts_s, found.durations_s, strict=True):
+        for resource in step.resources:
+            rows[node_name(resource)] += turns(step.job, start_s, length_s, found.cycle_s, found.cycle_s)
+    return {row: tuple(sorted(each, key=lambda bar: bar[1])) for row, each in rows.items()}
+
+
+def _idle(cycle_s: float, rows: Sequence[tuple[Bar, ...]]) -> float:
+    shares = [1.0 - sum(length_s for _, _, length_s in row) / cycle_s for row in rows]
+    return max(0.0, sum(shares) / len(shares))

@@ -1,0 +1,149 @@
+"""From a scheduler's facts to what a person wants to see of a cluster: /api/v1/state.
+
+Owns: the shape of that JSON, and its sums. Promises: plain numbers, seconds and dollars an hour; None where
+nothing is known. Pure. Never: words or formats a number; that is the page's.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rose.scheduler.cluster.model import Job
+from rose.scheduler.dashboard.timetable import Timetable, job_of, timetable
+
+
+def state_view(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`facts`: the answer to Overview. `events`: oldest first, as the channel keeps them."""
+    jobs = {each["name"]: job_of(each) for each in facts["jobs"]}
+    tables = {name: timetable(name, group, jobs) for name, group in facts["groups"].items()}
+    prices = {kind: pool["dollars_per_node_hour"] for kind, pool in facts["pools"].items()}
+    return {
+        "scheduler": {key: facts[key] for key in ("scheduler_pid", "uptime_s", "policy", "has_runner")},
+        "cost": _cost(facts, jobs, prices),
+        "pools": {kind: _pool(kind, pool, facts["groups"], tables) for kind, pool in facts["pools"].items()},
+        "groups": [_group(name, group, tables[name], prices) for name, group in facts["groups"].items()],
+        "states": facts["states"],
+        "jobs": [_job(each, jobs[each["name"]], tables, prices) for each in facts["jobs"]],
+        "events": list(reversed(events)),
+        "meter": facts["meter"],
+    }
+
+
+def _price(prices: Mapping[str, float], num_rollout_nodes: int, num_train_nodes: int) -> float:
+    return num_rollout_nodes * prices["rollout"] + num_train_nodes * prices["train"]
+
+
+def _cost(facts: Mapping[str, Any], jobs: Mapping[str, Job], prices: Mapping[str, float]) -> dict[str, Any]:
+    """Of groups that have jobs, as the policies reckon; an empty group of the file costs nothing."""
+    used = [group for group in facts["groups"].values() if group["jobs"]]
+    running = [jobs[each["name"]] for each in facts["jobs"] if not each["is_over"]]
+    now = sum(_price(prices, group["num_rollout_nodes"], group["num_train_nodes"]) for group in used)
+    solo = sum(_price(prices, job.num_rollout_nodes, job.num_train_nodes) for job in running)
+    return {
+        "dollars_per_hour": now,
+        "solo_dollars_per_hour": solo,
+        "saved_share": 1.0 - now / solo if solo else None,
+    }
+
+
+def _pool(
+    kind: str, pool: Mapping[str, Any], groups: Mapping[str, Any], tables: Mapping[str, Timetable]
+) -> dict[str, Any]:
+    count = f"num_{kind}_nodes"
+    used = {name: group[count] for name, group in groups.items() if group["jobs"]}
+    known = {name: num for name, num in used.items() if kind in tables[name].idle_share}
+    idle = sum(num * tables[name].idle_share[kind] for name, num in known.items())
+    drained = sum(_num_drained(kind, group) for group in groups.values())
+    return {
+        **pool,
+        "num_used": sum(used.values()),
+        "num_empty": sum(group[count] for group in groups.values() if not group["jobs"]),
+        "num_drained": drained,
+        "dollars_per_hour": sum(used.values()) * pool["dollars_per_node_hour"],
+        "idle_share": idle / sum(known.values()) if known else None,
+    }
+
+
+def _num_drained(kind: str, group: Mapping[str, Any]) -> int:
+    if kind == "train":  # drained as one
+        return int(group["num_train_nodes"]) if "train" in group["drained"] else 0
+    return sum(node != "train" for node in group["drained"])
+
+
+def _group(
+    name: str, facts: Mapping[str, Any], table: Timetable, prices: Mapping[str, float]
+) -> dict[str, Any]:
+    nodes = ["train", *(f"rollout-{number}" for number in range(facts["num_rollout_nodes"]))]
+    return {
+        "name": name,
+        "num_rollout_nodes": facts["num_rollout_nodes"],
+        "num_train_nodes": facts["num_train_nodes"],
+        "dollars_per_hour": _price(prices, facts["num_rollout_nodes"], facts["num_train_nodes"]),
+        "jobs": [job for job in facts["order"] if job in facts["jobs"]],
+        "cycle_s": table.cycle_s,
+        "problem": table.problem,
+        "idle_share": dict(table.idle_share),
+        "nodes": [
+            {
+                "name": node,
+                "is_drained": node in facts["drained"],
+                "holder": _holder(node, facts),
+                "bars": [
+                    {"job": job, "start_s": start_s, "length_s": length_s}
+                    for job, start_s, length_s in table.bars.get(node, ())
+                ],
+            }
+            for node in [*nodes[1:], nodes[0]]
+        ],
+    }
+
+
+def _holder(node: str, facts: Mapping[str, Any]) -> str | None:
+    """The job whose permit covers the node now."""
+    for job, phase in facts["holders"].items():
+        if node == "train" and phase == "train":
+            return str(job)
+        if phase == "rollout" and node in [f"rollout-{each}" for each in facts["jobs"].get(job, ())]:
+            return str(job)
+    return None
+
+
+def _job(
+    facts: Mapping[str, Any], job: Job, tables: Mapping[str, Timetable], prices: Mapping[str, float]
+) -> dict[str, Any]:
+    kept = (
+        "name",
+        "state",
+        "is_over",
+        "group",
+        "why",
+        "iterations",
+        "attempt",
+        "restarts",
+        "holds",
+        "held_s",
+    )
+    more = ("waits_for", "waited_s", "behind", "progress", "note", "log")
+    return {
+        **{key: facts[key] for key in (*kept, *more)},
+        "solo_s": job.solo_s,
+        "solo_dollars_per_hour": _price(prices, job.num_rollout_nodes, job.num_train_nodes),
+        "slo": _slo(facts, job, tables.get(facts["group"])),
+    }
+
+
+def _slo(facts: Mapping[str, Any], job: Job, table: Timetable | None) -> dict[str, Any]:
+    """Slowdowns: an iteration's time over the job's own alone, at its worst-case times."""
+    seen = facts["observed"]
+    mean = seen["sum_s"] / seen["count"] / job.solo_s if seen is not None else None
+    worst = seen["worst_s"] / job.solo_s if seen is not None else None
+    judged = worst if facts["slo_kind"] == "iteration" else mean
+    promised_s = table.promised_s.get(job.name) if table is not None and not facts["is_over"] else None
+    return {
+        "kind": facts["slo_kind"],
+        "target": job.slo,
+        "certified": promised_s / job.solo_s if promised_s is not None else None,
+        "observed_mean": mean,
+        "observed_worst": worst,
+        "num_observed": seen["count"] if seen is not None else 0,
+        "is_met": judged <= job.slo if judged is not None else None,
+    }
