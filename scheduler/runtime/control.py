@@ -15,7 +15,6 @@ import msgspec
 from rose.config import parse_config
 from rose.errors import ConfigError, JobRefused, PlacementError
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
-from rose.scheduler.group.order import round_robin
 from rose.scheduler.runtime.channel import Batch
 from rose.scheduler.runtime.messages import (
     AnyCall,
@@ -49,12 +48,15 @@ AWAY_S = 2.0
 class Control:
     """All jobs of one cluster."""
 
-    def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, pid: int) -> None:
-        """rows: what an earlier scheduler has committed. pid: of the scheduler's process."""
+    def __init__(
+        self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, pid: int, clock: str
+    ) -> None:
+        """rows: what an earlier scheduler has committed. pid: of the scheduler's process. clock: names the one
+        of all ``now``; a new scheduler on the same one knows how long phases have been running."""
         self._cluster = cluster
         self._pid = pid
         self._ticked_s = now
-        self._state = State(cluster, rows, now)
+        self._state = State(cluster, rows, now, clock)
         self._permits = PermitCalls(self._state, cluster.lease_s)
 
     # The loop's side ----------------------------------------------------------------------------------------
@@ -110,6 +112,11 @@ class Control:
                 group, now
             )  # the order waits only so long for a job that is between two phases
 
+    def next_wake_s(self, now: float) -> float | None:
+        """When the next `tick` is due though nobody calls: a job that runs ahead is held back until then."""
+        wakes = (turns.next_wake_s(now) for turns in self._state.turns.values())
+        return min((each for each in wakes if each is not None), default=None)
+
     def take_batch(self) -> Batch:
         """What has changed since the last call."""
         return self._state.take_batch()
@@ -152,7 +159,7 @@ class Control:
             number=max((each.number for each in self._state.jobs.values()), default=0) + 1,
         )
         self._state.jobs[spec.name], self._state.specs[spec.name] = record, spec
-        self._state.form(placed.group, now)
+        self._state.form(placed.group, certificate, now)
         self._state.event("submitted", spec.name, group=placed.group.name)
         self._start(spec.name)
         self._state.reply(client, call.seq, body={**body, "state": record.state})
@@ -160,14 +167,16 @@ class Control:
     def _place(self, spec: RunSpec, now: float) -> tuple[Placed, Certificate]:
         """A group whose order is certified, with what is held in it now held in turn."""
         placed = self._state.groups.place(spec, self._state.drained, now)
-        order = self._state.turns_in(placed.group.name).order_for(placed.group)
         try:
-            return placed, certify(placed.group, order)
+            return placed, self._certify(placed)
         except CertificateError:
             if spec.group is not None:
                 raise
             placed = self._state.groups.place_alone(spec, now)
-            return placed, certify(placed.group, round_robin(placed.group))
+            return placed, self._certify(placed)
+
+    def _certify(self, placed: Placed) -> Certificate:
+        return certify(placed.group, self._state.turns_in(placed.group.name).order_for(placed.group))
 
     def _start(self, name: str) -> None:
         """A new attempt. Without a runner it waits for one's Hello."""

@@ -41,6 +41,7 @@ class PermitCalls:
         record.waiting = request
         self._state.changed(call.job)
         turns.ask(ask_of(call.job, request))
+        self._state.changed_group(record.group)
         self.grant(self._state.jobs[call.job].group, now)
 
     def grant(self, group: str, now: float) -> None:

@@ -51,12 +51,12 @@ class Scheduler:
         self.rows: dict[str, bytes] = {}
         self.now = 1000.0
         self.seq = 0
-        self.control = Control(self.cluster, {}, self.now, 1)
+        self.control = Control(self.cluster, {}, self.now, 1, "clock 1")
 
     def restart(self, now: float) -> None:
         """A new scheduler, whose clock may be far from the old one's."""
         self.now = now
-        self.control = Control(self.cluster, self.rows, now, 2)
+        self.control = Control(self.cluster, self.rows, now, 2, f"clock of {now}")
 
     def call(self, kind: type[AnyCall], client: str = "job", **fields: Any) -> list[AnyAnswer]:
         """What all clients are told."""
@@ -317,7 +317,7 @@ def test_a_group_whose_nodes_changed_while_its_jobs_run_is_refused(scheduler: Sc
         ConfigError,
         match=r"job a runs in group main of 1 rollout and 1 training nodes, the cluster's file says 1 and 2",
     ):
-        Control(cluster, scheduler.rows, 0.0, 3)
+        Control(cluster, scheduler.rows, 0.0, 3, "clock 3")
 
 
 def test_a_cancelled_job_that_waits_is_granted_nothing(scheduler: Scheduler) -> None:
