@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from redis_process import RedisProcess
+from redis_server import RedisServer
 from served_cluster import ServedCluster, kill, overlap, wait_until
 
 from rose.node import watcher
@@ -86,13 +86,13 @@ def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> No
         assert overlap(cluster.phases()) == []
 
 
-def test_jobs_outlive_a_killed_redis(tmp_path: Path) -> None:
-    with RedisProcess(tmp_path) as server, ServedCluster(tmp_path, server.url) as cluster:
+def test_jobs_outlive_a_killed_redis(tmp_path: Path, redis_server: RedisServer) -> None:
+    with ServedCluster(tmp_path, redis_server.url) as cluster:
         for name in ("a", "b"):
             cluster.submit(name, iterations=12)
         wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
-        kill(server.pid)
-        server.start_again()
+        kill(redis_server.pid)
+        redis_server.start_again()
         for name in ("a", "b"):
             assert cluster.wait_state(name, "done")["restarts"] == 0
             assert iterations_of(cluster, name, "train") == list(range(12))

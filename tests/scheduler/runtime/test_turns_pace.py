@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.scheduler.cluster.model import Group, SloKind
-from rose.scheduler.group.certificate import Certificate, certify
+from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.group.order import PhaseKind, round_robin
 from rose.scheduler.group.scenario import group_of, random_group, tightened
 from rose.scheduler.runtime.turns import Ask, OrderRow, Turns, TurnsRow
@@ -137,7 +137,30 @@ def tight(seed: int) -> tuple[Group, Certificate, random.Random]:
 
 
 @given(st.integers(0, 10**9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
+def test_no_iteration_that_begins_after_a_join_is_longer_than_certified(seed: int) -> None:
+    group, certificate, rng = tight(seed)
+    members = group.members
+    group = replace(group, members=members[:1])
+    certificate = certify(group, round_robin(group))
+    run = Run(group, certificate, rng)
+    joined_s = run.now
+    for member in members[1:]:
+        run.until(run.now + rng.random() * 3 * certificate.cycle_s)
+        run.check(certificate, joined_s)
+        joins = replace(group, members=(*group.members, member))
+        try:
+            joined = certify(joins, run.turns.order_for(joins))
+        except CertificateError:
+            continue  # as submitting it would be refused
+        group, certificate, joined_s = joins, joined, run.now
+        run.form(group, certificate)
+    run.until(run.now + 6 * certificate.cycle_s)
+    run.check(certificate, joined_s)
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=100, deadline=None)
 def test_no_iteration_is_longer_than_certified(seed: int) -> None:
     group, certificate, rng = tight(seed)
     run = Run(group, certificate, rng)
@@ -194,9 +217,10 @@ def test_a_new_scheduler_on_the_same_clock_knows_how_long_phases_have_been_runni
     for is_restarted in (False, True):
         turns = Turns(LEASE_S, "clock")
         turns.form(*two_on_two_nodes(), 0.0)
-        assert begin(turns, "b", "rollout", 0.0)
+        turns.ask(Ask(job="b", phase="rollout", iteration=0))
         for phase in ("rollout", "train"):
             run_through(turns, "a", phase, 0.0)
+        assert turns.holds["b"].phase == "rollout"
         if is_restarted:
             turns = restarted(turns, "clock", 20.0)
         assert not begin(turns, "a", "rollout", 20.0)
