@@ -11,6 +11,7 @@ the suspended process.
 A storage that is resized to nothing keeps its tensors: FSDP frees its full parameters in the same way.
 """
 
+import ctypes
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 
@@ -48,20 +49,19 @@ class TorchState:
 
     def offload(self, cache: HostCache) -> None:
         """Raises: CacheFull, with all state still in place."""
-        storages = list(self._storages())
-        cache.keep({str(number): _bytes(each).cpu().numpy() for number, each in enumerate(storages)})
+        storages = self._storages()
+        cache.keep({str(number): _array(each) for number, each in enumerate(storages)})
         self._suspended = [(each, each.nbytes()) for each in storages]
         for each in storages:
             each.resize_(0)
 
-    def _storages(self) -> Iterator[torch.UntypedStorage]:
-        seen = set()
+    def _storages(self) -> list[torch.UntypedStorage]:
+        sharing: dict[int, list[torch.Tensor]] = {}
         for part in self._parts():
             for tensor in _tensors(part):
-                storage = tensor.untyped_storage()
-                if storage.nbytes() > 0 and storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    yield storage
+                if tensor.untyped_storage().nbytes() > 0:
+                    sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        return [_resizable(tensors) for tensors in sharing.values()]
 
 
 def _tensors(part: Part) -> Iterator[torch.Tensor]:
@@ -74,6 +74,26 @@ def _tensors(part: Part) -> Iterator[torch.Tensor]:
     elif part is not None:
         for state in part.state.values():
             yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+
+
+def _resizable(tensors: list[torch.Tensor]) -> torch.UntypedStorage:
+    """Their storage; a copy instead, which they share from now on, of memory that torch can't free (a mapped
+    file, a numpy array)."""
+    storage = tensors[0].untyped_storage()
+    if storage.resizable():
+        return storage
+    own = storage.clone()
+    for tensor in tensors:
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = empty.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return own
+
+
+def _array(storage: torch.UntypedStorage) -> Array:
+    if storage.device.type != "cpu":
+        return np.asarray(_bytes(storage).cpu())
+    # Not through torch's numpy(): that makes the storage one that can't be resized any more.
+    return np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr()), np.uint8)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -187,6 +187,10 @@ class PermitBook:
         held = (place.permit for place in self._places.values())
         return tuple(sorted((permit for permit in held if permit is not None), key=lambda each: each.epoch))
 
+    def freed_by(self, job: str) -> tuple[int, ...]:
+        """What the job's permit names and its tail has left."""
+        return self._place(job).freed
+
     def is_present(self, job: str) -> bool:
         """Whether the order waits for this job's turn."""
         return self._place(job).until_s is not None

@@ -25,6 +25,7 @@ from rose.scheduler.runtime.messages import (
     Heartbeat,
     Hello,
     History,
+    Moved,
     Release,
     Report,
     Request,
@@ -38,6 +39,7 @@ from rose.scheduler.runtime.placing import Placed
 from rose.scheduler.runtime.records import JobRecord, JobState
 from rose.scheduler.runtime.spec import RunSpec, ServeSpec
 from rose.scheduler.runtime.state import State
+from rose.scheduler.runtime.tail_calls import TailCalls
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Control:
         self._ticked_s = now
         self._state = State(cluster, rows, now, clock)
         self._permits = PermitCalls(self._state, cluster.lease_s)
+        self._tails = TailCalls(self._state, self._permits)
 
     # The loop's side ----------------------------------------------------------------------------------------
 
@@ -73,8 +76,9 @@ class Control:
             case Completed():
                 self._permits.completed(client, call)
             case Report():
-                self._state.progress[call.job] = (call.num_done, call.num_total)
-                self._state.reply(client, call.seq)
+                self._tails.report(client, call, now)
+            case Moved():
+                self._tails.moved(client, call, now)
             case Submit():
                 self._submit(client, call, now)
             case Status():
@@ -159,6 +163,7 @@ class Control:
             number=max((each.number for each in self._state.jobs.values()), default=0) + 1,
         )
         self._state.jobs[spec.name], self._state.specs[spec.name] = record, spec
+        self._state.forget_past(spec.name)
         self._state.form(placed.group, certificate, now)
         self._state.event("submitted", spec.name, group=placed.group.name)
         self._start(spec.name)

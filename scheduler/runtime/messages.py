@@ -101,13 +101,29 @@ class Release(Call, frozen=True, kw_only=True):
 
 
 class Report(Call, frozen=True, kw_only=True):
-    """Progress inside a phase: what long-tail migration looks at."""
+    """Progress inside a phase: what long-tail migration looks at.
+
+    The answer's ``keep`` names the rollout nodes onto which the rest should move, if it should.
+    """
 
     job: str
     attempt: int
     phase: str
     num_done: int
     num_total: int
+    num_tokens: int | None = None
+    """Of the longest response that runs; None: don't move them."""
+    lengths: list[int] | None = None
+    """Of all responses, when all are done."""
+
+
+class Moved(Call, frozen=True, kw_only=True):
+    """The rollout's tail runs on these nodes alone; the others that its permit names are free."""
+
+    job: str
+    attempt: int
+    epoch: int
+    keep: list[int]
 
 
 class Completed(Call, frozen=True, kw_only=True):
@@ -171,6 +187,7 @@ AnyCall = (
     | Heartbeat
     | Release
     | Report
+    | Moved
     | Completed
 )
 AnyAnswer = Reply | Grant | Start | Stop

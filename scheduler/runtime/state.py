@@ -40,6 +40,8 @@ class State:
         self.runner: str | None = None
         self.log_folder = ""
         self.progress: dict[str, tuple[int, int]] = {}
+        self.past: dict[str, list[list[int]]] = {}
+        """By job, the response lengths of its last rollouts."""
         self._batch = Batch()
         self._dirty: set[str] = set()
         self._dirty_groups: set[str] = set()
@@ -57,6 +59,8 @@ class State:
                 self._nodes[name] = msgspec.json.decode(row, type=tuple[int, int])
             elif kind == "drained":
                 self.drained[name] = msgspec.json.decode(row, type=list[str])
+            elif kind == "past":
+                self.past[name] = msgspec.json.decode(row, type=list[list[int]])
             elif kind == "runner":
                 self.runner, self.log_folder = msgspec.json.decode(row, type=tuple[str, str])
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
@@ -103,6 +107,11 @@ class State:
     def keep(self, key: str, row: bytes) -> None:
         """A row of the next batch that is neither."""
         self._batch.rows[key] = row
+
+    def forget_past(self, job: str) -> None:
+        """Of an earlier job of this name."""
+        if self.past.pop(job, None) is not None:
+            self._batch.rows[f"past:{job}"] = None
 
     def form(self, group: Group, certificate: Certificate, now: float) -> None:
         """The group has these members from now on, in the order that is certified."""

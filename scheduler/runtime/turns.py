@@ -11,7 +11,8 @@ same book and pace again, from two rows. A job that leaves keeps an empty turn u
 on at once: here its process is ended first.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -82,6 +83,7 @@ class Turns:
         self._now = 0.0
         self._asks: dict[str, Ask] = {}
         self._group: Group | None = None
+        self._certificate: Certificate | None = None
         self._book: PermitBook | None = None
         self._pace: Pace | None = None
 
@@ -101,7 +103,7 @@ class Turns:
         self._book = book
 
     def _begin(self, group: Group, certificate: Certificate, now: float) -> PermitBook:
-        self._group, self._pace = group, Pace(certificate, now)
+        self._group, self._certificate, self._pace = group, certificate, Pace(certificate, now)
         for name in certificate.bounds:
             self._pace.leave(name)  # until it asks
         # A transfer of weights is no absence.
@@ -173,6 +175,42 @@ class Turns:
         del self.holds[job]
         return True
 
+    @property
+    def certificate(self) -> Certificate:
+        """Of the order; there must have been a `form`."""
+        assert self._certificate is not None
+        return self._certificate
+
+    def present(self) -> Group:
+        """The group with those members alone that take their turns."""
+        assert self._group is not None and self._book is not None
+        book = self._book
+        return replace(
+            self._group, members=tuple(each for each in self._group.members if book.is_present(each.job.name))
+        )
+
+    def granted_s(self, job: str) -> float:
+        """Since when it has the permit that it holds."""
+        permit = self._book.permit_of(job) if self._book is not None else None
+        assert permit is not None, job
+        return permit.granted_s
+
+    def has_moved(self, job: str) -> bool:
+        """Whether its rollout has left some of its nodes."""
+        return self._book is not None and bool(self._book.freed_by(job))
+
+    def begin_tail(self, job: str, epoch: int, keep: Sequence[int], now: float) -> str | None:
+        """The rollout runs on these nodes alone; why it is refused, if so. Again is the same as once."""
+        hold, permit = self.holds.get(job), self._book.permit_of(job) if self._book is not None else None
+        if hold is None or hold.epoch != epoch or permit is None or self._book is None:
+            return f"epoch {epoch} is not that of a permit of {job}"
+        if hold.phase != PhaseKind.ROLLOUT or not keep or not set(keep) <= set(permit.resources):
+            return f"{hold.phase} holds {list(permit.resources)}: it can't keep {list(keep)}"
+        self._now = now
+        freed = [each for each in permit.resources if each not in keep]
+        self._book.begin_tail(job, epoch, freed, now)
+        return None
+
     def expired(self, now: float) -> list[Hold]:
         """Permits whose lease has run out."""
         return [hold for hold in self.holds.values() if hold.expires_s <= now]
@@ -224,7 +262,12 @@ class Turns:
         if ask is None:
             return []
         wanted = self._resources(job, ask.phase)
-        return [each.job for each in self.holds.values() if wanted & self._resources(each.job, each.phase)]
+        assert self._book is not None
+        return [
+            each.job
+            for each in self.holds.values()
+            if wanted & self._resources(each.job, each.phase) - set(self._book.freed_by(each.job))
+        ]
 
     def _resources(self, job: str, phase: str) -> set[int]:
         assert self._group is not None

@@ -41,9 +41,12 @@ def bits(model: Any, optimizer: Any) -> list[bytes]:
     tensors = [*model.parameters(), *(each.grad for each in model.parameters()), *model.buffers()]
     for state in optimizer.state.values():
         tensors += [each for each in state.values() if isinstance(each, torch.Tensor)]
-    return [each.detach().contiguous().view(torch.uint8).numpy().tobytes() for each in tensors if each.ndim] + [
-        each.detach().numpy().tobytes() for each in tensors if not each.ndim
-    ]
+    return [bytes_of(each) for each in tensors]
+
+
+def bytes_of(tensor: Any) -> bytes:
+    found: bytes = tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -77,11 +80,27 @@ def test_state_comes_back_bit_for_bit_and_frees_its_memory_meanwhile(
     assert runs[0] == runs[1], "the suspended run took another way"
 
 
+def test_weights_on_memory_that_torch_can_not_free_are_moved_once(tmp_path: Path) -> None:
+    import numpy as np
+
+    from rose.trainers.torch_state import TorchState
+
+    model = torch.nn.Linear(4, 3)
+    kept = np.arange(12, dtype=np.float32).reshape(3, 4)
+    model.weight.data = torch.from_numpy(kept)
+    state, cache = TorchState(lambda: [model]), cache_of(tmp_path)
+    for _ in range(2):
+        state.offload(cache)
+        assert model.weight.untyped_storage().nbytes() == 0
+        state.load(cache)
+        assert np.array_equal(model.weight.detach().clone().numpy(), kept)
+
+
 def test_a_set_over_its_limit_stays_where_it_is(tmp_path: Path) -> None:
     from rose.trainers.torch_state import TorchState
 
     model = tied_model(torch.float32)
-    before = [each.clone() for each in model.parameters()]
+    before = [each.detach().clone() for each in model.parameters()]
     state = TorchState(lambda: [model, None])
     with pytest.raises(CacheFull, match="100 allowed"):
         state.offload(cache_of(tmp_path, limit_bytes=100))
@@ -138,6 +157,6 @@ def bits_of_optimizer(trainer: Any) -> list[bytes]:
     optimizer = trainer.optimizer.optimizer
     moments = [each for state in optimizer.state.values() for each in state.values()]
     assert moments, "AdamW has moments"
-    return [each.detach().numpy().tobytes() for each in (*trainer.model.parameters(), *moments)]
+    return [bytes_of(each) for each in (*trainer.model.parameters(), *moments)]
 
 
