@@ -29,8 +29,10 @@ class RollCluster(Protocol):
 
 
 class RollState:
-    """One of a ROLL pipeline's clusters. Its vLLM engines sleep only where ROLL's configuration has actor_infer
-    colocated with training (`is_actor_infer_colocated`)."""
+    """One of a ROLL pipeline's clusters.
+
+    Its vLLM engines sleep only where ROLL has them colocated with training (`is_actor_infer_colocated`).
+    """
 
     def __init__(self, cluster: RollCluster) -> None:
         self._cluster = cluster

@@ -97,7 +97,7 @@ def _array(storage: torch.UntypedStorage) -> Array:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _tensor(array: Array) -> torch.Tensor:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from rose.scheduler.group.certificate import Certificate
 from rose.scheduler.group.order import PhaseKind
 
-
 MAX_PASSES_LATER = 2
 """For a job that joins: by then it comes after all iterations that the others are in."""
 ROUNDING_S = 1e-6
@@ -115,8 +114,10 @@ class Pace:
         return max(0.0, self.anchor_s(now) - self._lowest_anchor_s)
 
     def not_before_s(self, turn: int, now: float) -> float:
-        """When a step may start. Only rollouts, which begin an iteration, ever wait, and none so long that the
-        iteration before becomes too long."""
+        """When a step may start. Only rollouts, which begin an iteration, ever wait.
+
+        None waits so long that the iteration before becomes too long.
+        """
         step = self._order.steps[turn % len(self._order.steps)]
         if step.kind is PhaseKind.TRAIN:
             return float("-inf")

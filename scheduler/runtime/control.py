@@ -53,8 +53,10 @@ class Control:
     def __init__(
         self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, pid: int, clock: str
     ) -> None:
-        """rows: what an earlier scheduler has committed. pid: of the scheduler's process. clock: names the one
-        of all ``now``; a new scheduler on the same one knows how long phases have been running."""
+        """rows: what an earlier scheduler has committed. pid: of the scheduler's process.
+
+        clock: names the one of all ``now``; on the same one it is known how long phases have been running.
+        """
         self._cluster = cluster
         self._pid = pid
         self._ticked_s = now

@@ -90,9 +90,7 @@ class TailCalls:
                 if (speed := self._state.specs[member.job.name].speed) is not None
                 and (past := self._state.past.get(member.job.name))
             }
-            others = {
-                name: chosen for name, (of, chosen) in self._thresholds.items() if of is certificate
-            }
+            others = {name: chosen for name, (of, chosen) in self._thresholds.items() if of is certificate}
             chosen = choose_threshold(group, certificate, job, tails, others) if job in tails else None
             found = self._thresholds[job] = (certificate, chosen)
         return found[1]

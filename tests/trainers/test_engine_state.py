@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rose.scheduler.runtime.cache import HostCache
-from rose.trainers.engine_state import RollState, VerlRolloutState, VerlTrainState
+from rose.trainers.engine_state import VerlRolloutState, VerlTrainState
 
 
 @pytest.fixture

@@ -158,5 +158,3 @@ def bits_of_optimizer(trainer: Any) -> list[bytes]:
     moments = [each for state in optimizer.state.values() for each in state.values()]
     assert moments, "AdamW has moments"
     return [bytes_of(each) for each in (*trainer.model.parameters(), *moments)]
-
-

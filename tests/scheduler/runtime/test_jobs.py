@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from redis_server import RedisServer
-from served_cluster import ServedCluster, kill, overlap, wait_until
+from served_cluster import JOB, ServedCluster, kill, overlap, wait_until
 
 from rose.node import watcher
 from rose.scheduler.runtime.messages import Cancel
@@ -52,6 +53,29 @@ def test_jobs_on_other_nodes_run_at_the_same_time(shared: ServedCluster) -> None
         assert shared.submit(name, group="wide", rollout_nodes=[node], rollout_s=3600.0).error is None
     holders = {"wide-a": "rollout", "wide-b": "rollout"}
     wait_until(lambda: shared.status()["groups"]["wide"]["holders"] == holders, "both rollouts")
+
+
+def test_a_job_that_is_ahead_is_held_back_also_by_the_next_scheduler(tmp_path: Path) -> None:
+    """Two nodes, one training pool, no slack: a's rollout now, and its next one would take b's time twice."""
+    with ServedCluster(tmp_path, groups={"main": {"num_rollout_nodes": 2}}) as cluster:
+        worst = {"rollout_s": 3600.0, "train_s": 3600.0, "slo": 1.001, "iterations": 10_000}
+        fast = [sys.executable, str(JOB), str(tmp_path), "0.01", "0.01"]
+        assert cluster.submit("a", command=fast, rollout_nodes=[0], **worst).error is None
+        wait_until(lambda: cluster.job("a")["iterations"][0] >= 1, "a's first iteration")
+        assert cluster.submit("b", rollout_nodes=[1], **worst).error is None
+
+        def is_held_back() -> bool:
+            a, b = cluster.job("a"), cluster.job("b")
+            return (b["holds"], a["waits_for"], a["behind"]) == ("rollout", "rollout", [])
+
+        wait_until(is_held_back, "a to wait for a free node")
+        done, scheduler = cluster.job("a")["iterations"][0], cluster.status()["scheduler_pid"]
+        kill(scheduler)
+        wait_until(lambda: cluster.status()["scheduler_pid"] != scheduler, "another scheduler")
+        assert is_held_back()
+        assert cluster.job("a")["iterations"][0] == done
+        assert cluster.ask(Cancel, job="b").error is None
+        wait_until(lambda: cluster.job("a")["iterations"][0] > done, "a to go on without b")
 
 
 def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path) -> None:

@@ -31,9 +31,7 @@ def restarted(turns: Turns, now: float, clock: str = "clock") -> Turns:
     """As a new scheduler has it, from what is kept in JSON."""
     order, row = map(msgspec.json.encode, turns.rows())
     fresh = Turns(LEASE_S, clock)
-    fresh.restore(
-        msgspec.json.decode(order, type=OrderRow), msgspec.json.decode(row, type=TurnsRow), now
-    )
+    fresh.restore(msgspec.json.decode(order, type=OrderRow), msgspec.json.decode(row, type=TurnsRow), now)
     return fresh
 
 

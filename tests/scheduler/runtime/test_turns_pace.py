@@ -73,8 +73,10 @@ class Run:
         while True:
             self._grant()
             wake_s = self.turns.next_wake_s(self.now)
-            times = [each for each in (wake_s, self._events[0][0] if self._events else None) if each is not None]
-            at_s = min((each for each in times if each < self.now + LEASE_S / 2), default=end_s)
+            times = [self._events[0][0]] if self._events else []
+            if wake_s is not None and wake_s < self.now + LEASE_S / 2:
+                times.append(wake_s)
+            at_s = min(times, default=end_s)
             if at_s >= end_s:
                 self.now = end_s
                 return
@@ -191,9 +193,7 @@ def run_through(turns: Turns, job: str, phase: str, now: float) -> None:
     assert turns.release(job, turns.holds[job].epoch, now)
 
 
-@pytest.mark.parametrize(
-    ("clock", "now"), [(None, 0.0), ("clock", 0.0), ("another", 5e6), ("another", -5e6)]
-)
+@pytest.mark.parametrize(("clock", "now"), [(None, 0.0), ("clock", 0.0), ("another", 5e6), ("another", -5e6)])
 def test_a_job_whose_phases_took_no_time_waits_for_its_turn_in_the_timetable(
     clock: str | None, now: float
 ) -> None:
