@@ -69,7 +69,7 @@ def choose_threshold(
 def kept_now(
     group: Group, job: str, speed: RolloutSpeed, *, num_left: int, reached_tokens: int, left_s: float
 ) -> tuple[int, ...] | None:
-    """The nodes onto which the tail may move now, so that it ends within `left_s` at worst; None: it may not."""
+    """The nodes onto which the tail may move now and still end within `left_s` at worst; None: it may not."""
     num_kept = workers_kept(
         speed,
         num_left=num_left,

@@ -87,8 +87,8 @@ def phase(
     """Runs the function under a permit for the nodes of its pool; a "sync" needs none.
 
     working_set: loaded from host memory before and offloaded after the function, under the same permit.
-    move_tail: called from inside `Progress.report` of a rollout, with the rollout nodes (by their numbers in the
-    group) onto which the responses that still run are to move; when it returns, the others must be unused.
+    move_tail: called from inside `Progress.report` of a rollout, with the rollout nodes (by their numbers in
+    the group) onto which the responses that still run are to move; when it returns, the others are unused.
     Raises: ValueError for another name; in the function's calls PermitLost and CacheFull.
     """
     if name not in PHASES:
