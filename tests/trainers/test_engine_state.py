@@ -1,14 +1,13 @@
 """ROLL's and verl's real classes have the methods that the working sets call, as they call them."""
 
 import asyncio
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rose.scheduler.runtime.cache import HostCache
-from rose.trainers.engine_state import VerlRolloutState, VerlTrainState
+from rose.trainers.engine_state import RollState, VerlRolloutState, VerlTrainState
 
 
 @pytest.fixture
@@ -16,15 +15,48 @@ def cache(tmp_path: Path) -> HostCache:
     return HostCache(tmp_path, 0, "train of job a")
 
 
-def test_rolls_workers_take_the_calls() -> None:
+def test_rolls_clusters_take_the_calls(cache: HostCache) -> None:
     pytest.importorskip("roll.distributed.executor.worker", reason="ROLL is on no package index")
     from roll.distributed.executor.worker import Worker
-    from roll.distributed.scheduler.decorator import BIND_WORKER_METHOD_FLAG
+    from roll.distributed.scheduler.decorator import (
+        BIND_WORKER_METHOD_FLAG,
+        func_generator,
+        get_predefined_dispatch_fn,
+    )
 
-    for name in ("load_states", "offload_states"):
-        method = getattr(Worker, name)
-        assert hasattr(method, BIND_WORKER_METHOD_FLAG), "its cluster has the method too, with `blocking`"
-        inspect.signature(method).bind(None)
+    calls: list[str] = []
+
+    class Strategy:
+        """Where ROLL's own worker hands the calls on to."""
+
+        def load_states(self) -> None:
+            calls.append("load")
+
+        def offload_states(self) -> None:
+            calls.append("offload")
+
+    worker = Worker.__new__(Worker)
+    worker.strategy = Strategy()
+
+    class Cluster:
+        """With its methods made by ROLL, as its own cluster of Ray actors has them."""
+
+        world_size = 1
+
+        def __init__(self) -> None:
+            for name in ("load_states", "offload_states"):
+                mode = getattr(getattr(Worker, name), BIND_WORKER_METHOD_FLAG)["dispatch_mode"]
+                found = get_predefined_dispatch_fn(dispatch_mode=mode)
+                made = func_generator(self, name, found["dispatch_fn"], found["collect_fn"], self.execute)
+                setattr(self, name, made)
+
+        def execute(self, name: str, *args: Any, **kwargs: Any) -> Any:
+            return [getattr(worker, name)()]
+
+    state = RollState(Cluster())
+    state.load(cache)
+    state.offload(cache)
+    assert calls == ["load", "offload"]
 
 
 def test_verls_training_workers_take_the_calls(cache: HostCache) -> None:

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lone_scheduler import Scheduler, error_of, only
 from served_cluster import JOB, ServedCluster
-from test_control import Scheduler, error_of, only
 
 from rose.scheduler.runtime.messages import Grant, Hello, Moved, Release, Reply, Report, Start
 
