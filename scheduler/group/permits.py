@@ -87,8 +87,7 @@ class _Queue:
 class PermitBook:
     """The permits of one group. Not thread-safe: its owner calls it from one thread.
 
-    `first_epoch` must exceed every epoch granted before a restart. Without `pace`, a job may run ahead of its
-    timetable as far as the order lets it.
+    Without `pace`, a job may run ahead of its timetable as far as the order lets it.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class PermitBook:
         *,
         lease_s: float,
         between_s: float | None = None,
-        first_epoch: int = 1,
         pace: Pace | None = None,
     ) -> None:
         if lease_s <= 0:
@@ -105,7 +103,7 @@ class PermitBook:
         self.order = order
         self._lease_s = lease_s
         self._between_s = between_s if between_s is not None else lease_s
-        self._epoch = first_epoch - 1
+        self._epoch = 0
         self._pace = pace
         self._places = {name: _Place(name, 0) for name in order.steps_of_job}
         self._queues = {
@@ -114,11 +112,6 @@ class PermitBook:
         }
         ranks = {index: rank for steps in order.steps_of_job.values() for rank, index in enumerate(steps)}
         self._rank_of_step = tuple(ranks[index] for index in range(len(order.steps)))
-
-    @property
-    def epoch(self) -> int:
-        """The largest granted so far: what a restart goes on from."""
-        return self._epoch
 
     def sequence(self) -> list[str]:
         """The jobs by the iteration that they are in: the order from here on, those that are gone last."""
@@ -136,7 +129,7 @@ class PermitBook:
         This order must have those of them that are not gone as `old.sequence` says, and in this pace all of
         them are gone.
         """
-        self._epoch = old.epoch
+        self._epoch = old._epoch
         for name in old.sequence():
             was, place = old._places[name], self._places.get(name)
             if place is None or was.until_s is None:
