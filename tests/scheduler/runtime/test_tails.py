@@ -9,7 +9,7 @@ from served_cluster import JOB, ServedCluster
 
 from rose.scheduler.runtime.messages import Grant, Hello, Moved, Release, Reply, Report, Start
 
-TAIL = {"step_s": 0.01, "request_s": 0.0, "prompt_tokens": 10, "prefill_tokens_per_s": 1e5, "pause_s": 0.01}
+TAIL = {"step_s": 0.01, "request_s": 0.001, "prompt_tokens": 10, "prefill_tokens_per_s": 1e5, "pause_s": 0.01}
 LENGTHS = [50] * 18 + [1000] * 2
 
 
@@ -21,7 +21,7 @@ def two_nodes(train_s: float = 0.1) -> Scheduler:
     """`a` on both, with a tail of a tenth of its responses; `b` on one of them."""
     scheduler = Scheduler(groups={"main": {"num_rollout_nodes": 2}})
     scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
-    rows = {"a": (phases(12.0, 2, train_s), [0, 1], TAIL), "b": (phases(5.0, 1, train_s), [1], None)}
+    rows = {"a": (phases(25.0, 2, train_s), [0, 1], TAIL), "b": (phases(5.0, 1, train_s), [1], None)}
     for name, (phase_rows, nodes, tail) in rows.items():
         answers = scheduler.submit(
             name, phases=phase_rows, rollout_nodes=nodes, tail=tail, max_tokens=1000, iterations=9
@@ -81,8 +81,8 @@ def test_a_tail_moves_where_the_past_says_so_and_what_it_leaves_goes_on() -> Non
 def test_a_tail_that_could_end_too_late_or_gains_nothing_stays() -> None:
     scheduler = two_nodes()
     rollout_with_known_lengths(scheduler)
-    scheduler.now += 5.0
-    assert report(scheduler, 18, num_tokens=50) is None, "9.5 s of decoding are possible, 7 s are left"
+    scheduler.now += 15.0
+    assert report(scheduler, 18, num_tokens=50) is None, "11.4 s of decoding are possible, 10 s are left"
     balanced = two_nodes(train_s=300.0)
     rollout_with_known_lengths(balanced)
     assert report(balanced, 18, num_tokens=50) is None, "training is what all wait for"
