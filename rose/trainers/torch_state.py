@@ -82,7 +82,8 @@ def _resizable(tensors: list[torch.Tensor]) -> torch.UntypedStorage:
     storage = tensors[0].untyped_storage()
     if storage.resizable():
         return storage
-    own = storage.clone()
+    own = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+    _bytes(own).copy_(_bytes(storage))
     for tensor in tensors:
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         tensor.data = empty.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -93,7 +94,8 @@ def _array(storage: torch.UntypedStorage) -> Array:
     if storage.device.type != "cpu":
         return np.asarray(_bytes(storage).cpu())
     # Not through torch's numpy(): that makes the storage one that can't be resized any more.
-    return np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr()), np.uint8)
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    return np.frombuffer(memoryview(memory), np.uint8)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

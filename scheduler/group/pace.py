@@ -13,7 +13,9 @@ the timetable itself moves up with the slowest job of the group, so nobody waits
 happen.
 
 A job that joins, or returns, would move the anchor to a later time if its turn came while the others are
-ahead: it takes the first pass in which none of them is late for its own next iteration.
+ahead: it takes the first pass in which none of them is late for its own next iteration. With a job that joins
+the timetable is a new one, and the group may be late in it from the start; then the new job takes the third
+pass, and the iteration into which it comes may be longer than certified, once.
 """
 
 import math
@@ -23,7 +25,7 @@ from rose.scheduler.group.certificate import Certificate
 from rose.scheduler.group.order import PhaseKind
 
 MAX_PASSES_LATER = 2
-"""For a job that joins: by then it comes after all iterations that the others are in."""
+"""For a job that joins: by then it comes after all iterations that the others are in, and nobody starves."""
 ROUNDING_S = 1e-6
 """A timetable's own resolution."""
 
