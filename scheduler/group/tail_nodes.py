@@ -103,7 +103,7 @@ class _Past:
         lengths = known.past[iteration % len(known.past)]
         tail = play_rollout(lengths, known.speed, self._thresholds.get(permit.job))
         kept = kept_nodes(self._group, permit.job, tail.num_workers) if tail.num_workers else None
-        if kept is None:
+        if kept is None or tail.freed_s >= min(tail.done_s, worst_s):
             tail = play_rollout(lengths, known.speed, None)
             return PhaseTimes(done_s=min(tail.done_s, worst_s))
         freed = tuple(node for node in permit.resources if node not in kept)

@@ -14,6 +14,8 @@ from rose.errors import ChannelError
 NUM_EVENTS = 10_000
 """A channel keeps; a group of five jobs with phases of minutes makes these in a week."""
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True):
     """Root of all bodies. A client's ``seq`` names its call: a body may arrive again after a restart."""
@@ -109,11 +111,11 @@ class Report(Call, frozen=True, kw_only=True):
     job: str
     attempt: int
     phase: str
-    num_done: int
-    num_total: int
-    num_tokens: int | None = None
+    num_done: Count
+    num_total: Count
+    num_tokens: Count | None = None
     """Of the longest response that runs; None: don't move them."""
-    lengths: list[int] | None = None
+    lengths: list[Count] | None = None
     """Of all responses, when all are done."""
 
 

@@ -28,6 +28,12 @@ def test_the_threshold_is_off_where_training_is_the_bottleneck_and_on_where_roll
         assert (chosen in THRESHOLDS) == is_on, train_s
 
 
+def test_a_profile_that_is_slower_than_the_certified_phase_moves_nothing() -> None:
+    group = group_of([(0.5, 0.1, (0, 1)), (6.0, 0.1, (1,))])
+    certificate = certify(group, round_robin(group))
+    assert choose_threshold(group, certificate, "a", {"a": TAIL}, {}) is None
+
+
 def test_only_a_tail_that_ends_in_time_may_move() -> None:
     group = group_of([(22.0, 1.0, (0, 1)), (6.0, 1.0, (1,))])
     for left_s, keep in ((20.0, (0,)), (10.0, None)):
