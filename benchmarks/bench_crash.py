@@ -70,8 +70,7 @@ def _kill_redis(rig: ClusterRig, server: RedisServer | None) -> float:
     """When it was killed; it is started again at once."""
     assert server is not None
     killed_s = rig.kill(server.pid)
-    server.stop()
-    server.start()
+    server.start_again()
     return killed_s
 
 

@@ -3,7 +3,7 @@
 Owns: the timetable's anchor, the earliest moment from which the group is sure to keep it. Promises, as long
 as no phase exceeds its worst case: the anchor never moves to a later time, every phase starts no later than
 anchor + timetable, and two iterations of a job start no further apart than its SLO allows. Never: grants
-anything.
+anything. Pure, and all of its state is in `PaceState`.
 
 Why jobs are held back at all: phases are mostly shorter than their worst case. A job that starts iteration n
 very early, and n + 1 at its certified time because the others then take theirs, would see one iteration
@@ -11,12 +11,35 @@ longer than the certificate says (two jobs of 50 s + 50 s on two rollout nodes: 
 job may be ahead of the timetable by what its SLO leaves over its certified longest iteration, and no more;
 the timetable itself moves up with the slowest job of the group, so nobody waits for worst cases that did not
 happen.
+
+A job that joins, or returns, would move the anchor to a later time if its turn came while the others are
+ahead: it takes the first pass in which none of them is late for its own next iteration. With a job that joins
+the timetable is a new one, and the group may be late in it from the start; then the new job takes the third
+pass, and the iteration into which it comes may be longer than certified, once.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from rose.scheduler.group.certificate import Certificate
 from rose.scheduler.group.order import PhaseKind
+
+MAX_PASSES_LATER = 2
+"""For a job that joins: by then it comes after all iterations that the others are in, and nobody starves."""
+ROUNDING_S = 1e-6
+"""A timetable's own resolution."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PaceState:
+    """What the next scheduler needs. Times are of the clock that `now` was read from."""
+
+    on: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By resource, time and turn: see `_Last`."""
+    of: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """By job, as well."""
+    began_s: dict[str, float] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -42,7 +65,35 @@ class Pace:
         for name, steps in self._order.steps_of_job.items():
             if self._order.steps[steps[0]].kind is PhaseKind.TRAIN:
                 self._of[name].turn = steps[0]  # its first pass begins with a rollout, later in the order
+        self._began_s: dict[str, float] = {}
+        """When each job's latest rollout did."""
         self._lowest_anchor_s = self.anchor_s(now)
+
+    def state(self) -> PaceState:
+        """For `restore`."""
+        return PaceState(
+            on={key: (last.time_s, last.turn) for key, last in self._on.items()},
+            of={name: (last.time_s, last.turn) for name, last in self._of.items()},
+            began_s=dict(self._began_s),
+            gone=sorted(self._gone),
+        )
+
+    def restore(self, state: PaceState, later_s: float) -> None:
+        """From `state` of a pace with the same certificate, its times so much later."""
+        self._on = {key: _Last(time_s + later_s, turn) for key, (time_s, turn) in state.on.items()}
+        self._of = {name: _Last(time_s + later_s, turn) for name, (time_s, turn) in state.of.items()}
+        self._began_s = {name: time_s + later_s for name, time_s in state.began_s.items()}
+        self._gone = set(state.gone)
+
+    def take_over(self, old: "Pace", job: str, turn: int, started_s: float | None) -> None:
+        """A member of an earlier order is in this turn since `started_s`, or it is its next one (None)."""
+        ready_s = old._of[job].time_s if started_s is None else started_s
+        self._gone.discard(job)
+        self._of[job] = _Last(ready_s, max(-1, turn - 1))
+        if started_s is not None:
+            self._note(turn, started_s + self._certificate.durations_s[turn % len(self._order.steps)])
+        if job in old._began_s:
+            self._began_s[job] = old._began_s[job]
 
     def anchor_s(self, now: float) -> float:
         """When the timetable's first pass begins, for all that is still to start: later than now."""
@@ -65,15 +116,22 @@ class Pace:
         return max(0.0, self.anchor_s(now) - self._lowest_anchor_s)
 
     def not_before_s(self, turn: int, now: float) -> float:
-        """When a step may start. Only rollouts, which begin an iteration, ever wait."""
+        """When a step may start. Only rollouts, which begin an iteration, ever wait.
+
+        None waits so long that the iteration before becomes too long.
+        """
         step = self._order.steps[turn % len(self._order.steps)]
         if step.kind is PhaseKind.TRAIN:
             return float("-inf")
-        return self.anchor_s(now) + self._planned_s(turn) - self._certificate.bounds[step.job].lead_s
+        earliest_s = self.anchor_s(now) + self._planned_s(turn) - self._certificate.bounds[step.job].lead_s
+        return min(earliest_s, self._due_s(step.job))
 
     def start(self, turn: int, now: float) -> None:
         """A phase began; it may take what the certificate was made with."""
         self._lowest_anchor_s = min(self._lowest_anchor_s, self.anchor_s(now))
+        step = self._order.steps[turn % len(self._order.steps)]
+        if step.kind is PhaseKind.ROLLOUT:
+            self._began_s[step.job] = now
         self._note(turn, now + self._certificate.durations_s[turn % len(self._order.steps)])
 
     def end(self, turn: int, now: float) -> None:
@@ -85,20 +143,49 @@ class Pace:
         if self._on[resource].turn == turn:
             self._on[resource].time_s = now
 
-    def ready(self, turn: int, now: float) -> None:
-        """A job asks for this step: late, if that is after the worst case of what it did before."""
+    def ready(self, turn: int, now: float) -> int:
+        """A job asks for this step: late, if that is after the worst case of what it did before.
+
+        By how many passes later it must come, if the job was gone: 0 for all others.
+        """
         job = self._order.steps[turn % len(self._order.steps)].job
-        steps = self._order.steps_of_job[job]
         last = self._of[job]
-        if job in self._gone or self._following(steps, last.turn) != turn:
+        if job in self._gone:
+            return self._join(job, turn, now)
+        if self._following(self._order.steps_of_job[job], last.turn) != turn:
             last.turn = max(-1, turn - 1)
             last.time_s = now
-        self._gone.discard(job)
         last.time_s = max(last.time_s, now)
+        return 0
+
+    def _join(self, job: str, turn: int, now: float) -> int:
+        self._gone.discard(job)
+        for passes in range(MAX_PASSES_LATER):
+            self._of[job] = _Last(now, max(-1, turn + passes * len(self._order.steps) - 1))
+            anchor_s = self.anchor_s(now)
+            if all(
+                anchor_s + self._planned_s(self._next_rollout(other)) <= self._due_s(other) + ROUNDING_S
+                for other in self._began_s
+                if other not in self._gone
+            ):
+                return passes
+        self._of[job] = _Last(now, turn + MAX_PASSES_LATER * len(self._order.steps) - 1)
+        return MAX_PASSES_LATER
 
     def leave(self, job: str) -> None:
         """The job is gone: nothing waits for it, until it is ready again."""
         self._gone.add(job)
+        self._began_s.pop(job, None)
+
+    def _due_s(self, job: str) -> float:
+        """When its next rollout has to start for the iteration that it is in to be as long as allowed."""
+        bound = self._certificate.bounds[job]
+        return self._began_s.get(job, math.inf) + bound.longest_s + bound.lead_s
+
+    def _next_rollout(self, job: str) -> int:
+        steps = self._order.steps_of_job[job]
+        rollouts = tuple(step for step in steps if self._order.steps[step].kind is PhaseKind.ROLLOUT)
+        return self._following(rollouts, self._of[job].turn)
 
     def _note(self, turn: int, time_s: float) -> None:
         step = self._order.steps[turn % len(self._order.steps)]
@@ -108,12 +195,14 @@ class Pace:
         self._of[step.job] = _Last(time_s + self._certificate.syncs_s[turn % len(self._order.steps)], turn)
 
     def _following(self, steps: tuple[int, ...], turn: int) -> int:
-        """The next turn in a chain of steps, without those of jobs that are gone."""
+        """The next turn in a chain of steps, without those of jobs that are gone, or that gave it up."""
         cycle, index = divmod(turn, len(self._order.steps))
         while True:
             for step in steps:
-                if step > index and self._order.steps[step].job not in self._gone:
-                    return cycle * len(self._order.steps) + step
+                job = self._order.steps[step].job
+                following = cycle * len(self._order.steps) + step
+                if step > index and job not in self._gone and following > self._of[job].turn:
+                    return following
             cycle, index = cycle + 1, -1
 
     def _planned_s(self, turn: int) -> float:

@@ -19,15 +19,12 @@ refuse to load anything for a smaller one. Between two phases (weights' transfer
 again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rose.errors import RoseError
 from rose.scheduler.group.order import CyclicOrder, PhaseKind
-from rose.scheduler.group.pace import Pace
-
-ROUNDING_S = 1e-6
-"""A timetable's own resolution."""
+from rose.scheduler.group.pace import ROUNDING_S, Pace
 
 
 class StalePermit(RoseError):
@@ -50,6 +47,18 @@ class Permit:
     granted_s: float
     expires_s: float
     guests: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class BookState:
+    """What the next scheduler needs, without times: whoever was present gets a whole lease again."""
+
+    epoch: int = 0
+    positions: dict[str, int] = field(default_factory=dict)
+    present: list[str] = field(default_factory=list)
+    freed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    queues: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
+    """By resource, how far it is, and its guests."""
 
 
 @dataclass(slots=True)
@@ -78,8 +87,7 @@ class _Queue:
 class PermitBook:
     """The permits of one group. Not thread-safe: its owner calls it from one thread.
 
-    `first_epoch` must exceed every epoch granted before a restart. Until `pace` is given, a job may run ahead
-    of its timetable as far as the order lets it.
+    Without `pace`, a job may run ahead of its timetable as far as the order lets it.
     """
 
     def __init__(
@@ -88,15 +96,14 @@ class PermitBook:
         *,
         lease_s: float,
         between_s: float | None = None,
-        first_epoch: int = 1,
         pace: Pace | None = None,
     ) -> None:
         if lease_s <= 0:
             raise ValueError(f"lease_s must be positive, got {lease_s:g}")
-        self._order = order
+        self.order = order
         self._lease_s = lease_s
         self._between_s = between_s if between_s is not None else lease_s
-        self._epoch = first_epoch - 1
+        self._epoch = 0
         self._pace = pace
         self._places = {name: _Place(name, 0) for name in order.steps_of_job}
         self._queues = {
@@ -106,10 +113,63 @@ class PermitBook:
         ranks = {index: rank for steps in order.steps_of_job.values() for rank, index in enumerate(steps)}
         self._rank_of_step = tuple(ranks[index] for index in range(len(order.steps)))
 
-    @property
-    def epoch(self) -> int:
-        """The largest granted so far: what a restart goes on from."""
-        return self._epoch
+    def sequence(self) -> list[str]:
+        """The jobs by the iteration that they are in: the order from here on, those that are gone last."""
+
+        def begins(name: str) -> tuple[bool, int]:
+            place = self._places[name]
+            rollout = place.position - (self._kind_at(place) is PhaseKind.TRAIN)
+            return place.until_s is None, self._turn_at(name, rollout)
+
+        return sorted(self._places, key=begins)
+
+    def take_over(self, old: "PermitBook", now: float) -> None:
+        """The members of an earlier order, where they are: permits stay out. On a new book only.
+
+        This order must have those of them that are not gone as `old.sequence` says, and in this pace all of
+        them are gone.
+        """
+        self._epoch = old._epoch
+        for name in old.sequence():
+            was, place = old._places[name], self._places.get(name)
+            if place is None or was.until_s is None:
+                continue
+            place.wants, place.until_s, place.freed = was.wants, was.until_s, was.freed
+            if self._kind_at(place) is not old._kind_at(was):
+                place.position += 1
+            turn, permit = self._turn_of(place), was.permit
+            if permit is not None:
+                place.permit = replace(permit, turn=turn)
+            if self._pace is not None and old._pace is not None:
+                self._pace.take_over(old._pace, name, turn, permit.granted_s if permit is not None else None)
+                for key in place.freed:
+                    self._pace.free(turn, key, now)
+
+    def state(self) -> BookState:
+        """For `restore`; the permits are their owner's to keep."""
+        return BookState(
+            epoch=self._epoch,
+            positions={name: place.position for name, place in self._places.items()},
+            present=[name for name in self._places if self.is_present(name)],
+            freed={name: place.freed for name, place in self._places.items() if place.freed},
+            queues={key: (queue.count, list(queue.guests)) for key, queue in self._queues.items()},
+        )
+
+    def restore(self, state: BookState, held: Mapping[str, tuple[int, float]], now: float) -> None:
+        """From the `state` of a book of the same order. `held`: each permit's epoch, and when it was granted.
+
+        Jobs that waited ask again.
+        """
+        self._epoch = state.epoch
+        for key, (count, guests) in state.queues.items():
+            self._queues[key].count, self._queues[key].guests = count, guests
+        for name, position in state.positions.items():
+            place = self._places[name]
+            place.position, place.freed = position, state.freed.get(name, ())
+            place.until_s = now + self._between_s if name in state.present else None
+            if name in held:
+                epoch, granted_s = held[name]
+                place.permit = self._permit(place, epoch, granted_s, now)
 
     def permit_of(self, job: str) -> Permit | None:
         """The permit that a job holds."""
@@ -119,6 +179,10 @@ class PermitBook:
         """All that are held, by epoch."""
         held = (place.permit for place in self._places.values())
         return tuple(sorted((permit for permit in held if permit is not None), key=lambda each: each.epoch))
+
+    def freed_by(self, job: str) -> tuple[int, ...]:
+        """What the job's permit names and its tail has left."""
+        return self._place(job).freed
 
     def is_present(self, job: str) -> bool:
         """Whether the order waits for this job's turn."""
@@ -140,7 +204,8 @@ class PermitBook:
             if self._kind_at(place) is not kind:
                 place.position += 1
             if self._pace is not None:
-                self._pace.ready(self._turn_of(place), now)
+                passes = self._pace.ready(self._turn_of(place), now)
+                place.position += passes * len(self.order.steps_of_job[job])
         place.until_s = now + self._lease_s
 
     def heartbeat(self, job: str, epoch: int, now: float) -> Permit:
@@ -242,22 +307,25 @@ class PermitBook:
         return place
 
     def _kind_at(self, place: _Place) -> PhaseKind:
-        return self._order.steps[self._step_at(place)].kind
+        return self.order.steps[self._step_at(place)].kind
 
     def _step_at(self, place: _Place) -> int:
-        steps = self._order.steps_of_job[place.name]
+        steps = self.order.steps_of_job[place.name]
         return steps[place.position % len(steps)]
 
     def _turn_of(self, place: _Place) -> int:
-        cycle, rank = divmod(place.position, len(self._order.steps_of_job[place.name]))
-        return cycle * len(self._order.steps) + self._order.steps_of_job[place.name][rank]
+        return self._turn_at(place.name, place.position)
+
+    def _turn_at(self, name: str, position: int) -> int:
+        cycle, rank = divmod(position, len(self.order.steps_of_job[name]))
+        return cycle * len(self.order.steps) + self.order.steps_of_job[name][rank]
 
     def _next_on(self, queue: _Queue) -> tuple[_Place, int]:
         """Whose turn it is on a resource, and at which position of that job."""
         cycle, slot = divmod(queue.count, len(queue.steps))
         index = queue.steps[slot]
-        name = self._order.steps[index].job
-        return self._places[name], cycle * len(self._order.steps_of_job[name]) + self._rank_of_step[index]
+        name = self.order.steps[index].job
+        return self._places[name], cycle * len(self.order.steps_of_job[name]) + self._rank_of_step[index]
 
     def _move(self, key: int, queue: _Queue) -> _Place | None:
         """Moves a resource past turns that are over or empty; who is next there, if it has no permit yet."""
@@ -275,13 +343,13 @@ class PermitBook:
         return place if place.position == position and place.permit is None else None
 
     def _waits_for(self, place: _Place, key: int) -> bool:
-        return place.wants is not None and key in self._order.steps[self._step_at(place)].resources
+        return place.wants is not None and key in self.order.steps[self._step_at(place)].resources
 
     def _is_first(self, place: _Place) -> bool:
         """Whether it asks for its next step and is the next in order on all that the step holds."""
         if place.wants is None or place.permit is not None or place.wants is not self._kind_at(place):
             return False
-        queues = [self._queues[key] for key in self._order.steps[self._step_at(place)].resources]
+        queues = [self._queues[key] for key in self.order.steps[self._step_at(place)].resources]
         return all(self._next_on(queue) == (place, place.position) for queue in queues)
 
     def _may_start(self, place: _Place, now: float) -> bool:
@@ -292,25 +360,27 @@ class PermitBook:
         return self._pace.not_before_s(self._turn_of(place), now) <= now + ROUNDING_S
 
     def _grant(self, place: _Place, now: float) -> Permit:
-        index = self._step_at(place)
-        step = self._order.steps[index]
         self._epoch += 1
-        guests = [name for key in step.resources for name in self._queues[key].guests]
         place.wants = None
         place.until_s = now + self._lease_s
-        place.permit = Permit(
-            job=place.name,
-            kind=step.kind,
-            resources=step.resources,
-            epoch=self._epoch,
-            turn=self._turn_of(place),
-            granted_s=now,
-            expires_s=place.until_s,
-            guests=tuple(dict.fromkeys(guests)),
-        )
+        place.permit = self._permit(place, self._epoch, now, now)
         if self._pace is not None:
             self._pace.start(place.permit.turn, now)
         return place.permit
+
+    def _permit(self, place: _Place, epoch: int, granted_s: float, now: float) -> Permit:
+        step = self.order.steps[self._step_at(place)]
+        guests = [name for key in step.resources for name in self._queues[key].guests if name != place.name]
+        return Permit(
+            job=place.name,
+            kind=step.kind,
+            resources=step.resources,
+            epoch=epoch,
+            turn=self._turn_of(place),
+            granted_s=granted_s,
+            expires_s=now + self._lease_s,
+            guests=tuple(dict.fromkeys(guests)),
+        )
 
     def _end(self, place: _Place, now: float) -> None:
         if self._pace is not None:

@@ -23,10 +23,14 @@ TOLERANCE_S = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimes:
-    """How long a phase runs; `freed_s`: when its tail has been moved aside, if that is earlier."""
+    """How long a phase runs; `freed_s`: when its tail has been moved aside, if that is earlier.
+
+    `freed`: the resources that this frees; None: all, with the tail as a guest of who comes next.
+    """
 
     done_s: float
     freed_s: float | None = None
+    freed: tuple[int, ...] | None = None
 
 
 PhaseModel = Callable[[Permit, int], PhaseTimes]
@@ -98,6 +102,7 @@ class _Replay:
         self._history = History({name: [] for name in self._left}, {name: [] for name in self._left})
         self._with_pace = with_pace
         self._events: list[tuple[float, int, str, str]] = []
+        self._freed: dict[str, tuple[int, ...] | None] = {}
         self._num_events = 0
         for name in self._left:
             self._add(0.0, "rollout", name)
@@ -127,7 +132,8 @@ class _Replay:
             return
         permit = self._book.permit_of(name) if what in ("tail", "done") else None
         if what == "tail" and permit is not None:
-            self._book.begin_tail(name, permit.epoch, permit.resources, now)
+            freed = self._freed[name]
+            self._book.begin_tail(name, permit.epoch, permit.resources if freed is None else freed, now)
         elif what == "done" and permit is not None:
             self._book.release(name, permit.epoch, now)
             self._after(permit, now)
@@ -141,6 +147,7 @@ class _Replay:
             self._history.starts_s[name].append(now)
         times = self._times_of(permit, iteration)
         if times.freed_s is not None:
+            self._freed[name] = times.freed
             self._add(now + times.freed_s, "tail", name)
         self._add(now + times.done_s, "done", name)
 

@@ -15,7 +15,6 @@ import msgspec
 from rose.config import parse_config
 from rose.errors import ConfigError, JobRefused, PlacementError
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
-from rose.scheduler.group.order import round_robin
 from rose.scheduler.runtime.channel import Batch
 from rose.scheduler.runtime.messages import (
     AnyCall,
@@ -26,6 +25,7 @@ from rose.scheduler.runtime.messages import (
     Heartbeat,
     Hello,
     History,
+    Moved,
     Overview,
     Release,
     Report,
@@ -41,6 +41,7 @@ from rose.scheduler.runtime.placing import Placed
 from rose.scheduler.runtime.records import JobRecord, JobState
 from rose.scheduler.runtime.spec import RunSpec, ServeSpec
 from rose.scheduler.runtime.state import State
+from rose.scheduler.runtime.tail_calls import TailCalls
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +52,19 @@ AWAY_S = 2.0
 class Control:
     """All jobs of one cluster."""
 
-    def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, pid: int) -> None:
-        """rows: what an earlier scheduler has committed. pid: of the scheduler's process."""
+    def __init__(
+        self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, pid: int, clock: str
+    ) -> None:
+        """rows: what an earlier scheduler has committed. pid: of the scheduler's process.
+
+        clock: names the one of all ``now``; on the same one it is known how long phases have been running.
+        """
         self._cluster = cluster
         self._pid = pid
         self._ticked_s = now
-        self._state = State(cluster, rows, now)
+        self._state = State(cluster, rows, now, clock)
         self._permits = PermitCalls(self._state, cluster.lease_s)
+        self._tails = TailCalls(self._state, self._permits)
 
     # The loop's side ----------------------------------------------------------------------------------------
 
@@ -73,8 +80,9 @@ class Control:
             case Completed():
                 self._permits.completed(client, call, now)
             case Report():
-                self._state.progress[call.job] = (call.num_done, call.num_total)
-                self._state.reply(client, call.seq)
+                self._tails.report(client, call, now)
+            case Moved():
+                self._tails.moved(client, call, now)
             case Submit():
                 self._submit(client, call, now)
             case Status():
@@ -119,6 +127,11 @@ class Control:
         """How long `handle` took, for those who watch."""
         self._state.meter.decided(type(call).__name__.lower(), seconds)
 
+    def next_wake_s(self, now: float) -> float | None:
+        """When the next `tick` is due though nobody calls: a job that runs ahead is held back until then."""
+        wakes = (turns.next_wake_s(now) for turns in self._state.turns.values())
+        return min((each for each in wakes if each is not None), default=None)
+
     def take_batch(self) -> Batch:
         """What has changed since the last call."""
         return self._state.take_batch()
@@ -162,7 +175,8 @@ class Control:
         )
         self._state.jobs[spec.name], self._state.specs[spec.name] = record, spec
         self._state.meter.forget(spec.name)
-        self._state.form(placed.group, now)
+        self._state.forget_past(spec.name)
+        self._state.form(placed.group, certificate, now)
         self._state.event("submitted", spec.name, group=placed.group.name)
         self._start(spec.name)
         self._state.reply(client, call.seq, body={**body, "state": record.state})
@@ -170,14 +184,16 @@ class Control:
     def _place(self, spec: RunSpec, now: float) -> tuple[Placed, Certificate]:
         """A group whose order is certified, with what is held in it now held in turn."""
         placed = self._state.groups.place(spec, self._state.drained, now)
-        order = self._state.turns_in(placed.group.name).order_for(placed.group)
         try:
-            return placed, certify(placed.group, order)
+            return placed, self._certify(placed)
         except CertificateError:
             if spec.group is not None:
                 raise
             placed = self._state.groups.place_alone(spec, now)
-            return placed, certify(placed.group, round_robin(placed.group))
+            return placed, self._certify(placed)
+
+    def _certify(self, placed: Placed) -> Certificate:
+        return certify(placed.group, self._state.turns_in(placed.group.name).order_for(placed.group))
 
     def _start(self, name: str) -> None:
         """A new attempt. Without a runner it waits for one's Hello."""

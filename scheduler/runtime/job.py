@@ -7,7 +7,7 @@ a permit that was taken back raises PermitLost before another phase begins. Neve
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,11 +15,20 @@ from pathlib import Path
 import msgspec
 
 from rose.config import Settings
-from rose.errors import ConfigError, PermitLost
+from rose.errors import ChannelError, ConfigError, PermitLost
 from rose.scheduler.runtime.cache import HostCache
 from rose.scheduler.runtime.channel import ChannelUrl
 from rose.scheduler.runtime.client import ControlClient
-from rose.scheduler.runtime.messages import Completed, Grant, Heartbeat, Release, Reply, Report, Request
+from rose.scheduler.runtime.messages import (
+    Completed,
+    Grant,
+    Heartbeat,
+    Moved,
+    Release,
+    Reply,
+    Report,
+    Request,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +37,7 @@ POOL_PHASES = ("rollout", "train")
 PHASES = (*POOL_PHASES, "sync")
 HEARTBEATS_A_LEASE = 5
 CONNECT_TIMEOUT_S = 30.0
+REPORT_S = 1.0
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,18 +138,54 @@ class RunningJob:
         if reply.error is not None:
             raise PermitLost(f"{self.file.name}: iteration {iteration} is not recorded: {reply.error}")
 
-    def report(self, phase: str, num_done: int, num_total: int) -> None:
-        """Progress inside a phase; does not wait."""
-        self._client.tell(
-            Report(
+    def report(
+        self,
+        phase: str,
+        num_done: int,
+        num_total: int,
+        num_tokens: int | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> tuple[int, ...] | None:
+        """Progress inside a phase; the nodes onto which the rest should move, if it should.
+
+        Waits for `REPORT_S` at most: without a scheduler the phase goes on.
+        """
+        call = Report(
+            seq=self._client.next_seq(),
+            job=self.file.name,
+            attempt=self.file.attempt,
+            phase=phase,
+            num_done=num_done,
+            num_total=num_total,
+            num_tokens=num_tokens,
+            lengths=list(lengths) if lengths is not None else None,
+        )
+        try:
+            reply = self._client.ask(call, REPORT_S)
+        except ChannelError as error:
+            logger.info("not reported phase=%s num_done=%d reason=%s", phase, num_done, error)
+            return None
+        assert isinstance(reply, Reply), reply
+        keep = reply.body.get("keep")
+        return tuple(keep) if keep is not None else None
+
+    def moved(self, keep: Sequence[int]) -> None:
+        """The rollout runs on these of its nodes alone; the others may go on. Raises: PermitLost."""
+        held = self._held
+        if held is None:
+            raise ValueError("no phase runs that could have moved")
+        reply = self._client.ask(
+            Moved(
                 seq=self._client.next_seq(),
                 job=self.file.name,
                 attempt=self.file.attempt,
-                phase=phase,
-                num_done=num_done,
-                num_total=num_total,
+                epoch=held.epoch,
+                keep=list(keep),
             )
         )
+        assert isinstance(reply, Reply), reply
+        if reply.error is not None:
+            raise PermitLost(f"{self.file.name}: the rollout's tail: {reply.error}")
 
     def cache(self, phase: str) -> HostCache:
         """The phase's state in host memory."""

@@ -14,6 +14,8 @@ from rose.errors import ChannelError
 NUM_EVENTS = 10_000
 """A channel keeps; a group of five jobs with phases of minutes makes these in a week."""
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True):
     """Root of all bodies. A client's ``seq`` names its call: a body may arrive again after a restart."""
@@ -105,13 +107,29 @@ class Release(Call, frozen=True, kw_only=True):
 
 
 class Report(Call, frozen=True, kw_only=True):
-    """Progress inside a phase: what long-tail migration looks at."""
+    """Progress inside a phase: what long-tail migration looks at.
+
+    The answer's ``keep`` names the rollout nodes onto which the rest should move, if it should.
+    """
 
     job: str
     attempt: int
     phase: str
-    num_done: int
-    num_total: int
+    num_done: Count
+    num_total: Count
+    num_tokens: Count | None = None
+    """Of the longest response that runs; None: don't move them."""
+    lengths: list[Count] | None = None
+    """Of all responses, when all are done."""
+
+
+class Moved(Call, frozen=True, kw_only=True):
+    """The rollout's tail runs on these nodes alone; the others that its permit names are free."""
+
+    job: str
+    attempt: int
+    epoch: int
+    keep: list[int]
 
 
 class Completed(Call, frozen=True, kw_only=True):
@@ -176,6 +194,7 @@ AnyCall = (
     | Heartbeat
     | Release
     | Report
+    | Moved
     | Completed
 )
 AnyAnswer = Reply | Grant | Start | Stop

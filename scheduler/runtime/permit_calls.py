@@ -23,7 +23,7 @@ class PermitCalls:
 
     def request(self, client: str, call: Request, now: float) -> None:
         """A phase asks for its nodes."""
-        refusal = self._why_not(call.job, call.attempt)
+        refusal = self.why_not(call.job, call.attempt)
         if refusal is None and call.phase not in POOL_PHASES:
             refusal = f"phase {call.phase!r} needs no permit"
         if refusal is not None:
@@ -42,6 +42,7 @@ class PermitCalls:
         self._state.changed(call.job)
         turns.ask(ask_of(call.job, request))
         self._state.meter.asked(call.job, call.phase, now)
+        self._state.changed_group(record.group)
         self.grant(self._state.jobs[call.job].group, now)
 
     def grant(self, group: str, now: float) -> None:
@@ -72,14 +73,14 @@ class PermitCalls:
 
     def heartbeat(self, client: str, call: Heartbeat, now: float) -> None:
         """A holder lives."""
-        refusal = self._why_not(call.job, call.attempt)
+        refusal = self.why_not(call.job, call.attempt)
         if refusal is None and not self._state.turns_of(call.job).beat(call.job, call.epoch, now):
             refusal = _fenced(call.phase, call.epoch)
         self._state.reply(client, call.seq, refusal)
 
     def release(self, client: str, call: Release, now: float) -> None:
         """A holder is done; the next phases may begin."""
-        refusal = self._why_not(call.job, call.attempt)
+        refusal = self.why_not(call.job, call.attempt)
         if refusal is not None:
             self._state.reply(client, call.seq, refusal)
             return
@@ -107,7 +108,7 @@ class PermitCalls:
 
     def completed(self, client: str, call: Completed, now: float) -> None:
         """An iteration is safe."""
-        refusal = self._why_not(call.job, call.attempt)
+        refusal = self.why_not(call.job, call.attempt)
         if refusal is None:
             record = self._state.jobs[call.job]
             if call.iteration >= record.num_done:  # else a second time, after a restart
@@ -118,7 +119,8 @@ class PermitCalls:
             self._state.event("completed", call.job, iteration=call.iteration)
         self._state.reply(client, call.seq, refusal)
 
-    def _why_not(self, job: str, attempt: int) -> str | None:
+    def why_not(self, job: str, attempt: int) -> str | None:
+        """Why a call of this attempt is refused."""
         record = self._state.jobs.get(job)
         if record is None:
             return f"no job {job!r}"

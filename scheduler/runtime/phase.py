@@ -20,7 +20,7 @@ scheduler the same program runs alone, without permits. Never: knows what a phas
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from rose.scheduler.runtime.cache import WorkingSet
@@ -28,6 +28,7 @@ from rose.scheduler.runtime.job import PHASES, POOL_PHASES, RunningJob, running_
 
 logger = logging.getLogger(__name__)
 
+MoveTail = Callable[[tuple[int, ...]], None]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -40,11 +41,28 @@ class Progress:
         """From 0. After a crash, the first one that was not completed."""
         self.num_iterations = num_iterations
 
-    def report(self, phase: str, num_done: int, num_total: int) -> None:
-        """Tells the scheduler how many of a phase's responses are there, for long-tail migration."""
+    def report(
+        self,
+        phase: str,
+        num_done: int,
+        num_total: int,
+        *,
+        num_tokens: int | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """Tells the scheduler how many of a phase's responses are there, for long-tail migration.
+
+        num_tokens: of the longest one that still runs. lengths: of all, with the last report. When the rest
+        should move, the phase's `move_tail` is called here, and the nodes that it leaves go on after it.
+        """
         job = running_job()
-        if job is not None:
-            job.report(phase, num_done, num_total)
+        if job is None:
+            return
+        move = _loop.moves.get(phase)
+        keep = job.report(phase, num_done, num_total, num_tokens if move is not None else None, lengths)
+        if keep is not None and move is not None:
+            move(keep)
+            job.moved(keep)
 
 
 class _Loop:
@@ -52,6 +70,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self.phases: set[str] = set()
+        self.moves: dict[str, MoveTail] = {}
         self.iteration = 0
 
     def after(self, phase: str) -> str | None:
@@ -63,11 +82,13 @@ _loop = _Loop()
 
 
 def phase(
-    name: str, *, working_set: WorkingSet | None = None
+    name: str, *, working_set: WorkingSet | None = None, move_tail: MoveTail | None = None
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Runs the function under a permit for the nodes of its pool; a "sync" needs none.
 
     working_set: loaded from host memory before and offloaded after the function, under the same permit.
+    move_tail: called from inside `Progress.report` of a rollout, with the rollout nodes (by their numbers in
+    the group) onto which the responses that still run are to move; when it returns, the others are unused.
     Raises: ValueError for another name; in the function's calls PermitLost and CacheFull.
     """
     if name not in PHASES:
@@ -75,6 +96,8 @@ def phase(
 
     def wrap(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         _loop.phases.add(name)
+        if move_tail is not None:
+            _loop.moves[name] = move_tail
 
         @functools.wraps(function)
         def shim(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

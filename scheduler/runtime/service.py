@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 """How late an expired lease is noticed at most."""
+MIN_WAIT_S = 0.001
+"""A job that is held back is so for a time that may grow as the one behind takes longer."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,20 +43,27 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else ServeSpec()
     channel = ChannelUrl.parse(arguments.channel).serve()
-    serve(channel, Control(cluster, channel.load(), time.monotonic(), os.getpid()))
+    # What time.monotonic() counts from is the same for all processes until the next boot.
+    clock = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    serve(channel, Control(cluster, channel.load(), time.monotonic(), os.getpid(), clock))
 
 
 def serve(channel: SchedulerSide, control: Control) -> NoReturn:
     """Handles calls until the process ends, or another scheduler takes over (ChannelError)."""
     logger.info("scheduling")
     while True:
-        arrived = channel.receive(POLL_S)
+        arrived = channel.receive(_wait_s(control, time.monotonic()))
         now = time.monotonic()
         asked = [call for incoming in arrived if (call := _handle(control, incoming, now)) is not None]
         control.tick(now)
         batch = control.take_batch()
         batch.outgoing += [_history(channel, client, call) for client, call in asked]
         channel.commit(batch, arrived)
+
+
+def _wait_s(control: Control, now: float) -> float:
+    wake_s = control.next_wake_s(now)
+    return POLL_S if wake_s is None else max(MIN_WAIT_S, min(POLL_S, wake_s - now))
 
 
 def _handle(control: Control, incoming: Incoming, now: float) -> tuple[str, History] | None:

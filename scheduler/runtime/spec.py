@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rose.config import Section
 from rose.scheduler.cluster.spec import JobSpec, PoolsSpec
+from rose.scheduler.group.tail import RolloutSpeed
 
 EXAMPLE = """\
 name: math-7b
@@ -20,6 +21,20 @@ phases:
   rollout: {nodes: 1, seconds: 120, memory_gb: 276}
   train: {nodes: 1, seconds: 100, memory_gb: 240, after: [rollout]}
 """
+
+
+class TailSpec(Section):
+    """How fast a rollout node decodes, as profiled: without it a job's tail stays where it is.
+
+    A decode step takes `step_s + running responses on the node * request_s`.
+    """
+
+    step_s: float = Field(gt=0)
+    request_s: float = Field(ge=0)
+    prompt_tokens: int = Field(ge=0)
+    prefill_tokens_per_s: float = Field(gt=0)
+    pause_s: float = Field(default=1.0, ge=0)
+    """Of stopping the responses and sending them on."""
 
 
 class RunSpec(JobSpec):
@@ -36,6 +51,9 @@ class RunSpec(JobSpec):
     max_restarts: int = Field(default=3, ge=0)
     """After crashes with no iteration in between; then the job has failed."""
 
+    tail: TailSpec | None = None
+    """For rollouts on several nodes whose `rose.phase` has a `move_tail`."""
+
     @model_validator(mode="after")
     def _pins_make_sense(self) -> Self:
         nodes = self.rollout_nodes
@@ -50,6 +68,15 @@ class RunSpec(JobSpec):
                 f"asks for {wanted} nodes"
             )
         return self
+
+    @property
+    def speed(self) -> RolloutSpeed | None:
+        """Of the rollout, a node counting as one worker; None: not known."""
+        if self.tail is None:
+            return None
+        return RolloutSpeed(
+            num_workers=self.phases["rollout"].nodes, max_tokens=self.max_tokens, **self.tail.model_dump()
+        )
 
     @property
     def pins(self) -> tuple[int, ...]:

@@ -14,21 +14,23 @@ import msgspec
 from rose.config import parse_config
 from rose.errors import ConfigError
 from rose.scheduler.cluster.model import Group, Member
+from rose.scheduler.group.certificate import Certificate
 from rose.scheduler.runtime.channel import Batch, Outgoing
 from rose.scheduler.runtime.messages import Message, Reply, Start, Stop, encode
 from rose.scheduler.runtime.meter import Meter
 from rose.scheduler.runtime.placing import Groups
 from rose.scheduler.runtime.records import JobRecord
 from rose.scheduler.runtime.spec import RunSpec, ServeSpec
-from rose.scheduler.runtime.turns import Ask, Turns
+from rose.scheduler.runtime.turns import Ask, OrderRow, Turns, TurnsRow
 
 
 class State:
     """All jobs of one cluster."""
 
-    def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float) -> None:
-        """``rows``: what an earlier scheduler has committed."""
+    def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, clock: str) -> None:
+        """``rows``: what an earlier scheduler has committed. ``clock``: the name of that of ``now``."""
         self.cluster = cluster
+        self._clock = clock
         self.groups = Groups(cluster)
         self.turns: dict[str, Turns] = {}
         self.jobs: dict[str, JobRecord] = {}
@@ -40,6 +42,8 @@ class State:
         self.log_folder = ""
         self.meter = Meter(now)
         self.progress: dict[str, tuple[int, int]] = {}
+        self.past: dict[str, list[list[int]]] = {}
+        """By job, the response lengths of its last rollouts."""
         self._batch = Batch()
         self._dirty: set[str] = set()
         self._dirty_groups: set[str] = set()
@@ -57,6 +61,8 @@ class State:
                 self._nodes[name] = msgspec.json.decode(row, type=tuple[int, int])
             elif kind == "drained":
                 self.drained[name] = msgspec.json.decode(row, type=list[str])
+            elif kind == "past":
+                self.past[name] = msgspec.json.decode(row, type=list[list[int]])
             elif kind == "runner":
                 self.runner, self.log_folder = msgspec.json.decode(row, type=tuple[str, str])
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
@@ -64,13 +70,12 @@ class State:
         for group in list(self.groups.by_name.values()):
             turns = self.turns_in(group.name)
             if f"group:{group.name}" in rows:
-                turns.restore(msgspec.json.decode(rows[f"group:{group.name}"]), now)
+                order = msgspec.json.decode(rows[f"order:{group.name}"], type=OrderRow)
+                turns.restore(order, msgspec.json.decode(rows[f"group:{group.name}"], type=TurnsRow), now)
             for member in group.members:
                 waiting = self.jobs[member.job.name].waiting
                 if waiting is not None:
                     turns.ask(ask_of(member.job.name, waiting))
-            if group.members:
-                turns.form(group, now)
 
     def _adopt(self, name: str, record: JobRecord) -> None:
         """A job of an earlier scheduler, where it was placed."""
@@ -105,13 +110,20 @@ class State:
         """A row of the next batch that is neither."""
         self._batch.rows[key] = row
 
-    def form(self, group: Group, now: float) -> None:
-        """The group has these members from now on."""
+    def forget_past(self, job: str) -> None:
+        """Of an earlier job of this name."""
+        if self.past.pop(job, None) is not None:
+            self._batch.rows[f"past:{job}"] = None
+
+    def form(self, group: Group, certificate: Certificate, now: float) -> None:
+        """The group has these members from now on, in the order that is certified."""
         self.groups.put(group)
         nodes = (group.num_rollout_nodes, group.num_train_nodes)
         self._nodes[group.name] = nodes
         self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
-        self.turns_in(group.name).form(group, now)
+        self.turns_in(group.name).form(group, certificate, now)
+        self._batch.rows[f"order:{group.name}"] = msgspec.json.encode(self.turns[group.name].rows()[0])
+        self.changed_group(group.name)
 
     def take_batch(self) -> Batch:
         """What has changed since the last call."""
@@ -119,7 +131,7 @@ class State:
         for name in self._dirty:
             batch.rows[f"job:{name}"] = self.jobs[name].to_row()
         for group in self._dirty_groups:
-            batch.rows[f"group:{group}"] = msgspec.json.encode(self.turns[group].to_json())
+            batch.rows[f"group:{group}"] = msgspec.json.encode(self.turns[group].rows()[1])
         self._dirty, self._dirty_groups = set(), set()
         return batch
 
@@ -129,7 +141,7 @@ class State:
 
     def turns_in(self, group: str) -> Turns:
         """A group's permits."""
-        return self.turns.setdefault(group, Turns(self.cluster.lease_s))
+        return self.turns.setdefault(group, Turns(self.cluster.lease_s, self._clock))
 
     # Answers ------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -163,8 +164,24 @@ def test_bad_messages_are_refused_with_what_is_true() -> None:
 def test_epochs_go_on_after_a_restart() -> None:
     before = book_of_two()
     old = grant(before, "a", ROLLOUT, 0.0)
-    after = PermitBook(round_robin(SHARED), lease_s=LEASE_S, first_epoch=before.epoch + 1)
-    assert grant(after, "a", ROLLOUT, 0.0).epoch > old.epoch
+    after = book_of_two()
+    after.restore(before.state(), {"a": (old.epoch, old.granted_s)}, 5.0)
+    assert after.permit_of("a") == replace(old, expires_s=5.0 + LEASE_S)
+    after.release("a", old.epoch, 5.0)
+    assert grant(after, "b", ROLLOUT, 5.0).epoch > old.epoch
+
+
+def test_a_tail_is_still_its_hosts_guest_after_a_restart() -> None:
+    before = book_of_two()
+    tail = grant(before, "a", ROLLOUT, 0.0)
+    before.begin_tail("a", tail.epoch, tail.resources, 1.0)
+    host = grant(before, "b", ROLLOUT, 1.0)
+    after = book_of_two()
+    after.restore(before.state(), {each.job: (each.epoch, each.granted_s) for each in (tail, host)}, 1.0)
+    after.check_integrity()
+    assert after.permit_of("b") == host and after.freed_by("a") == tail.resources
+    after.release("a", tail.epoch, 2.0)
+    assert grant(after, "a", TRAIN, 2.0).resources == (TRAIN_POOL,)
 
 
 @given(st.integers(0, 10**9))

@@ -3,13 +3,11 @@
 from typing import Any
 
 import pytest
+from lone_scheduler import LEASE_S, Scheduler, error_of, only, spec_of
 
 from rose.errors import ConfigError
-from rose.scheduler.runtime.channel import Outgoing
 from rose.scheduler.runtime.control import Control
 from rose.scheduler.runtime.messages import (
-    AnyAnswer,
-    AnyCall,
     Cancel,
     Completed,
     Drain,
@@ -19,100 +17,12 @@ from rose.scheduler.runtime.messages import (
     Hello,
     Release,
     Reply,
-    Request,
     Start,
     Status,
     Stop,
     Submit,
-    decode_answer,
 )
 from rose.scheduler.runtime.spec import ServeSpec
-
-LEASE_S = 10.0
-
-
-def spec_of(name: str, rollout_s: float = 1.0) -> dict[str, Any]:
-    return {
-        "name": name,
-        "command": ["x"],
-        "group": "main",
-        "phases": {"rollout": {"seconds": rollout_s}, "train": {"seconds": 1.0, "memory_gb": 600}},
-        "slo": 100.0,
-        "max_tokens": 1024,
-        "iterations": 3,
-    }
-
-
-class Scheduler:
-    """A control whose batches become rows at once, as a channel's would."""
-
-    def __init__(self, **cluster: Any) -> None:
-        self.cluster = ServeSpec.model_validate({"lease_s": LEASE_S, "groups": {"main": {}}, **cluster})
-        self.rows: dict[str, bytes] = {}
-        self.now = 1000.0
-        self.seq = 0
-        self.control = Control(self.cluster, {}, self.now, 1)
-
-    def restart(self, now: float) -> None:
-        """A new scheduler, whose clock may be far from the old one's."""
-        self.now = now
-        self.control = Control(self.cluster, self.rows, now, 2)
-
-    def call(self, kind: type[AnyCall], client: str = "job", **fields: Any) -> list[AnyAnswer]:
-        """What all clients are told."""
-        self.seq += 1
-        return self.deliver(kind(seq=self.seq, **fields), client)
-
-    def deliver(self, call: AnyCall, client: str = "job") -> list[AnyAnswer]:
-        self.control.handle(client, call, self.now)
-        return self._commit()
-
-    def wait(self, seconds: float) -> list[AnyAnswer]:
-        """Time passes, with ticks as often as the service makes them."""
-        answers: list[AnyAnswer] = []
-        for _ in range(int(seconds / 0.25)):
-            self.now += 0.25
-            self.control.tick(self.now)
-            answers += self._commit()
-        return answers
-
-    def _commit(self) -> list[AnyAnswer]:
-        batch = self.control.take_batch()
-        for key, row in batch.rows.items():
-            if row is None:
-                self.rows.pop(key, None)
-            else:
-                self.rows[key] = row
-        return [decode_answer(_body(each)) for each in batch.outgoing]
-
-    def submit(self, name: str, /, **fields: Any) -> list[AnyAnswer]:
-        return self.call(Submit, spec={**spec_of(name), **fields}, client="cli")
-
-    def request(
-        self, job: str, phase: str = "rollout", iteration: int = 0, attempt: int = 1
-    ) -> list[AnyAnswer]:
-        return self.call(Request, job=job, attempt=attempt, phase=phase, iteration=iteration, client=job)
-
-    def job(self, name: str) -> dict[str, Any]:
-        [reply] = self.call(Status, job=name)
-        assert isinstance(reply, Reply)
-        found: dict[str, Any] = reply.body["jobs"][0]
-        return found
-
-
-def _body(outgoing: Outgoing) -> bytes:
-    return outgoing.body
-
-
-def only(kind: type[AnyAnswer], answers: list[AnyAnswer]) -> Any:
-    [found] = [each for each in answers if isinstance(each, kind)]
-    return found
-
-
-def error_of(answers: list[AnyAnswer]) -> str:
-    error = only(Reply, answers).error
-    assert isinstance(error, str)
-    return error
 
 
 @pytest.fixture
@@ -317,7 +227,7 @@ def test_a_group_whose_nodes_changed_while_its_jobs_run_is_refused(scheduler: Sc
         ConfigError,
         match=r"job a runs in group main of 1 rollout and 1 training nodes, the cluster's file says 1 and 2",
     ):
-        Control(cluster, scheduler.rows, 0.0, 3)
+        Control(cluster, scheduler.rows, 0.0, 3, "clock 3")
 
 
 def test_a_cancelled_job_that_waits_is_granted_nothing(scheduler: Scheduler) -> None:

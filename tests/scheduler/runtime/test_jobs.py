@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from redis_process import RedisProcess
-from served_cluster import ServedCluster, kill, overlap, wait_until
+from redis_server import RedisServer
+from served_cluster import JOB, ServedCluster, kill, overlap, wait_until
 
 from rose.node import watcher
 from rose.scheduler.runtime.messages import Cancel
@@ -54,6 +55,29 @@ def test_jobs_on_other_nodes_run_at_the_same_time(shared: ServedCluster) -> None
     wait_until(lambda: shared.status()["groups"]["wide"]["holders"] == holders, "both rollouts")
 
 
+def test_a_job_that_is_ahead_is_held_back_also_by_the_next_scheduler(tmp_path: Path) -> None:
+    """Two nodes, one training pool, no slack: a's rollout now, and its next one would take b's time twice."""
+    with ServedCluster(tmp_path, groups={"main": {"num_rollout_nodes": 2}}) as cluster:
+        worst = {"rollout_s": 3600.0, "train_s": 3600.0, "slo": 1.001, "iterations": 10_000}
+        fast = [sys.executable, str(JOB), str(tmp_path), "0.01", "0.01"]
+        assert cluster.submit("a", command=fast, rollout_nodes=[0], **worst).error is None
+        wait_until(lambda: cluster.job("a")["iterations"][0] >= 1, "a's first iteration")
+        assert cluster.submit("b", rollout_nodes=[1], **worst).error is None
+
+        def is_held_back() -> bool:
+            a, b = cluster.job("a"), cluster.job("b")
+            return (b["holds"], a["waits_for"], a["behind"]) == ("rollout", "rollout", [])
+
+        wait_until(is_held_back, "a to wait for a free node")
+        done, scheduler = cluster.job("a")["iterations"][0], cluster.status()["scheduler_pid"]
+        kill(scheduler)
+        wait_until(lambda: cluster.status()["scheduler_pid"] != scheduler, "another scheduler")
+        assert is_held_back()
+        assert cluster.job("a")["iterations"][0] == done
+        assert cluster.ask(Cancel, job="b").error is None
+        wait_until(lambda: cluster.job("a")["iterations"][0] > done, "a to go on without b")
+
+
 def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path) -> None:
     with ServedCluster(tmp_path) as cluster:
         cluster.submit("a", iterations=30)
@@ -86,13 +110,13 @@ def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> No
         assert overlap(cluster.phases()) == []
 
 
-def test_jobs_outlive_a_killed_redis(tmp_path: Path) -> None:
-    with RedisProcess(tmp_path) as server, ServedCluster(tmp_path, server.url) as cluster:
+def test_jobs_outlive_a_killed_redis(tmp_path: Path, redis_server: RedisServer) -> None:
+    with ServedCluster(tmp_path, redis_server.url) as cluster:
         for name in ("a", "b"):
             cluster.submit(name, iterations=12)
         wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
-        kill(server.pid)
-        server.start_again()
+        kill(redis_server.pid)
+        redis_server.start_again()
         for name in ("a", "b"):
             assert cluster.wait_state(name, "done")["restarts"] == 0
             assert iterations_of(cluster, name, "train") == list(range(12))

@@ -2,20 +2,37 @@
 
 import random
 
+import msgspec
 import pytest
 
 from rose.scheduler.cluster.model import Group, Job, Member
-from rose.scheduler.runtime.turns import Ask, Turns
+from rose.scheduler.group.certificate import certify
+from rose.scheduler.runtime.turns import Ask, OrderRow, Turns, TurnsRow
 
 LEASE_S = 10.0
 
 
 def group_of(names: list[str], num_rollout_nodes: int) -> Group:
     members = tuple(
-        Member(job=Job(name=name, rollout_s=1.0, train_s=1.0), rollout_nodes=(index % num_rollout_nodes,))
+        Member(
+            job=Job(name=name, rollout_s=1.0, train_s=1.0, slo=1000.0),
+            rollout_nodes=(index % num_rollout_nodes,),
+        )
         for index, name in enumerate(names)
     )
     return Group(name="g", num_train_nodes=1, num_rollout_nodes=num_rollout_nodes, members=members)
+
+
+def form(turns: Turns, group: Group, now: float) -> None:
+    turns.form(group, certify(group, turns.order_for(group)), now)
+
+
+def restarted(turns: Turns, now: float, clock: str = "clock") -> Turns:
+    """As a new scheduler has it, from what is kept in JSON."""
+    order, row = map(msgspec.json.encode, turns.rows())
+    fresh = Turns(LEASE_S, clock)
+    fresh.restore(msgspec.json.decode(order, type=OrderRow), msgspec.json.decode(row, type=TurnsRow), now)
+    return fresh
 
 
 class Play:
@@ -24,7 +41,7 @@ class Play:
     def __init__(self, num_rollout_nodes: int) -> None:
         self.num_rollout_nodes = num_rollout_nodes
         self.names: list[str] = []
-        self.turns = Turns(LEASE_S)
+        self.turns = Turns(LEASE_S, "clock")
         self.asks: dict[str, Ask] = {}
         self.next_phase: dict[str, str] = {}
         self.now = 0.0
@@ -36,15 +53,12 @@ class Play:
         name = "abcde"[len(self.names)]
         self.names.append(name)
         self.next_phase[name] = "rollout"
-        self.turns.form(group_of(self.names, self.num_rollout_nodes), self.now)
+        form(self.turns, group_of(self.names, self.num_rollout_nodes), self.now)
 
     def restart(self) -> None:
-        state = self.turns.to_json()
-        self.turns = Turns(LEASE_S)
-        self.turns.restore(state, self.now)
+        self.turns = restarted(self.turns, self.now)
         for ask in self.asks.values():
             self.turns.ask(ask)
-        self.turns.form(group_of(self.names, self.num_rollout_nodes), self.now)
 
     def crash(self, name: str) -> None:
         self.turns.drop(name, self.now)
@@ -99,8 +113,8 @@ def test_a_node_has_one_holder_and_nobody_starves(seed: int) -> None:
 
 
 def test_a_group_whose_jobs_are_all_away_waits_for_them() -> None:
-    turns = Turns(LEASE_S)
-    turns.form(group_of(["a", "b"], 1), 0.0)
+    turns = Turns(LEASE_S, "clock")
+    form(turns, group_of(["a", "b"], 1), 0.0)
     assert turns.grant(5 * LEASE_S) == []
     turns.ask(Ask(job="b", phase="rollout", iteration=3))
     [hold] = turns.grant(5 * LEASE_S)
@@ -108,8 +122,8 @@ def test_a_group_whose_jobs_are_all_away_waits_for_them() -> None:
 
 
 def test_a_job_that_stays_away_between_phases_is_passed_over() -> None:
-    turns = Turns(LEASE_S)
-    turns.form(group_of(["a", "b"], 1), 0.0)
+    turns = Turns(LEASE_S, "clock")
+    form(turns, group_of(["a", "b"], 1), 0.0)
     turns.ask(Ask(job="a", phase="rollout", iteration=0))
     [hold] = turns.grant(0.0)
     turns.ask(Ask(job="b", phase="rollout", iteration=0))

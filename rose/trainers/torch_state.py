@@ -1,0 +1,108 @@
+"""A torch job's state as a phase's working set: TRL, transformers, or any loop of modules and optimizers.
+
+Owns: the storages of their tensors, and how they leave the device for the host cache and come back. Promises:
+bit for bit what it was; every tensor stays the object that it is, tied weights and views included, so
+optimizers, schedulers and wrappers around them notice nothing. Never: copies what is no tensor; that stays in
+the suspended process.
+
+    @rose.phase("train", working_set=TorchState(lambda: [trainer.model, trainer.optimizer]))
+    def train(samples): ...
+
+A storage that is resized to nothing keeps its tensors: FSDP frees its full parameters in the same way.
+"""
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+
+from rose.errors import RoseError
+from rose.scheduler.runtime.cache import Array, HostCache
+
+Part = torch.nn.Module | torch.optim.Optimizer | None
+
+
+class TorchState:
+    """Implements `rose.scheduler.runtime.cache.WorkingSet`."""
+
+    def __init__(self, parts: Callable[[], Iterable[Part]]) -> None:
+        """``parts``: asked at each offload, for a trainer makes its optimizer when it first trains; those
+        that are None are not there yet."""
+        self._parts = parts
+        self._suspended: list[tuple[torch.UntypedStorage, int]] = []
+
+    def load(self, cache: HostCache) -> None:
+        """Nothing to do where nothing was offloaded: before the first phase the job is on its devices."""
+        kept = cache.arrays()
+        missing = [number for number in range(len(self._suspended)) if str(number) not in kept]
+        if missing:
+            raise RoseError(
+                f"{len(missing)} of {len(self._suspended)} offloaded storages are not in the host cache: "
+                "somebody has emptied it; start the job again from its checkpoint"
+            )
+        for number, (storage, num_bytes) in enumerate(self._suspended):
+            storage.resize_(num_bytes)
+            _bytes(storage).copy_(_tensor(kept[str(number)]))
+        self._suspended = []
+
+    def offload(self, cache: HostCache) -> None:
+        """Raises: CacheFull, with all state still in place."""
+        storages = self._storages()
+        cache.keep({str(number): _array(each) for number, each in enumerate(storages)})
+        self._suspended = [(each, each.nbytes()) for each in storages]
+        for each in storages:
+            each.resize_(0)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        sharing: dict[int, list[torch.Tensor]] = {}
+        for part in self._parts():
+            for tensor in _tensors(part):
+                if tensor.untyped_storage().nbytes() > 0:
+                    sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        return [_resizable(tensors) for tensors in sharing.values()]
+
+
+def _tensors(part: Part) -> Iterator[torch.Tensor]:
+    if isinstance(part, torch.nn.Module):
+        for parameter in part.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from part.buffers()
+    elif part is not None:
+        for state in part.state.values():
+            yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+
+
+def _resizable(tensors: list[torch.Tensor]) -> torch.UntypedStorage:
+    """Their storage; a copy instead, which they share from now on, of memory that torch can't free (a mapped
+    file, a numpy array)."""
+    storage = tensors[0].untyped_storage()
+    if storage.resizable():
+        return storage
+    own = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+    _bytes(own).copy_(_bytes(storage))
+    for tensor in tensors:
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = empty.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return own
+
+
+def _array(storage: torch.UntypedStorage) -> Array:
+    if storage.device.type != "cpu":
+        return np.asarray(_bytes(storage).cpu())
+    # Not through torch's numpy(): that makes the storage one that can't be resized any more.
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the cache's arrays are read-only, and this tensor is only read
+        return torch.from_numpy(np.asarray(array))

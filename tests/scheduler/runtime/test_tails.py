@@ -1,0 +1,119 @@
+"""Tails of running jobs: told to move where that pays, and the nodes that they leave go on."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from lone_scheduler import Scheduler, error_of, only
+from served_cluster import JOB, ServedCluster
+
+from rose.scheduler.runtime.messages import Grant, Hello, Moved, Release, Reply, Report, Start
+
+TAIL = {"step_s": 0.01, "request_s": 0.001, "prompt_tokens": 10, "prefill_tokens_per_s": 1e5, "pause_s": 0.01}
+LENGTHS = [50] * 18 + [1000] * 2
+
+
+def phases(rollout_s: float, nodes: int, train_s: float = 0.1) -> dict[str, Any]:
+    return {"rollout": {"seconds": rollout_s, "nodes": nodes}, "train": {"seconds": train_s}}
+
+
+def two_nodes(train_s: float = 0.1) -> Scheduler:
+    """`a` on both, with a tail of a tenth of its responses; `b` on one of them."""
+    scheduler = Scheduler(groups={"main": {"num_rollout_nodes": 2}})
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    rows = {"a": (phases(25.0, 2, train_s), [0, 1], TAIL), "b": (phases(5.0, 1, train_s), [1], None)}
+    for name, (phase_rows, nodes, tail) in rows.items():
+        answers = scheduler.submit(
+            name, phases=phase_rows, rollout_nodes=nodes, tail=tail, max_tokens=1000, iterations=9
+        )
+        only(Start, answers)
+    return scheduler
+
+
+def report(scheduler: Scheduler, num_done: int, **more: Any) -> list[int] | None:
+    [reply] = scheduler.call(
+        Report, job="a", attempt=1, phase="rollout", num_done=num_done, num_total=20, client="a", **more
+    )
+    assert isinstance(reply, Reply) and reply.error is None
+    keep: list[int] | None = reply.body.get("keep")
+    return keep
+
+
+def rollout_with_known_lengths(scheduler: Scheduler) -> Grant:
+    """a's second rollout; b waits for its node."""
+    first = only(Grant, scheduler.request("a"))
+    assert report(scheduler, 18, num_tokens=50) is None, "nothing is known of its lengths"
+    assert report(scheduler, 20, lengths=LENGTHS) is None
+    scheduler.call(Release, job="a", attempt=1, phase="rollout", epoch=first.epoch, client="a")
+    train = only(Grant, scheduler.request("a", "train"))
+    scheduler.call(Release, job="a", attempt=1, phase="train", epoch=train.epoch, client="a")
+    held = only(Grant, scheduler.request("a", iteration=1))
+    assert scheduler.request("b") == []
+    return held  # type: ignore[no-any-return]
+
+
+def test_a_tail_moves_where_the_past_says_so_and_what_it_leaves_goes_on() -> None:
+    scheduler = two_nodes()
+    held = rollout_with_known_lengths(scheduler)
+    scheduler.now += 0.5
+    assert report(scheduler, 2, num_tokens=50) is None, "most of it is still to come"
+    assert report(scheduler, 18) is None, "it does not say how far they are"
+    assert report(scheduler, 18, num_tokens=50) == [0], "b is on the other one"
+    scheduler.restart(scheduler.now)
+    assert report(scheduler, 18, num_tokens=50) == [0], "asked again, and of another scheduler"
+    answers = scheduler.call(Moved, job="a", attempt=1, epoch=held.epoch, keep=[0], client="a")
+    granted = only(Grant, answers)
+    assert granted.job == "b" and granted.epoch > held.epoch
+    assert report(scheduler, 19, num_tokens=60) is None, "it has moved"
+    again = scheduler.call(Moved, job="a", attempt=1, epoch=held.epoch, keep=[0], client="a")
+    assert only(Reply, again).error is None
+    scheduler.restart(scheduler.now)
+    released = scheduler.call(
+        Release, job="b", attempt=1, phase="rollout", epoch=granted.epoch, next_phase="train", client="b"
+    )
+    assert not [each for each in released if isinstance(each, Grant)], "a trains first"
+    released = scheduler.call(
+        Release, job="a", attempt=1, phase="rollout", epoch=held.epoch, next_phase="train", client="a"
+    )
+    assert only(Grant, released).job == "a"
+
+
+def test_a_tail_that_could_end_too_late_or_gains_nothing_stays() -> None:
+    scheduler = two_nodes()
+    rollout_with_known_lengths(scheduler)
+    scheduler.now += 15.0
+    assert report(scheduler, 18, num_tokens=50) is None, "11.4 s of decoding are possible, 10 s are left"
+    balanced = two_nodes(train_s=300.0)
+    rollout_with_known_lengths(balanced)
+    assert report(balanced, 18, num_tokens=50) is None, "training is what all wait for"
+
+
+def test_a_tail_stays_where_nobody_could_use_its_nodes() -> None:
+    scheduler = two_nodes()
+    held = rollout_with_known_lengths(scheduler)
+    scheduler.control._state.turns_of("b").drop("b", scheduler.now)  # it crashed
+    assert report(scheduler, 18, num_tokens=50) is None
+    for keep, words in (([7], r"can't keep \[7\]"), ([], r"can't keep \[\]")):
+        error = error_of(scheduler.call(Moved, job="a", attempt=1, epoch=held.epoch, keep=keep, client="a"))
+        assert words.replace("\\", "") in error
+    stale = scheduler.call(Moved, job="a", attempt=1, epoch=held.epoch - 1, keep=[0], client="a")
+    assert "is not that of a permit" in error_of(stale)
+
+
+def test_another_job_runs_on_the_node_that_a_real_tail_has_left(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path, groups={"main": {"num_rollout_nodes": 2}}) as cluster:
+        command = [sys.executable, str(Path(__file__).with_name("tail_job.py")), str(tmp_path)]
+        tail = {"command": command, "tail": TAIL, "rollout_nodes": [0, 1], "max_tokens": 1000}
+        # Worst cases of an hour: however slow this machine is, there is time left to move.
+        assert cluster.submit("tail", rollout_s=3600.0, **tail).error is None
+        command = [sys.executable, str(JOB), str(tmp_path), "0.05", "0.05"]
+        other = {"command": command, "rollout_nodes": [1], "slo": 1e4, "iterations": 10_000}
+        assert cluster.submit("other", rollout_s=30.0, **other).error is None
+        assert cluster.wait_state("tail", "done")["iterations"] == [3, 3]
+        rollouts = [each for each in cluster.phases("tail") if each["phase"] == "rollout"]
+        assert [each["moves"] for each in rollouts] == [[], [[0]], [[0]]]
+        others = [each for each in cluster.phases("other") if each["phase"] == "rollout"]
+        for each in rollouts[1:]:
+            assert any(each["begin_s"] < one["begin_s"] < each["end_s"] for one in others)
+        first = rollouts[0]
+        assert not any(first["begin_s"] < one["begin_s"] < first["end_s"] for one in others)

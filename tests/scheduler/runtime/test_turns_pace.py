@@ -1,0 +1,273 @@
+"""A running group keeps its certificate: through phases that end early, crashes, joins and new schedulers."""
+
+import heapq
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.scheduler.cluster.model import Group, SloKind
+from rose.scheduler.group.certificate import Certificate, CertificateError, certify
+from rose.scheduler.group.order import PhaseKind, round_robin
+from rose.scheduler.group.scenario import group_of, random_group, tightened
+from rose.scheduler.runtime.turns import Ask, OrderRow, Turns, TurnsRow
+
+LEASE_S = 1e6
+"""Nobody is silent here."""
+TOLERANCE_S = 1e-4
+
+
+def restarted(turns: Turns, clock: str, now: float) -> Turns:
+    """As a new scheduler has it, from what the old one kept as JSON."""
+    order, row = map(msgspec.json.encode, turns.rows())
+    fresh = Turns(LEASE_S, clock)
+    fresh.restore(msgspec.json.decode(order, type=OrderRow), msgspec.json.decode(row, type=TurnsRow), now)
+    return fresh
+
+
+class Run:
+    """Jobs on one group's turns, with phases as short as they are drawn, and no waiting."""
+
+    def __init__(self, group: Group, certificate: Certificate, rng: random.Random) -> None:
+        self.rng = rng
+        self.now = 100.0
+        self.turns = Turns(LEASE_S, "clock")
+        self.starts_s: dict[str, list[float]] = {}
+        self._events: list[tuple[float, int, str, str, int]] = []
+        self._asks: dict[str, Ask] = {}
+        self._number = itertools.count()
+        self._attempts: dict[str, int] = {}
+        self._crashed_s: dict[str, float] = {}
+        self.first_s: dict[str, float] = {}
+        """When each job's first rollout began; infinite before that."""
+        self.lengths_s: dict[str, list[tuple[float, float]]] = {}
+        """Of every iteration that was not cut short: its begin, and how long it was."""
+        self.form(group, certificate)
+
+    def form(self, group: Group, certificate: Certificate) -> None:
+        self.turns.form(group, certificate, self.now)
+        self.jobs = {member.job.name: member.job for member in group.members}
+        self.group = group
+        for name in self.jobs.keys() - self._attempts.keys():
+            self._attempts[name] = 0
+            self.lengths_s[name] = []
+            self.first_s[name] = math.inf
+            self._add(0.0, "rollout", name)
+
+    def restart(self) -> None:
+        self.turns = restarted(self.turns, "clock", self.now)
+        for ask in self._asks.values():
+            self.turns.ask(ask)
+
+    def crash(self, name: str, away_s: float) -> None:
+        """It comes back for a rollout; that iteration's length is its own fault."""
+        self._attempts[name] += 1
+        self._asks.pop(name, None)
+        self.starts_s.pop(name, None)
+        self.turns.drop(name, self.now)
+        self._add(away_s, "rollout", name)
+
+    def until(self, end_s: float) -> None:
+        """Events up to a time; the turns are asked whenever they said that something is due."""
+        while True:
+            self._grant()
+            wake_s = self.turns.next_wake_s(self.now)
+            times = [self._events[0][0]] if self._events else []
+            if wake_s is not None and wake_s < self.now + LEASE_S / 2:
+                times.append(wake_s)
+            at_s = min(times, default=end_s)
+            if at_s >= end_s:
+                self.now = end_s
+                return
+            self.now = max(self.now, at_s)
+            while self._events and self._events[0][0] <= self.now:
+                _, _, what, name, attempt = heapq.heappop(self._events)
+                if attempt == self._attempts[name]:
+                    self._happen(what, name)
+
+    def _happen(self, what: str, name: str) -> None:
+        if what == "done":
+            hold = self.turns.holds[name]
+            assert self.turns.release(name, hold.epoch, self.now)
+            if hold.phase == PhaseKind.TRAIN:
+                self._add(self.jobs[name].sync_s, "rollout", name)
+                return
+            what = "train"
+        self._asks[name] = Ask(job=name, phase=what, iteration=0)
+        self.turns.ask(self._asks[name])
+
+    def _grant(self) -> None:
+        for hold in self.turns.grant(self.now):
+            del self._asks[hold.job]
+            job = self.jobs[hold.job]
+            worst_s = job.rollout_s
+            if hold.phase == PhaseKind.ROLLOUT:
+                starts = self.starts_s.setdefault(hold.job, [])
+                if starts:
+                    self.lengths_s[hold.job].append((starts[-1], self.now - starts[-1]))
+                starts.append(self.now)
+                self.first_s[hold.job] = min(self.first_s[hold.job], self.now)
+            else:
+                worst_s = job.train_s_on(self.group.num_train_nodes)
+            self._add(worst_s * self.rng.choice((0.0, self.rng.random(), 1.0, 1.0)), "done", hold.job)
+
+    def _add(self, later_s: float, what: str, name: str) -> None:
+        event = (self.now + later_s, next(self._number), what, name, self._attempts[name])
+        heapq.heappush(self._events, event)
+
+    def check(self, certificate: Certificate, since_s: float = 0.0) -> None:
+        for name, bound in certificate.bounds.items():
+            if bound.slo_kind is SloKind.LIFETIME:
+                continue
+            allowed_s = bound.longest_s + bound.lead_s + TOLERANCE_S
+            too_long = [each for each in self.lengths_s[name] if each[0] >= since_s and each[1] > allowed_s]
+            assert not too_long, f"{name}: {allowed_s:g} s certified, {too_long}"
+
+
+def tight(seed: int) -> tuple[Group, Certificate, random.Random]:
+    """A group whose SLOs are as tight as its order can promise, or almost."""
+    rng = random.Random(seed)
+    group = random_group(rng)
+    bounds = tightened(group, round_robin(group), rng).bounds
+    members = []
+    for member in group.members:
+        bound = bounds[member.job.name]
+        job = replace(member.job, slo=bound.limit_s / member.job.solo_s, slo_kind=bound.slo_kind)
+        members.append(replace(member, job=job))
+    group = replace(group, members=tuple(members))
+    return group, certify(group, round_robin(group)), rng
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=100, deadline=None)
+def test_no_iteration_after_a_joined_jobs_first_rollout_is_longer_than_certified(seed: int) -> None:
+    group, certificate, rng = tight(seed)
+    members = group.members
+    group = replace(group, members=members[:1])
+    certificate = certify(group, round_robin(group))
+    run = Run(group, certificate, rng)
+    joined_s = run.now
+    for member in members[1:]:
+        run.until(run.now + rng.random() * 3 * certificate.cycle_s)
+        run.check(certificate, max(joined_s, run.first_s[group.members[-1].job.name]))
+        joins = replace(group, members=(*group.members, member))
+        try:
+            joined = certify(joins, run.turns.order_for(joins))
+        except CertificateError:
+            continue  # as submitting it would be refused
+        group, certificate, joined_s = joins, joined, run.now
+        run.form(group, certificate)
+    run.until(run.now + 9 * certificate.cycle_s)
+    run.check(certificate, max(joined_s, run.first_s[group.members[-1].job.name]))
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=100, deadline=None)
+def test_no_iteration_is_longer_than_certified(seed: int) -> None:
+    group, certificate, rng = tight(seed)
+    run = Run(group, certificate, rng)
+    for _ in range(40):
+        run.until(run.now + rng.random() * certificate.cycle_s)
+        choice = rng.random()
+        if choice < 0.1:
+            run.crash(rng.choice(group.members).job.name, rng.random() * certificate.cycle_s)
+        elif choice < 0.4:
+            run.restart()
+    run.check(certificate)
+    assert any(run.lengths_s.values())
+
+
+def two_on_two_nodes() -> tuple[Group, Certificate]:
+    group = group_of([(50.0, 50.0, (0,)), (50.0, 50.0, (1,))], slo=1.0)
+    return group, certify(group, round_robin(group))
+
+
+def begin(turns: Turns, job: str, phase: str, now: float) -> bool:
+    """Whether the phase may begin, once asked for."""
+    turns.ask(Ask(job=job, phase=phase, iteration=0))
+    return job in [hold.job for hold in turns.grant(now)]
+
+
+def run_through(turns: Turns, job: str, phase: str, now: float) -> None:
+    assert begin(turns, job, phase, now)
+    assert turns.release(job, turns.holds[job].epoch, now)
+
+
+@pytest.mark.parametrize(("clock", "now"), [(None, 0.0), ("clock", 0.0), ("another", 5e6), ("another", -5e6)])
+def test_a_job_whose_phases_took_no_time_waits_for_its_turn_in_the_timetable(
+    clock: str | None, now: float
+) -> None:
+    turns = Turns(LEASE_S, "clock")
+    group, certificate = two_on_two_nodes()
+    turns.form(group, certificate, 0.0)
+    turns.ask(Ask(job="b", phase="rollout", iteration=0))
+    for phase in ("rollout", "train"):
+        run_through(turns, "a", phase, 0.0)
+    assert not begin(turns, "a", "rollout", 0.0), "else its next one would take 150 s, for b's 50 + 50"
+    if clock is not None:
+        turns = restarted(turns, clock, now)
+        assert not begin(turns, "a", "rollout", now)
+    wake_s = turns.next_wake_s(now)
+    assert wake_s is not None and now < wake_s <= now + 100.0
+    assert [hold.job for hold in turns.grant(wake_s)] == ["a"]
+
+
+def test_a_new_scheduler_on_the_same_clock_knows_how_long_phases_have_been_running() -> None:
+    waits = []
+    for is_restarted in (False, True):
+        turns = Turns(LEASE_S, "clock")
+        turns.form(*two_on_two_nodes(), 0.0)
+        turns.ask(Ask(job="b", phase="rollout", iteration=0))
+        for phase in ("rollout", "train"):
+            run_through(turns, "a", phase, 0.0)
+        assert turns.holds["b"].phase == "rollout"
+        if is_restarted:
+            turns = restarted(turns, "clock", 20.0)
+        assert not begin(turns, "a", "rollout", 20.0)
+        waits.append(turns.next_wake_s(20.0))
+    assert waits[0] == waits[1]
+
+
+def test_a_job_that_joins_lets_those_pass_that_would_be_late() -> None:
+    """Alone, b is in its training when a comes back: a's rollout would end after b's next one is due."""
+    group = group_of([(50.0, 50.0, (0,)), (50.0, 50.0, (0,))], slo=1.0)
+    turns = Turns(LEASE_S, "clock")
+    turns.form(group, certify(group, round_robin(group)), 0.0)
+    assert begin(turns, "b", "rollout", 0.0)
+    assert turns.release("b", turns.holds["b"].epoch, 50.0)
+    assert begin(turns, "b", "train", 50.0)
+    assert not begin(turns, "a", "rollout", 75.0)
+    assert turns.release("b", turns.holds["b"].epoch, 100.0)
+    assert begin(turns, "b", "rollout", 100.0)
+    assert turns.release("b", turns.holds["b"].epoch, 150.0)
+    assert [hold.job for hold in turns.grant(150.0)] == ["a"]
+
+
+def test_the_order_of_those_that_run_stays_when_another_joins() -> None:
+    jobs = [(10.0, 1.0, (0,))] * 4
+    three = group_of(jobs[:3])
+    turns = Turns(LEASE_S, "clock")
+    turns.form(three, certify(three, round_robin(three)), 0.0)
+    for job in "abc":
+        turns.ask(Ask(job=job, phase="rollout", iteration=0))
+    turns.grant(0.0)
+    assert turns.release("a", turns.holds["a"].epoch, 10.0)
+    run_through(turns, "a", "train", 10.0)
+    four = group_of(jobs)
+    order = turns.order_for(four)
+    assert list(order.steps_of_job) == ["b", "c", "a", "d"]
+    turns.form(four, certify(four, order), 12.0)
+    assert turns.holds["b"].phase == "rollout", "what is out stays so"
+    turns.ask(Ask(job="a", phase="rollout", iteration=1))
+    turns.ask(Ask(job="d", phase="rollout", iteration=0))
+    granted = []
+    for now in (20.0, 30.0, 40.0):
+        holder = next(each for each in turns.holds.values() if each.phase == "rollout")
+        assert turns.release(holder.job, holder.epoch, now)
+        granted += [hold.job for hold in turns.grant(now)]
+    assert granted == ["c", "a", "d"]
