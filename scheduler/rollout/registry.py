@@ -109,7 +109,9 @@ class Registry:
             if status is not None:
                 worker.take_status(status, time.monotonic())
             worker.seen(time.monotonic())
-            if worker.weight_version is not None and worker.view().alive:  # while it changes, others may go on
+            if (
+                worker.weight_version is not None and worker.view().alive
+            ):  # while it changes, others may go on
                 self.newest.heard(worker.weight_version)
             if worker.models is None:
                 worker.models = await self._ask_models(worker)

@@ -1,6 +1,6 @@
 """Which weights a turn may run on.
 
-Owns: the three modes of versions, as a pure filter of workers; the memory of each training run's newest version.
+Owns: the three modes of versions, as a pure filter of workers; what was the newest of each training run.
 Promises: a version that is gone is an error, never an endless wait.
 Never does: choose among the workers it admits (policy.py).
 """
@@ -57,7 +57,7 @@ class VersionRule:
     mode: VersionMode = VersionMode.LATEST
     max_lag: int = 0
     known: Mapping[str, int] = field(default_factory=dict)
-    """Run id -> the newest version that any worker has run, also one that is gone. The live ones count anyway."""
+    """Run id -> the newest version that any worker has run, also one that is gone."""
 
     def admits(self, turn: Turn, workers: Sequence[WorkerView]) -> list[WorkerView]:
         """The live workers whose weights this turn may use.
