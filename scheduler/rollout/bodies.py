@@ -105,8 +105,8 @@ def cut_ids(data: bytes, key: bytes, *, is_trusted: bool = False) -> tuple[bytes
     `is_trusted`: the list is known to hold ids alone, without spaces.
 
     None where there is no such list, or it holds any other JSON values. What isn't JSON at all between the
-    brackets may pass: its reader, the worker, refuses it. (Checking each comma takes ten times as long.) A key
-    can't be mistaken for text: inside of a JSON string its quotes would be escaped.
+    brackets may pass: its reader, the worker, refuses it. (Checking each comma takes ten times as long.) A
+    key can't be mistaken for text: inside of a JSON string its quotes would be escaped.
     """
     at = data.find(key)
     if at < 0:
