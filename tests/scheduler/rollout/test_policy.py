@@ -187,7 +187,7 @@ def known(name: str, in_flight: int = 0, **fields: object) -> WorkerView:
     ("workers", "cached", "picked"),
     [
         ([known("a", 3), known("b", 1)], {}, "b"),
-        ([known("a", share=0.3), known("b", 3)], {}, "b"),
+        ([known("a", share=0.25), known("b", 3)], {}, "b"),
         ([known("a", share=0.3), known("b", 3)], {"a": 20_000}, "a"),
         ([known("a", 2), known("b")], {"a": 19_000}, "a"),
         ([known("a", 2), known("b")], {"a": 100}, "b"),
