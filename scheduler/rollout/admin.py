@@ -21,7 +21,7 @@ from rose.scheduler.rollout.dataplane import DataPlane
 from rose.scheduler.rollout.errors import Conflict, NotFound
 from rose.scheduler.rollout.guard import Guard
 from rose.scheduler.rollout.registry import rose_headers
-from rose.scheduler.rollout.versions import VersionMode, VersionRule
+from rose.scheduler.rollout.versions import VersionMode
 from rose.scheduler.rollout.worker import Worker
 
 _RL_STEP_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
@@ -65,6 +65,7 @@ class Admin:
         router.add_post("/admin/abort", self.abort)
         router.add_get("/admin/version", self.show_version)
         router.add_put("/admin/version", self.change_version)
+        router.add_delete("/admin/runs/{run_id}", self.forget_run)
         router.add_post("/admin/drain", self.drain)
         router.add_get("/metrics", self.metrics)
 
@@ -155,13 +156,26 @@ class Admin:
     async def show_version(self, _request: web.Request) -> web.Response:
         rule, workers = self._plane.versions, self._plane.registry.workers()
         held = {w.id: str(w.weight_version) if w.weight_version is not None else None for w in workers}
-        return web.json_response({"mode": rule.mode.value, "max_lag": rule.max_lag, "workers": held})
+        newest = dict(rule.known)
+        shown = {"mode": rule.mode.value, "max_lag": rule.max_lag, "newest": newest, "workers": held}
+        return web.json_response(shown)
 
     async def change_version(self, request: web.Request) -> web.Response:
         """Which weights turns may run on from now on."""
         change = await _read(request, VersionChange)
-        self._plane.set_versions(VersionRule(mode=change.mode, max_lag=change.max_lag))
+        self._plane.set_versions(change.mode, change.max_lag)
         return await self.show_version(request)
+
+    async def forget_run(self, request: web.Request) -> web.Response:
+        """A training run has ended: workers with older weights than its newest may have turns again."""
+        run_id = request.match_info["run_id"]
+        newest = self._plane.registry.newest
+        try:
+            newest.forget(run_id)
+        except KeyError as error:
+            raise NotFound(f"no run {run_id}; known: {sorted(newest.numbers)}") from error
+        self._plane.dispatcher.pump()
+        return web.json_response({"forgotten": run_id})
 
     async def rl_step(self, request: web.Request) -> web.Response:
         """Tell all live workers that a new RL step begins: they recompute their budgets (ROSE §4.1)."""

@@ -8,21 +8,21 @@ Never does: choose workers, try again, merge.
 
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 import aiohttp
 
-from rose.scheduler.rollout.bodies import Json, TokenIds, encode
+from rose.scheduler.rollout.bodies import Json, TokenIds, encode, encode_apart
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.events import Event, read_events
 from rose.scheduler.rollout.placement import Place
-from rose.scheduler.rollout.resume import Chunk
+from rose.scheduler.rollout.resume import Chunk, known_prompt
 from rose.scheduler.rollout.traces import PARENT_HEADER
 from rose.scheduler.rollout.watch import Watch
-from rose.scheduler.rollout.wire import Answer, Wire
+from rose.scheduler.rollout.wire import Wire
 from rose.types import StopReason, WeightVersion
 
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -30,7 +30,7 @@ STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 _BUSY_STATUSES = (429, 503)
 _REQUEST_TIMEOUT = 408
 
-
+Events = AsyncIterator[tuple[Event, TokenIds | None]]
 Take = Callable[[Chunk, str | None], Awaitable[None]]
 """Receives each chunk, with the model's name."""
 
@@ -150,21 +150,22 @@ class Attempt:
     async def _run(self, watch: Watch, body: Json, take: Take) -> Ending:
         url = self._worker.completions_url
         watch.allow(self._config.first_token_s)
-        answer = await self._wire.post(url, self._headers, encode(body))
+        answer = await self._wire.post(url, self._headers, encode_apart(body))
         try:
             if answer.status != 200:
                 return error_ending(answer.status, await answer.text())
-            await self._read(watch, answer, take)
+            events = read_events(answer.pieces(), skips_prompt=known_prompt(body) is not None)
+            await self._read(watch, events, take)
         finally:
             self._wire.done(url, answer)
         return self._ending()
 
-    async def _read(self, watch: Watch, answer: Answer, take: Take) -> None:
+    async def _read(self, watch: Watch, events: Events, take: Take) -> None:
         allowance_s = self._config.first_token_s
         before: float | None = None
         began = time.monotonic()
         watch.allow(allowance_s)
-        async for event, prompt_token_ids in read_events(answer.pieces()):
+        async for event, prompt_token_ids in events:
             chunk = self._note(event, prompt_token_ids)
             if chunk is None:
                 continue

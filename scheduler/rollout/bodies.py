@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 Json = dict[str, Any]
 
 _WHITESPACE = b" \t\r\n"
-_NOT_IDS = (b'"', b"[", b"{", b"-", b".", b"e", b"E", b"u", b"N", b"I", b"\n", b"\t", b"\r")
-"""One of these is in every JSON value but a natural number: strings, lists, objects, negative numbers,
-fractions, true, false and null; or in spacing that would have to be taken out."""
 _SAMPLE_BYTES = 2048
 _MARK = f"ids-{os.urandom(8).hex()}"
 """Stands for the ids while the rest is parsed; random, so that no client can write it."""
+_QUOTED_MARK = b'"%b"' % _MARK.encode()
 
 
 class BadRequest(ValueError):
@@ -91,14 +90,23 @@ encode = _encoder.encode
 """JSON of a body; TokenIds are written as they are."""
 
 
+def encode_apart(body: Json) -> list[bytes]:
+    """The same in pieces, so that the ids of the prompt aren't copied."""
+    prompt = body.get("prompt")
+    if not isinstance(prompt, TokenIds):
+        return [encode(body)]
+    before, _, after = encode({**body, "prompt": _MARK}).partition(_QUOTED_MARK)
+    return [before, prompt.data, after]
+
+
 def cut_ids(data: bytes, key: bytes, *, is_trusted: bool = False) -> tuple[bytes, TokenIds] | None:
     """Cut the first plain list of ids behind `key` (with its quotes) out of a JSON text, a mark in its place.
 
     `is_trusted`: the list is known to hold ids alone, without spaces.
 
     None where there is no such list, or it holds any other JSON values. What isn't JSON at all between the
-    brackets may pass: its reader, the worker, refuses it. (Looking for single bytes takes a tenth of the time
-    of checking each.) A key can't be mistaken for text: inside of a JSON string its quotes would be escaped.
+    brackets may pass: its reader, the worker, refuses it. (Checking each comma takes ten times as long.) A
+    key can't be mistaken for text: inside of a JSON string its quotes would be escaped.
     """
     at = data.find(key)
     if at < 0:
@@ -109,12 +117,22 @@ def cut_ids(data: bytes, key: bytes, *, is_trusted: bool = False) -> tuple[bytes
     end = data.find(b"]", start)
     if end < 0:
         return None
-    if not is_trusted and any(data.find(each, start + 1, end) >= 0 for each in _NOT_IDS):
-        return None
     ids = data[start : end + 1]
-    if not is_trusted and b" " in ids and b" " in (ids := ids.replace(b", ", b",")):
-        return None
-    return b'%b"%b"%b' % (data[:start], _MARK.encode(), data[end + 1 :]), TokenIds(ids)
+    if not is_trusted and not _are_ids(ids):
+        ids = ids.replace(b", ", b",")
+        if not _are_ids(ids):
+            return None
+    return b"%b%b%b" % (data[:start], _QUOTED_MARK, data[end + 1 :]), TokenIds(ids)
+
+
+def _are_ids(data: bytes) -> bool:
+    """Whether digits and commas alone are between the brackets."""
+    if len(data) == len(b"[]"):
+        return True
+    characters = np.frombuffer(data, np.uint8, len(data) - 2, 1)
+    # Between "," and "9" are also "-", "." and "/", of which no JSON has the last outside of strings.
+    is_within = characters.min() >= ord(",") and characters.max() <= ord("9")
+    return bool(is_within) and data.find(b"-") < 0 and data.find(b".") < 0
 
 
 def parse(data: bytes, key: str = "prompt") -> Json:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rose.scheduler.rollout.bodies import BadRequest, Json, TokenIds
-from rose.scheduler.rollout.resume import Accumulated, Chunk, text_offsets
+from rose.scheduler.rollout.resume import Accumulated, Chunk, known_prompt, text_offsets
 
 _WHOLE_ONLY = ("use_beam_search", "echo", "prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 
@@ -99,7 +99,8 @@ def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
     for index, (prompt, child) in enumerate((p, i) for p in prompts for i in range(n)):
         seed = {"seed": body["seed"] + child} if body.get("seed") is not None else {}
         request = {**base, **seed, "prompt": prompt, "request_id": f"{call_id}-{index}"}
-        singles.append(Single(index=index, prompt=prompt, generation=Accumulated(request=request)))
+        generation = Accumulated(request=request, prompt_token_ids=known_prompt(request))
+        singles.append(Single(index=index, prompt=prompt, generation=generation))
     name = shown_id if isinstance(shown_id, str) and shown_id else f"cmpl-{call_id}"
     is_batch = n > 1 or isinstance(body.get("prompt"), list)
     return Call(body=body, n=n, singles=singles, is_batch=is_batch, id=name)

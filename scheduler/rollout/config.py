@@ -82,7 +82,9 @@ class RouterConfig(_Settings):
     deadline_s: float = Field(default=3600.0, gt=0, description="a turn's time, queueing included; then 504")
     stall_s: float = Field(default=2.0, gt=0, description="no token for so long: reroute (ROSE §4.3)")
     first_token_s: float = Field(default=60.0, gt=0, description="the same before the first token")
-    stream_interval: int = Field(default=16, ge=1, description="most tokens per chunk from a worker")
+    stream_interval: int = Field(
+        default=14, ge=1, description="most tokens per chunk from a worker; a killed one takes so many along"
+    )
     max_failures: int = Field(default=5, ge=1, description="worker errors per turn; then 502")
     avoid_s: float = Field(default=1.0, ge=0, description="a worker that failed gets no new turn for so long")
 

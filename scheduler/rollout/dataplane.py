@@ -72,7 +72,7 @@ class DataPlane:
         self.counters = Counters()
         self.registry = Registry(config, http, self._workers_changed)
         self.jobs = JobTable(config)
-        self.versions = VersionRule(mode=config.version_mode, max_lag=config.max_lag)
+        self.versions = self._rule(config.version_mode, config.max_lag)
         policy = POLICIES[config.policy](versions=self.versions)
         self.dispatcher = Dispatcher(self.registry, policy, self.jobs, config.max_queued_per_job)
         self.sessions = SessionTable(config.max_sessions)
@@ -89,10 +89,13 @@ class DataPlane:
             abort()
         return len(aborts)
 
-    def set_versions(self, rule: VersionRule) -> None:
+    def _rule(self, mode: VersionMode, max_lag: int) -> VersionRule:
+        return VersionRule(mode=mode, max_lag=max_lag, known=self.registry.newest.numbers)
+
+    def set_versions(self, mode: VersionMode, max_lag: int) -> None:
         """Place turns by another rule of versions from now on."""
-        self.versions = rule
-        self.dispatcher.set_policy(POLICIES[self.config.policy](versions=rule))
+        self.versions = self._rule(mode, max_lag)
+        self.dispatcher.set_policy(POLICIES[self.config.policy](versions=self.versions))
 
     async def complete(self, call: Call, route: Route, sink: Sink | None) -> str | None:
         """Run all single requests of a call; the answers are in their generations. Returns the model's name.

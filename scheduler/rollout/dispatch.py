@@ -59,15 +59,17 @@ class Dispatcher:
         """
         if not self._registry.members():
             raise NoWorkerError("no worker is registered")
-        job = self._jobs.get(turn.job, self._clock())
+        now = self._clock()
+        job, cost = self._jobs.get(turn.job, now), 0.0 if is_continuation else turn.expected_tokens
+        if (place := self._placement.place_now(turn, job, cost, now)) is not None:
+            return place  # the common case: no queue, no clock, no wait
         self._check_bound(job, is_continuation)
         granted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        cost = 0.0 if is_continuation else turn.expected_tokens
         waiter = Waiter(turn, job, cost, lambda outcome: _resolve(granted, outcome))
         self._placement.enqueue(waiter, is_first=is_continuation)
         try:
             self.pump()
-            if granted.done():  # the common case: no clock, no wait
+            if granted.done():
                 return granted.result()
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
                 # Shielded: a place granted in the moment of a cancellation must be found and given back.

@@ -1,7 +1,7 @@
 """vLLM's event stream of a completion.
 
 Owns: the events' shape, as far as it is used; cutting the stream into events.
-Promises: the echo of a long prompt is never parsed.
+Promises: the echo of a long prompt is never parsed, nor copied where it tells nothing new.
 Never does: judge what an event means (attempt.py).
 """
 
@@ -44,20 +44,32 @@ class Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(Event).decode
 _DATA = b"data:"
 _PROMPT_KEY = b'"prompt_token_ids"'
+_PROMPT_IDS = _PROMPT_KEY + b":["
 
 
-async def read_events(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[Event, TokenIds | None]]:
+async def read_events(
+    stream: AsyncIterator[bytes], *, skips_prompt: bool = False
+) -> AsyncIterator[tuple[Event, TokenIds | None]]:
     """The events of a completion stream until [DONE], each with the prompt's ids if it carries them.
+
+    `skips_prompt`: who reads knows them already, and needn't be given them.
 
     Raises:
         ConnectionError: the stream broke off before [DONE].
         ValueError: an event is not JSON of that shape.
     """
     pieces: list[bytes] = []  # of a line that has not ended: a long prompt's echo comes in many
-    has_prompt = False
+    has_prompt = is_skipping = False
     async for data in stream:
+        if is_skipping:
+            if (end := data.find(b"]")) < 0:
+                continue
+            data, is_skipping = data[end:], False
         pieces.append(data)
-        if b"\n" not in data:
+        if skips_prompt and not has_prompt:
+            pieces, is_skipping = _cut_echo(b"".join(pieces))
+            has_prompt = len(pieces) > 1 or is_skipping
+        if is_skipping or b"\n" not in pieces[-1]:
             continue
         text, start = b"".join(pieces), 0
         # One event a line: JSON holds no bare line feed. Not split(), which looks at each byte by itself.
@@ -74,3 +86,13 @@ async def read_events(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[Event
             yield _decode(memoryview(line)[len(_DATA) :]), prompt_token_ids
         pieces = [text[start:]] if start < len(text) else []
     raise ConnectionError("the stream broke off")
+
+
+def _cut_echo(text: bytes) -> tuple[list[bytes], bool]:
+    """(a stream's text without the prompt's ids, as vLLM writes them; whether more of them are to come)."""
+    if (start := text.find(_PROMPT_IDS)) < 0:
+        return [text], False
+    start += len(_PROMPT_IDS)
+    if (end := text.find(b"]", start)) < 0:
+        return [text[:start]], True
+    return [text[:start], text[end:]], False

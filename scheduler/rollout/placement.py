@@ -99,6 +99,19 @@ class Placement:
     def queued_by_job(self) -> dict[str, int]:
         return self._queue.lengths()
 
+    def place_now(self, turn: Turn, job: Job, cost: float, now: float) -> Place | None:
+        """A place at once, as enqueue() and pump() would give it where nobody waits; None: let it wait.
+
+        Raises:
+            NoWorkerError: no worker can ever take it.
+        """
+        if self.is_paused or len(self._queue) or not job.may_start:
+            return None
+        members = self._members()
+        self._lend(members, now)
+        picked = self._policy.pick(turn, [worker.view() for worker in members.values()], now)
+        return _take(turn, job, cost, members[picked]) if picked is not None else None
+
     def enqueue(self, waiter: Waiter, *, is_first: bool = False) -> None:
         """Let a turn wait; `is_first`: ahead of its job's others. Call pump() after it."""
         weight = waiter.job.spec.weight
@@ -139,17 +152,8 @@ class Placement:
             if taken is None:
                 return
             waiter, picked = taken
-            self._grant(waiter, members[picked])
+            waiter.settle(_take(waiter.turn, waiter.job, waiter.cost, members[picked]))
             views[picked] = members[picked].view()
-
-    def _grant(self, waiter: Waiter, worker: Worker) -> None:
-        missing_tokens = waiter.turn.missing_tokens(worker.id)
-        ahead_tokens = worker.pending_prefill_tokens
-        worker.tenants[waiter.job.name] += 1
-        worker.in_flight += 1
-        worker.pending_prefill_tokens += missing_tokens
-        waiter.job.in_flight += 1
-        waiter.settle(Place(worker, waiter.turn, waiter.job, waiter.cost, missing_tokens, ahead_tokens))
 
     def _lend(self, members: Mapping[str, Worker], now: float) -> None:
         """Assign the serving GPUs anew when a job or a worker came or went."""
@@ -188,6 +192,15 @@ class Placement:
         for worker in members.values():
             worker.owner = None
         self._lend(members, now)
+
+
+def _take(turn: Turn, job: Job, cost: float, worker: Worker) -> Place:
+    missing_tokens, ahead_tokens = turn.missing_tokens(worker.id), worker.pending_prefill_tokens
+    worker.tenants[job.name] += 1
+    worker.in_flight += 1
+    worker.pending_prefill_tokens += missing_tokens
+    job.in_flight += 1
+    return Place(worker, turn, job, cost, missing_tokens, ahead_tokens)
 
 
 def _serving(members: Mapping[str, Worker]) -> list[Worker]:

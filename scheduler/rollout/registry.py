@@ -1,6 +1,6 @@
 """The set of rollout workers: who is there, and how they are.
 
-Owns: membership at run time, the heartbeats.
+Owns: membership at run time, the heartbeats, what they tell of each training run's newest weights.
 Promises: a worker that shows no sign of life for `lost_after_s` is dead, and what runs on it is told at once.
 Never does: place turns (policy.py), keep a worker's state (worker.py).
 """
@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from rose.errors import WorkerError
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.status import WorkerStatus
+from rose.scheduler.rollout.versions import NewestVersions
 from rose.scheduler.rollout.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Registry:
         self._changed = changed
         self._workers: dict[str, Worker] = {}
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
+        self.newest = NewestVersions()
         self._name = f"router-{uuid.uuid4().hex}"
         """Engines wait until those who ask by name know of new weights: tokens are tagged by what we know."""
 
@@ -107,6 +109,10 @@ class Registry:
             if status is not None:
                 worker.take_status(status, time.monotonic())
             worker.seen(time.monotonic())
+            if (
+                worker.weight_version is not None and worker.view().alive
+            ):  # while it changes, others may go on
+                self.newest.heard(worker.weight_version)
             if worker.models is None:
                 worker.models = await self._ask_models(worker)
         except (aiohttp.ClientError, TimeoutError, ValueError, WorkerError) as error:

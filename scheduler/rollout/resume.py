@@ -39,6 +39,13 @@ def must_restart(body: Mapping[str, Any]) -> bool:
     return any(body.get(name) for name in _STATEFUL)
 
 
+def known_prompt(body: Mapping[str, Any]) -> TokenIds | None:
+    """The prompt's ids where the worker takes them as they are, and has none to tell."""
+    prompt = body.get("prompt")
+    is_whole = body.get("truncate_prompt_tokens") is None
+    return prompt if is_whole and isinstance(prompt, TokenIds) else None
+
+
 def text_offsets(tokens: Sequence[str], start: int = 0) -> list[int]:
     """Where each token begins in the text, as vLLM counts it: by the lengths of the tokens as printed."""
     offsets = []

@@ -9,7 +9,7 @@ request and per chunk; everything but turns goes through it.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httptools
@@ -50,15 +50,15 @@ class Answer(asyncio.Protocol):
         is_open = self._failure is None and not self._transport.is_closing()
         return is_open and time.monotonic() - self.idle_since < KEEPALIVE_S
 
-    async def begin(self, head: bytes, body: bytes) -> None:
+    async def begin(self, head: bytes, body: Sequence[bytes], num_bytes: int) -> None:
         """Send a request and wait for the answer's status. Raises: ConnectionError."""
         self._parser = httptools.HttpResponseParser(self)
         self.is_complete = self._has_head = False
         self._pieces, self._num_bytes = [], 0
-        if len(body) <= _JOIN_BYTES:
-            self._transport.write(head + body)
+        if num_bytes <= _JOIN_BYTES:
+            self._transport.write(b"".join((head, *body)))
         else:
-            self._transport.writelines((head, body))
+            self._transport.writelines((head, *body))
         while not self._has_head:
             await self._wait()
 
@@ -153,15 +153,16 @@ class Wire:
     def __init__(self) -> None:
         self._idle: dict[tuple[str | None, int | None], list[Answer]] = {}
 
-    async def post(self, url: URL, headers: bytes, body: bytes) -> Answer:
-        """Send JSON; the answer has its status. `headers`: whole lines, each with its end.
+    async def post(self, url: URL, headers: bytes, body: Sequence[bytes]) -> Answer:
+        """Send JSON, in pieces; the answer has its status. `headers`: whole lines, each with its end.
 
         Give it back with done(), also after a failure while reading it. Raises: OSError.
         """
         answer = await self._connection(url)
-        head = _HEAD % (url.raw_path.encode(), url.authority.encode(), headers, len(body))
+        num_bytes = sum(map(len, body))
+        head = _HEAD % (url.raw_path.encode(), url.authority.encode(), headers, num_bytes)
         try:
-            await answer.begin(head, body)
+            await answer.begin(head, body, num_bytes)
         except BaseException:
             answer.close()
             raise

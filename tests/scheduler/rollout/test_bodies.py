@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.scheduler.rollout.bodies import BadRequest, TokenIds, cut_ids, encode, parse
+from rose.scheduler.rollout.bodies import BadRequest, TokenIds, cut_ids, encode, encode_apart, parse
 
 IDS = st.lists(st.integers(0, 200_000), max_size=50)
 VALUES: Any = st.recursive(
@@ -27,6 +27,7 @@ def test_a_body_is_read_as_any_json_reader_would(body: dict[str, Any], separator
     text = json.dumps(body, separators=separators).encode()
     assert plain(parse(text)) == body
     assert json.loads(encode(parse(text))) == body
+    assert b"".join(encode_apart(parse(text))) == encode(parse(text))
 
 
 @given(IDS)

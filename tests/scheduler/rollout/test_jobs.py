@@ -155,7 +155,8 @@ async def test_the_version_rule_can_be_changed(start_router: StartRouter) -> Non
     ):
         assert await put(client, "/admin/version", {"mode": "max-lag", "max_lag": 1}) == 200
         _, shown = await client.get("/admin/version")
-        assert shown == {"mode": "max-lag", "max_lag": 1, "workers": {old.id: "r/1", new.id: "r/2"}}
+        held = {old.id: "r/1", new.id: "r/2"}
+        assert shown == {"mode": "max-lag", "max_lag": 1, "newest": {"r": 2}, "workers": held}
         await asyncio.gather(*(client.complete(BODY) for _ in range(4)))
         assert old.requests and new.requests
         assert await put(client, "/admin/version", {"mode": "newest"}) == 400

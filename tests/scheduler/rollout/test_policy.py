@@ -5,7 +5,7 @@ import pytest
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.cost import CostPolicy
 from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
-from rose.scheduler.rollout.versions import VersionMode, VersionRule
+from rose.scheduler.rollout.versions import NewestVersions, VersionMode, VersionRule
 from rose.scheduler.rollout.views import NOBODY, Policy, Speed, Turn, WorkerKind, WorkerView
 from rose.types import WeightVersion
 
@@ -101,6 +101,42 @@ def test_version_rule_admits(rule: VersionRule, turn: Turn, admitted: list[str])
     assert [w.id for w in rule.admits(turn, VERSIONED)] == admitted
 
 
+BEGUN_ANEW = [dedicated("base"), dedicated("v5", weight_version=version(5)), dedicated("dead", alive=False)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_lag", "run_id", "known", "admitted"),
+    [
+        (VersionMode.LATEST, 0, None, {"run": 7}, []),
+        (VersionMode.LATEST, 0, "run", {"run": 7}, []),
+        (VersionMode.LATEST, 0, "run", {"run": 5}, ["v5"]),
+        (VersionMode.LATEST, 0, "run", {"run": 4}, ["v5"]),
+        (VersionMode.MAX_LAG, 2, "run", {"run": 7}, ["v5"]),
+        (VersionMode.MAX_LAG, 1, "run", {"run": 7}, []),
+        (VersionMode.MAX_LAG, 9, "run", {"run": 7}, ["v5"]),
+        (VersionMode.PINNED, 0, "run", {"run": 7}, []),
+        (VersionMode.LATEST, 0, None, {"other": 7}, ["v5"]),
+        (VersionMode.LATEST, 0, "other", {"other": 7}, []),
+        (VersionMode.LATEST, 0, "new", {"run": 7}, ["base"]),
+    ],
+)
+def test_the_newest_version_outlives_its_workers_and_counts_for_its_own_run_alone(
+    mode: VersionMode, max_lag: int, run_id: str | None, known: dict[str, int], admitted: list[str]
+) -> None:
+    rule = VersionRule(mode=mode, max_lag=max_lag, known=known)
+    assert [w.id for w in rule.admits(Turn(session="t", run_id=run_id), BEGUN_ANEW)] == admitted
+
+
+def test_the_newest_version_never_goes_back_until_its_run_is_forgotten() -> None:
+    newest = NewestVersions()
+    for number, run_id in ((7, "run"), (5, "run"), (0, "next")):
+        newest.heard(version(number, run_id))
+    assert newest.numbers == {"run": 7, "next": 0}
+    newest.forget("run")
+    newest.heard(version(1))
+    assert newest.numbers == {"run": 1, "next": 0}
+
+
 def test_a_pinned_version_that_no_worker_holds_is_an_error_not_a_wait() -> None:
     policy = PaperPolicy(versions=VersionRule(mode=VersionMode.PINNED))
     with pytest.raises(NoWorkerError, match="run/4"):
@@ -151,11 +187,12 @@ def known(name: str, in_flight: int = 0, **fields: object) -> WorkerView:
     ("workers", "cached", "picked"),
     [
         ([known("a", 3), known("b", 1)], {}, "b"),
-        ([known("a", share=0.3), known("b", 3)], {}, "b"),
+        ([known("a", share=0.25), known("b", 3)], {}, "b"),
         ([known("a", share=0.3), known("b", 3)], {"a": 20_000}, "a"),
         ([known("a", 2), known("b")], {"a": 19_000}, "a"),
         ([known("a", 2), known("b")], {"a": 100}, "b"),
-        ([known("a", pending_prefill_tokens=30_000), known("b", 1)], {}, "b"),
+        ([known("a", share=0.5), known("b")], {"a": 20_000}, "a"),
+        ([known("a", pending_prefill_tokens=120_000), known("b", 1)], {}, "b"),
         ([known("a", share=0.0), known("b", 8)], {}, "b"),
         ([known("a", 16), known("b", 16)], {}, None),
     ],

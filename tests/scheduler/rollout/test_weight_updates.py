@@ -146,3 +146,42 @@ async def test_a_pinned_turn_whose_version_is_gone_everywhere_is_an_error(start_
         worker.version = "run/2"
         status, answer = await turn
         assert (status, "run/1" in answer["error"]["message"]) == (409, True)
+
+
+async def test_a_worker_that_starts_anew_gets_no_turn_until_it_has_caught_up(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker(version="run/2") as before, start_router(before) as client:
+        registry, dispatcher = client.router.plane.registry, client.router.plane.dispatcher
+        await client.complete(BODY)
+        await before.stop()
+        await until(lambda: not any(w.is_alive for w in registry.workers()))
+        async with ScriptedWorker() as anew:
+            assert (await client.post("/workers", {"url": anew.url}))[1]["alive"]
+            turn = asyncio.create_task(client.complete(BODY))
+            await until(lambda: dispatcher.num_queued == 1)
+            anew.version = "run/1"
+            known = registry.get(anew.id)
+            assert known is not None
+            await until(lambda: str(known.weight_version) == "run/1")
+            assert (dispatcher.num_queued, anew.requests) == (1, [])
+            anew.version = "run/2"
+            (choice,) = (await turn)["choices"]
+            assert [span["weight_version"] for span in choice["rose"]["spans"]] == ["run/2"]
+
+
+async def test_a_new_run_or_one_that_is_forgotten_asks_for_no_old_version(start_router: StartRouter) -> None:
+    async with ScriptedWorker(version="run/9") as worker, start_router(worker) as client:
+        (known,) = client.router.plane.registry.workers()
+        worker.version = "next/0"
+        await until(lambda: str(known.weight_version) == "next/0")
+        await client.complete(BODY)
+        worker.version = None
+        await until(lambda: known.weight_version is None)
+        turn = asyncio.create_task(client.complete(BODY))
+        await until(lambda: client.router.plane.dispatcher.num_queued == 1)
+        for run_id, status in (("run", 200), ("next", 200), ("next", 404)):
+            async with client.http.delete(f"{client.router.url}/admin/runs/{run_id}") as response:
+                assert response.status == status
+        await turn
+        assert len(worker.requests) == 2

@@ -58,7 +58,8 @@ async def serving(reply: Reply, closes: bool = False) -> AsyncIterator[tuple[Ser
 
 
 async def ask(wire: Wire, url: URL, body: bytes = b"{}") -> tuple[int, str]:
-    answer = await wire.post(url, b"Authorization: Bearer k\r\n", body)
+    half = len(body) // 2
+    answer = await wire.post(url, b"Authorization: Bearer k\r\n", [body[:half], body[half:]])
     try:
         return answer.status, await answer.text()
     finally:
@@ -103,7 +104,7 @@ async def test_a_server_that_breaks_off_is_a_connection_error(pieces: list[bytes
 
 async def test_an_answer_that_is_left_ends_its_connection() -> None:
     async with serving(lambda _: [CHUNKED[:60]]) as (server, wire, url):
-        answer: Answer = await wire.post(url, b"", b"{}")
+        answer: Answer = await wire.post(url, b"", [b"{}"])
         wire.done(url, answer)
         while not server.num_ended:
             await asyncio.sleep(0.01)
