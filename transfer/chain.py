@@ -69,7 +69,10 @@ class VersionChain:
         self._objects.clear()
 
     def add_snapshot(self, version: int, num_bytes: int) -> None:
-        """A snapshot is in the relay."""
+        """A snapshot is in the relay. Frames that it shares with its version's delta live as long as it does."""
+        delta, kept = (version, version - 1), set(self._objects[version, None])
+        if delta in self._objects:
+            self._objects[delta] = [key for key in self._objects[delta] if key not in kept]
         self._snapshots = [*self._snapshots[-1:], version]
         self._snapshot_bytes = num_bytes
         self._chain_bytes = 0
