@@ -146,7 +146,9 @@ class WeightPublisher:
         """Publishes the weights as they are now. Raises: RelayError; calling again is safe."""
         self._ranks.attempt += 1
         if self._ranks.is_leader:
-            self._chain.open()
+            base = self._number if self._number >= 0 else None
+            coming = keys.version_prefix(self.run_id, self._number + 1, base)
+            self._chain.open((coming,) if self._ranks.num_ranks > 1 else ())
         self._hear_of_commit()
         if self._number < 0:
             writer = self._write(0, None, self._put_first)
