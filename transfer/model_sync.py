@@ -43,7 +43,9 @@ def peer_first(relays: Sequence[str], rank: int, num_ranks: int) -> str:
     relays: one per rollout node, in the order of the nodes' rollout ranks. Raises: ValueError.
     """
     if not relays or not 0 <= rank < num_ranks:
-        raise ValueError(f"need relays and 0 <= rank < num_ranks, got {len(relays)}, rank {rank} of {num_ranks}")
+        raise ValueError(
+            f"need relays and 0 <= rank < num_ranks, got {len(relays)}, rank {rank} of {num_ranks}"
+        )
     peer = rank * len(relays) // num_ranks
     return ",".join((*relays[peer:], *relays[:peer]))
 

@@ -47,7 +47,14 @@ def start_senders(threads, weights):
     def start(urls, **options):
         def make(rank):
             return ModelSender(
-                weights, urls, "run", rank=rank, num_ranks=RANKS, receivers=NAMES, bucket_bytes=3000, **options
+                weights,
+                urls,
+                "run",
+                rank=rank,
+                num_ranks=RANKS,
+                receivers=NAMES,
+                bucket_bytes=3000,
+                **options,
             )
 
         made.extend(threads.map(make, range(RANKS)))
