@@ -1,5 +1,6 @@
-"""The processes of bench_sync.py and bench_modelsync.py on both ends of a slow link, and one weight sync through all of them.
+"""The processes on both ends of a slow link, and one weight sync through all of them.
 
+For bench_sync.py and bench_modelsync.py.
 Owns: relays, trainer ranks and followers, each a process in its cluster's namespace. Promises: every sync
 ends with all followers at the trainer's state hash, or the benchmark fails; all processes end with the
 context, or with this one.

@@ -70,7 +70,7 @@ class VersionChain:
         self._objects.clear()
 
     def add_snapshot(self, version: int, num_bytes: int) -> None:
-        """A snapshot is in the relay. Frames that it shares with its version's delta live as long as it does."""
+        """A snapshot is in the relay. Frames that it shares with a delta stay as long as it does."""
         delta, kept = (version, version - 1), set(self._objects[version, None])
         if delta in self._objects:
             self._objects[delta] = [key for key in self._objects[delta] if key not in kept]

@@ -1,14 +1,15 @@
-"""Model sync of a whole job: from all its trainer ranks to all its rollout ranks, one copy over the slow link.
+"""Model sync of a whole job: all trainer ranks to all rollout ranks, with one copy over the slow link.
 
-Owns: both ends of a sync, and which relay each rank talks to. A relay stands on each rollout node. Scatter: every
-trainer rank sends its exclusive share, over connections of its own, to its peer among the relays. Broadcast: the
-relays hand each bucket on to each other, and every rollout rank reads from the one on its own node, while the
-trainer is still sending.
+Owns: both ends of a sync, and which relay each rank talks to. A relay stands on each rollout node. Scatter:
+every trainer rank sends its exclusive share, over connections of its own, to its peer among the relays.
+Broadcast: the relays hand each bucket on to each other, and every rollout rank reads from the one on its own
+node, while the trainer is still sending.
 Promises: a sync that returns has brought every receiver all bits, checked against the sender's hash. One that
-raises names who is missing: every other receiver has the version, or none has and all keep the old one; calling
-send() again goes on from there. Never asks for a permit: rose.phase("sync") needs none.
-Source: WEAVE §5.2. Where we differ: what lands on a rollout node lands in host memory, once per node and not once
-per rank; and only what has changed is sent, unless all has.
+raises either names the receivers that are missing, and the others have the version, or none has and all keep
+the old one; send() goes on from there. Never asks for a permit: rose.phase("sync")
+needs none.
+Source: WEAVE §5.2. Where we differ: what arrives lies in the node's host memory, once and not once per rank;
+and only what has changed is sent, unless all has.
 """
 
 import time

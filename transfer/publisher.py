@@ -130,7 +130,7 @@ class WeightPublisher:
         self._unheard: list[tuple[Bucket, Patch]] | None = None
         """What the version under way changes, from before its commit until it is heard of."""
         self._dense: dict[int, BucketEntry] = {}
-        """Frames of the last delta that hold all bits of their bucket: a snapshot of it need not send them."""
+        """The last delta's frames that hold all bits of their bucket: a snapshot need not send them again."""
 
     @property
     def version(self) -> WeightVersion | None:

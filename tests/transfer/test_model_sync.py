@@ -1,10 +1,11 @@
-"""A whole job's model sync: every rollout rank gets all bits, one copy crosses, and failures leave old versions."""
+"""A whole job's model sync: every rollout rank gets all bits, and one copy of them is sent."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 import torch
+from relay_process import RelayProcess
 from slow_proxy import SlowProxy
 from training_steps import step
 
@@ -20,10 +21,21 @@ NAMES = [receiver_name(rank) for rank in range(RANKS)]
 DEADLINE_S = 120.0
 
 
-@pytest.fixture
-def relays(start_relay):
+@pytest.fixture(scope="module")
+def nodes():
     """One relay on each of two rollout nodes."""
-    return [start_relay("embedded") for _ in range(RELAYS)]
+    started = [RelayProcess("embedded") for _ in range(RELAYS)]
+    yield started
+    for relay in started:
+        relay.stop()
+
+
+@pytest.fixture
+def relays(nodes):
+    """They are empty."""
+    for relay in nodes:
+        relay.emptied_url()
+    return nodes
 
 
 @pytest.fixture
@@ -190,7 +202,7 @@ def test_a_link_that_is_cut_leaves_every_rank_at_its_version(
 
 
 def test_bad_input_is_the_callers_mistake(relays, weights, threads, start_senders, start_receivers):
-    with pytest.raises(ValueError, match="got 0, rank 0 of 1"):
+    with pytest.raises(ValueError, match="got 0 relays, rank 0 of 1"):
         peer_first([], 0, 1)
     with pytest.raises(ValueError, match="rank 4 of 4"):
         ModelReceiver(urls_of(relays), "run", rank=RANKS, num_ranks=RANKS)
