@@ -98,10 +98,13 @@ class SlowLink:
         """The command line that runs argv on that side, in the process that is started."""
         return ["ip", "netns", "exec", self._names[side], *argv]
 
-    def limit(self, gbps: float) -> None:
-        """Limits both directions from now on, and counts from 0."""
+    def limit(self, gbps: float, queue_s: float = _QUEUE_S) -> None:
+        """Limits both directions from now on, and counts from 0.
+
+        queue_s: what waits before the link at most, in time; many streams need room for a few frames each.
+        """
         burst = max(_MIN_BURST_BYTES, int(gbps * 1e9 / 8 * _BURST_S))
-        queue = int(gbps * 1e9 / 8 * _QUEUE_S) + burst
+        queue = int(gbps * 1e9 / 8 * queue_s) + burst
         self.unlimit()
         for name in self._names.values():
             limit = ("rate", f"{gbps}gbit", "burst", str(burst), "limit", str(queue))

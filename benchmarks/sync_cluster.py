@@ -1,5 +1,6 @@
-"""The processes of bench_sync.py on both ends of a slow link, and one weight sync through all of them.
+"""The processes on both ends of a slow link, and one weight sync through all of them.
 
+For bench_sync.py and bench_modelsync.py.
 Owns: relays, trainer ranks and followers, each a process in its cluster's namespace. Promises: every sync
 ends with all followers at the trainer's state hash, or the benchmark fails; all processes end with the
 context, or with this one.
@@ -23,6 +24,8 @@ import psutil
 from slow_link import SERVING, TRAINER, LinkBytes, SlowLink
 
 from rose.errors import RoseError
+from rose.transfer.layout import BUCKET_BYTES
+from rose.transfer.model_sync import receiver_name
 
 WORKER = Path(__file__).with_name("sync_worker.py")
 RELAY_BYTES = 6 << 30
@@ -41,7 +44,11 @@ class Setup:
     is_pipelined: bool
     """Whether followers follow while the trainer publishes, or start when all of it is in the relay."""
     relays: int = 1
+    """Each rank talks to its peer among them, and holds the others in reserve."""
     relay_side: str = SERVING
+    bucket_bytes: int = BUCKET_BYTES
+    is_acknowledged: bool = False
+    """Whether the trainer waits until all followers have said that they hold a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +131,19 @@ class Cluster:
         self.link.unlimit()
         trainers = self._workers("trainer", TRAINER, setup.trainer_ranks)
         followers = self._workers("follower", SERVING, setup.followers)
-        relay = ",".join(self._relays(setup))
         run = Run(self.link, setup, trainers, followers)
         model = {"num_layers": self.num_layers, "serving_ranks": setup.serving_ranks}
-        common = {"relay": relay, "run": next(self._run_ids), **model}
+        common = {"relays": self._relays(setup), "run": next(self._run_ids), **model}
+        names = [receiver_name(rank) for rank in range(setup.followers if setup.is_acknowledged else 0)]
+        options = {"codec": setup.codec, "gbps": 1.0, "bucket_bytes": setup.bucket_bytes, "receivers": names}
         for rank, trainer in enumerate(trainers):
-            options = {"rank": rank, "num_ranks": setup.trainer_ranks, "codec": setup.codec, "gbps": 1.0}
-            trainer.tell("open", seed=self._seed, **options, **common)
+            trainer.tell(
+                "open", rank=rank, num_ranks=setup.trainer_ranks, seed=self._seed, **options, **common
+            )
+        for rank, follower in enumerate(followers):
+            follower.tell("open", rank=rank, num_ranks=setup.followers, **common)
         for trainer in trainers:
             trainer.answer()
-        for number, follower in enumerate(followers):
-            follower.tell("open", rank=number % setup.serving_ranks, **common)
         for follower in followers:
             follower.answer()
         return run

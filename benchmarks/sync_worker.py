@@ -1,7 +1,7 @@
-"""One process of bench_sync.py: a trainer rank, or the follower beside a serving rank.
+"""One process of bench_sync.py and bench_modelsync.py: a trainer rank, or a rank that holds what it sends.
 
 Owns: a model's tensors in memory, or a mirror. Takes requests as JSON lines and answers each with one; times
-are CLOCK_MONOTONIC, which all processes of the machine share. Followers end where an engine would start to
+are CLOCK_MONOTONIC, which all processes of the machine share. Receivers end where an engine would start to
 load: the version is in the mirror, every hash checked. Never reports what it did not do: a failure ends it.
 
     python benchmarks/sync_worker.py trainer|follower
@@ -15,12 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rose.config import Settings
-from rose.transfer.follower import Follower
 from rose.transfer.layout import TensorSpec
-from rose.transfer.mirror import WeightMirror
+from rose.transfer.model_sync import ModelReceiver, ModelSender
 from rose.transfer.relay import open_relay, remove_run
 from rose.transfer.shard_plan import ShardCopy, ShardPlan, StridedView
-from rose.transfer.subscriber import STATUS_EVERY_S
 
 HIDDEN, WIDTH, KV = 2048, 6144, 1024
 LEARNING_RATE = 6.3e-7
@@ -80,22 +78,22 @@ class Trainer:
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Makes the model and the run, and publishes version 0."""
         from rose.transfer.codec import Codec
-        from rose.transfer.publisher import WeightPublisher
 
         rank, num_ranks, num_layers = request["rank"], request["num_ranks"], request["num_layers"]
         self._generator.manual_seed(request["seed"])
         self._make_model(num_layers, rank, num_ranks)
-        self._relay_url = request["relay"]
-        self._publisher = WeightPublisher(
+        self._run_id, self._relays = request["run"], request["relays"]
+        self._sender = ModelSender(
             self._shards,
-            request["relay"],
-            request["run"],
-            codec=Codec[request["codec"]] if request["codec"] is not None else None,
-            link_gbps=request["gbps"],
-            snapshot_share=1e9,  # a snapshot beside a dense version would be a second one
-            plans=row_plans(num_layers, request["serving_ranks"]),
+            self._relays,
+            self._run_id,
             rank=rank,
             num_ranks=num_ranks,
+            receivers=request["receivers"],
+            bucket_bytes=request["bucket_bytes"],
+            codec=Codec[request["codec"]] if request["codec"] is not None else None,
+            link_gbps=request["gbps"],
+            plans=row_plans(num_layers, request["serving_ranks"]),
         )
         return self._publish()
 
@@ -130,7 +128,7 @@ class Trainer:
 
     def _publish(self) -> dict[str, Any]:
         started_s = time.monotonic()
-        report = self._publisher.publish()
+        report = self._sender.send()
         return {
             "started_s": started_s,
             "ended_s": time.monotonic(),
@@ -142,11 +140,11 @@ class Trainer:
 
     def close(self, request: dict[str, Any]) -> dict[str, Any]:
         """Ends the run and takes it out of the relay."""
-        self._publisher.close()
-        relay = open_relay(self._relay_url, Settings.from_environment().key)
-        remove_run(relay, self._publisher.run_id)
+        self._sender.close()
+        relay = open_relay(",".join(self._relays), Settings.from_environment().key)
+        remove_run(relay, self._run_id)
         relay.close()
-        del self._publisher, self._masters, self._shards, self._ratios
+        del self._sender, self._masters, self._shards, self._ratios
         return {}
 
     def stream(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -161,33 +159,30 @@ class Trainer:
 
 
 class Serving:
-    """The follower of one serving rank."""
+    """The receiver of one serving rank."""
 
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Joins the run at version 0, with a plan if several ranks share the model."""
-        plans = row_plans(request["num_layers"], request["serving_ranks"])
-        plans = plans[request["rank"] :][:1]
-        self._relay = open_relay(request["relay"], Settings.from_environment().key)
-        self._follower = Follower(self._relay, request["run"], WeightMirror(plans))
+        rank, plans = request["rank"], row_plans(request["num_layers"], request["serving_ranks"])
+        self._receiver = ModelReceiver(
+            request["relays"],
+            request["run"],
+            rank=rank,
+            num_ranks=request["num_ranks"],
+            plans=plans[rank % request["serving_ranks"] :][:1],
+        )
         return self.reach({"version": 0})
 
     def reach(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Follows as a subscriber does until the mirror holds the version."""
-        mirror = self._follower.mirror
-        fetched = self._follower.fetched_bytes
-        while mirror.version is None or mirror.version.number < request["version"]:
-            if not self._follower.advance():
-                self._follower.wait(STATUS_EVERY_S)
-        return {
-            "held_s": time.monotonic(),
-            "state_hash": str(mirror.version_hash),
-            "fetched_bytes": self._follower.fetched_bytes - fetched,
-        }
+        """Returns when this rank holds the version."""
+        self._receiver.receive(request["version"])
+        return {"held_s": time.monotonic(), "state_hash": str(self._receiver.mirror.version_hash)}
 
     def close(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._follower.mirror.check_integrity()
-        self._relay.close()
-        del self._follower, self._relay
+        """All bits that were received are hashed anew."""
+        self._receiver.mirror.check_integrity()
+        self._receiver.close()
+        del self._receiver
         return {}
 
     def listen(self, request: dict[str, Any]) -> dict[str, Any]:

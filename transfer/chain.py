@@ -45,10 +45,10 @@ class VersionChain:
         self._coming: int | None = None
         self._lock = threading.Lock()
 
-    def open(self) -> None:
+    def open(self, others_write: tuple[str, ...] = ()) -> None:
         """Puts what precedes all versions, again when the relay came back empty, and mends its copies.
 
-        Raises: RelayError.
+        others_write: prefixes under which other trainer ranks may have begun. Raises: RelayError.
         """
         if self._relay.get(keys.head_key(self._run_id)) is None:
             self._relay.upsert(keys.layout_key(self._run_id), pack_body(LayoutBody.of(self._layout)))
@@ -57,7 +57,8 @@ class VersionChain:
             prefix = keys.run_prefix(self._run_id)
             written = {key for names in self._objects.values() for key in names}
             others = {key for key in self._relay.keys(prefix) if not keys.is_version_key(key)}
-            self._relay.repair(prefix, written | others | {keys.HEAD_RUN_KEY})
+            spared = (keys.ack_prefix(self._run_id), *others_write)
+            self._relay.repair(prefix, written | others | {keys.HEAD_RUN_KEY}, spared)
 
     def start(self, version: int, base: int | None) -> list[str]:
         """The list in which a version's keys are to be noted; first removes what an aborted attempt left."""
@@ -69,7 +70,10 @@ class VersionChain:
         self._objects.clear()
 
     def add_snapshot(self, version: int, num_bytes: int) -> None:
-        """A snapshot is in the relay."""
+        """A snapshot is in the relay. Frames that it shares with a delta stay as long as it does."""
+        delta, kept = (version, version - 1), set(self._objects[version, None])
+        if delta in self._objects:
+            self._objects[delta] = [key for key in self._objects[delta] if key not in kept]
         self._snapshots = [*self._snapshots[-1:], version]
         self._snapshot_bytes = num_bytes
         self._chain_bytes = 0

@@ -84,7 +84,9 @@ class WeightMirror:
         planes = self.make_planes(layout)
         for entry in (manifest.buckets[index] for index in sorted(planes.held)):
             bucket = layout.buckets[entry.index]
-            frame = _open_frame(fetch(entry), manifest, bucket)
+            # A dense frame needs no base: it may be one of the version's delta.
+            frame = Frame.unpack(fetch(entry))
+            _require_place(frame, bucket, layout.digest, manifest.run_id, frame.base, manifest.version)
             bits = np.frombuffer(frame.payload, bits_dtype(bucket.dtype))
             if frame.codec is not Codec.DENSE or bits.size != bucket.num_elements:
                 raise FrameError(f"bucket {bucket.index} of snapshot {manifest.version} is not dense")

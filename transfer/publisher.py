@@ -26,7 +26,7 @@ from rose.transfer.chain import VersionChain, claim_run
 from rose.transfer.codec import Codec, Encoded, NewBits, Patch, encode
 from rose.transfer.codec_choice import encode_for_link
 from rose.transfer.layout import BUCKET_BYTES, Bucket
-from rose.transfer.manifest import Ack, Manifest
+from rose.transfer.manifest import Ack, BucketEntry, Manifest, unpack_body
 from rose.transfer.planes import WeightPlanes
 from rose.transfer.relay import open_relay
 from rose.transfer.shard_plan import ShardPlan
@@ -129,6 +129,8 @@ class WeightPublisher:
         self._is_followed = False
         self._unheard: list[tuple[Bucket, Patch]] | None = None
         """What the version under way changes, from before its commit until it is heard of."""
+        self._dense: dict[int, BucketEntry] = {}
+        """The last delta's frames that hold all bits of their bucket: a snapshot need not send them again."""
 
     @property
     def version(self) -> WeightVersion | None:
@@ -144,7 +146,9 @@ class WeightPublisher:
         """Publishes the weights as they are now. Raises: RelayError; calling again is safe."""
         self._ranks.attempt += 1
         if self._ranks.is_leader:
-            self._chain.open()
+            base = self._number if self._number >= 0 else None
+            coming = keys.version_prefix(self.run_id, self._number + 1, base)
+            self._chain.open((coming,) if self._ranks.num_ranks > 1 else ())
         self._hear_of_commit()
         if self._number < 0:
             writer = self._write(0, None, self._put_first)
@@ -175,16 +179,26 @@ class WeightPublisher:
         workers: names as in rose.transfer.manifest.worker_name. Raises: WorkerError naming the late ones.
         """
         deadline_s = time.monotonic() + timeout_s
+        prefix = keys.ack_prefix(self.run_id)
         seen: str | None = None
+        late = unread = set(workers)
         while True:
-            acked = self.acked()
-            late = sorted(name for name in workers if acked.get(name, -1) < version.number)
+            late = late - {name for name in unread if self._acked_version(prefix + name) >= version.number}
             if not late:
                 return
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise WorkerError(f"no ack of {version} within {timeout_s} s from {', '.join(late)}")
-            seen = self._relay.wait([keys.ack_prefix(self.run_id)], seen, left_s).seen
+                missing = ", ".join(sorted(late))
+                raise WorkerError(f"no ack of {version} within {timeout_s} s from {missing}")
+            changes = self._relay.wait([prefix], seen, left_s)
+            seen = changes.seen
+            # The link to the relay may be slow: only what is new is read.
+            written = {key.removeprefix(prefix) for key in changes.keys} if changes.keys is not None else late
+            unread = late & written
+
+    def _acked_version(self, key: str) -> int:
+        data = self._relay.get(key)
+        return unpack_body(data, Ack, key).version if data is not None else -1
 
     def close(self) -> None:
         """Closes the connection; what was published stays in the relay."""
@@ -221,12 +235,15 @@ class WeightPublisher:
         if self._ranks.is_leader:
             writer.run_beside(partial(self._chain.announce_coming, writer.version))
         patches: list[tuple[Bucket, Patch]] = []
+        self._dense = {}
         for bucket in self._buckets:
             before = self._planes.bucket_hash(bucket)
             with writer.encoding():
                 encoded = self._encode(bucket, self._source.read(self.layout, bucket))
             if encoded.num_changed > 0:
-                writer.put(bucket, encoded, before, before + encoded.change)
+                entry = writer.put(bucket, encoded, before, before + encoded.change)
+                if encoded.codec is Codec.DENSE:
+                    self._dense[bucket.index] = entry
                 patches.append((bucket, encoded.patch))
         self._unheard = patches
         manifest = self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer))
@@ -265,7 +282,11 @@ class WeightPublisher:
 
     def _put_snapshot(self, writer: VersionWriter) -> Manifest:
         for bucket in self._buckets:
-            writer.put_dense(bucket, self._planes.bits(bucket), self._planes.bucket_hash(bucket))
+            after = self._planes.bucket_hash(bucket)
+            if bucket.index in self._dense:
+                writer.refer(bucket, self._dense[bucket.index], after)
+            else:
+                writer.put_dense(bucket, self._planes.bits(bucket), after)
         manifest = self._ranks.commit(writer, None, lambda num_bytes: False)
         self._is_followed = False
         if self._ranks.is_leader:

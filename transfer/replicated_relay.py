@@ -139,8 +139,11 @@ class ReplicatedRelay:
         for copy in self._copies:
             copy.close()
 
-    def repair(self, prefix: str, wanted: Iterable[str]) -> None:
-        """Gives every copy that is in use the wanted objects, and takes away the others under the prefix."""
+    def repair(self, prefix: str, wanted: Iterable[str], spared: tuple[str, ...] = ()) -> None:
+        """Gives every copy that is in use the wanted objects, and takes away the others under the prefix.
+
+        spared: prefixes of what others may be writing at this moment; nothing there is taken away.
+        """
         names = set(wanted)
         for copy in self._copies:
             if copy.is_resting:
@@ -149,7 +152,7 @@ class ReplicatedRelay:
                 held = set(copy.call(lambda relay: relay.keys(prefix)))
                 for name in sorted(names - held):
                     self._give(copy, name)
-                surplus = sorted(held - names)
+                surplus = sorted(name for name in held - names if not name.startswith(spared))
                 copy.call(lambda relay, surplus=surplus: relay.remove(surplus))  # type: ignore[misc]
             except RelayUnreachable:
                 continue  # it rests, and will still be behind when it is back

@@ -1,9 +1,9 @@
-"""The trainer's live tensors, read as raw bits.
+"""Live torch tensors as raw bits: a trainer's, which are read, and a rollout rank's, which are written.
 
-Owns: the only use of torch in this package, imported when a source is made.
+Owns: the only use of torch in this package, imported when a source is made or bits are loaded.
 Promises: a tensor that several names share is published once, under its first name; wider floats are
 cast by torch (round to nearest even) on the device, before they are copied to the host.
-Never keeps a copy of the weights, never writes to them.
+Never keeps a copy of the weights, never writes to a trainer's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ import numpy as np
 
 from rose.transfer.codec import Bits
 from rose.transfer.layout import Bucket, Layout, TensorSpec
-from rose.transfer.planes import bits_dtype
+from rose.transfer.planes import WeightPlanes, bits_dtype
 from rose.transfer.shard_plan import Box
 
 _SAFETENSORS_NAMES = {
@@ -138,6 +138,32 @@ class TorchSource:
         if dtype not in _SAFETENSORS_NAMES:
             raise ValueError(f"tensor {name}: dtype {dtype} can't be published")
         return _SAFETENSORS_NAMES[dtype]
+
+
+def load_planes(planes: WeightPlanes, tensors: Mapping[str, Any]) -> None:
+    """Copies what the planes hold into the tensors of the same names, in place.
+
+    Raises: ValueError, before anything is written, unless each is there with its published shape and dtype.
+    """
+    import torch
+
+    views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+    copies: dict[str, Any] = {}
+    for spec in planes.layout.tensors:
+        if spec.name not in tensors:
+            raise ValueError(f"no tensor {spec.name} among {len(tensors)} to load into")
+        tensor = tensors[spec.name].detach()
+        dtype = _SAFETENSORS_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+        if (dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+            raise ValueError(f"tensor {spec.name} is {dtype} {tuple(tensor.shape)}, published was {spec}")
+        copies[spec.name] = tensor.cpu().contiguous()  # itself, where it lies in host memory like that
+    planes.read_into(
+        {name: copy.view(views[copy.element_size()]).numpy() for name, copy in copies.items() if copy.numel()}
+    )
+    with torch.no_grad():
+        for name, copy in copies.items():
+            if copy.data_ptr() != tensors[name].data_ptr():
+                tensors[name].copy_(copy)
 
 
 def _named(weights: Any) -> Iterable[tuple[str, Any]]:

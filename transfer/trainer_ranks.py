@@ -82,10 +82,11 @@ class TrainerRanks:
         num_changed = sum(each.num_changed for each in parts)
         manifest = writer.commit(entries, num_changed, after, before, is_followed)
         # Only now are the others' objects the leader's to remove: before, another attempt may put them again.
-        for rank, each in enumerate(parts[1:], 1):
+        # A snapshot's frames may be its delta's.
+        for rank in range(1, self.num_ranks):
             writer.note(keys.part_key(self._run_id, writer.version, writer.base, rank))
-            for entry in each.buckets:
-                writer.note(entry.key)
+        for entry in entries:
+            writer.note(entry.key)
         return manifest
 
     def committed(self, version: int, base: int | None) -> Manifest | None:

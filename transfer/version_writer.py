@@ -68,13 +68,20 @@ class VersionWriter:
         yield
         self.encode_s += time.perf_counter() - started
 
-    def put(self, bucket: Bucket, encoded: Encoded, before: StateHash, after: StateHash) -> None:
+    def put(self, bucket: Bucket, encoded: Encoded, before: StateHash, after: StateHash) -> BucketEntry:
         """Sends one bucket's difference. Raises: RelayError, also for an earlier bucket."""
-        self._put(bucket, encoded.codec, encoded.payload, encoded.num_changed, before, after)
+        return self._put(bucket, encoded.codec, encoded.payload, encoded.num_changed, before, after)
 
     def put_dense(self, bucket: Bucket, bits: Bits, after: StateHash) -> None:
         """Sends one bucket of a snapshot. Raises: RelayError, also for an earlier bucket."""
         self._put(bucket, Codec.DENSE, bits.tobytes(), bucket.num_elements, StateHash(), after)
+
+    def refer(self, bucket: Bucket, sent: BucketEntry, after: StateHash) -> None:
+        """Takes a dense frame of this version's delta into the snapshot: its bits need not cross again."""
+        change = str(after)
+        entry = BucketEntry(index=bucket.index, key=sent.key, num_bytes=sent.num_bytes, change=change)
+        self._entries.append(entry)
+        self.num_changed += bucket.num_elements
 
     def _put(
         self,
@@ -84,7 +91,7 @@ class VersionWriter:
         num_changed: int,
         before: StateHash,
         after: StateHash,
-    ) -> None:
+    ) -> BucketEntry:
         frame = Frame(
             codec=codec,
             width=DTYPE_BYTES[bucket.dtype],
@@ -104,11 +111,13 @@ class VersionWriter:
         key = keys.bucket_key(self._run_id, self.version, self.base, bucket.index)
         data = frame.pack()
         change = str(after - before)
-        self._entries.append(BucketEntry(index=bucket.index, key=key, num_bytes=len(data), change=change))
+        entry = BucketEntry(index=bucket.index, key=key, num_bytes=len(data), change=change)
+        self._entries.append(entry)
         self.num_changed += num_changed
         self.coo_bytes += num_changed * (4 + DTYPE_BYTES[bucket.dtype])
         self._send(key, data)
         self._wait_for_puts(_MAX_PENDING)
+        return entry
 
     def run_beside(self, work: Callable[[], None]) -> None:
         """Does it while buckets are encoded; what it raises, a later put or finish_frames() does."""
