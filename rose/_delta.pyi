@@ -21,6 +21,10 @@ class Delta:
         """The difference from old to new, which may lie in pieces, and the change of the state hash."""
 
     @staticmethod
+    def follow(kept: Bits, new: Sequence[Bits], first_index: int) -> tuple[Delta, Lanes]:
+        """Like between(), and in the same pass `kept` becomes new. Raises: ValueError before it writes."""
+
+    @staticmethod
     def from_g8s(streams: Sequence[bytes], num_elements: int, width: int) -> Delta:
         """Inverse of g8s(). Raises: MalformedStream."""
 

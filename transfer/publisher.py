@@ -1,8 +1,9 @@
 """The publisher: the trainer's end of the weight transfer.
 
 Owns: the kept copy of what was published last, and the run's version numbers.
-Promises: a version is announced only when all its objects are in the relay; a publish that fails leaves the
-kept copy at the last committed version, so the next one starts from there. Deltas are exact.
+Promises: a version is announced only when all its objects are in the relay. The kept copy follows the weights
+in the pass that compares them; the publish after one that failed takes it back to the last committed version,
+and starts from there. Deltas are exact.
 Never waits for engines (wait_acked does, when the trainer asks). One thread at a time.
 Source: ROSE §4.2. Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is
 not exact), and snapshots bound the chain that a late joiner walks.
@@ -23,8 +24,8 @@ from rose.config import Settings
 from rose.errors import RelayError, WorkerError
 from rose.transfer import manifest as keys
 from rose.transfer.chain import VersionChain, claim_run
-from rose.transfer.codec import Codec, Encoded, NewBits, Patch, encode
-from rose.transfer.codec_choice import encode_for_link
+from rose.transfer.codec import Codec, Encoded, NewBits, Patch, pack_followed
+from rose.transfer.codec_choice import pack_for_link
 from rose.transfer.layout import BUCKET_BYTES, Bucket
 from rose.transfer.manifest import Ack, Manifest
 from rose.transfer.planes import WeightPlanes
@@ -127,8 +128,10 @@ class WeightPublisher:
         self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every, snapshot_share)
         self._version_hash = StateHash()
         self._is_followed = False
-        self._unheard: list[tuple[Bucket, Patch]] | None = None
-        """What the version under way changes, from before its commit until it is heard of."""
+        self._is_under_way = False
+        """Whether a version was begun of which no commit was heard of yet."""
+        self._ahead: list[tuple[Bucket, Patch, StateHash]] = []
+        """What the kept copy has of the version under way, with the hashes before."""
 
     @property
     def version(self) -> WeightVersion | None:
@@ -214,24 +217,22 @@ class WeightPublisher:
         for bucket in self._buckets:
             with writer.encoding():
                 self._planes.fill(bucket, np.concatenate(self._source.read(self.layout, bucket)))
-        self._unheard = []
+        self._is_under_way = True
         self._move_to(self._put_snapshot(writer))
 
     def _put_delta(self, writer: VersionWriter) -> None:
         if self._ranks.is_leader:
             writer.run_beside(partial(self._chain.announce_coming, writer.version))
-        patches: list[tuple[Bucket, Patch]] = []
+        self._is_under_way = True
         for bucket in self._buckets:
             before = self._planes.bucket_hash(bucket)
             with writer.encoding():
                 encoded = self._encode(bucket, self._source.read(self.layout, bucket))
             if encoded.num_changed > 0:
                 writer.put(bucket, encoded, before, before + encoded.change)
-                patches.append((bucket, encoded.patch))
-        self._unheard = patches
         manifest = self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer))
         if self._ranks.is_leader and self._chain.is_announced:
-            # Followers neither wait for the kept copy, nor, as the deltas lead here, for a snapshot.
+            # Followers, whom the deltas lead here, don't wait for a snapshot.
             self._chain.move_head(manifest.version, StateHash.from_hex(manifest.state_hash))
         self._move_to(manifest)
 
@@ -240,28 +241,35 @@ class WeightPublisher:
 
     def _hear_of_commit(self) -> None:
         """After a publish that failed: another rank, or the relay, may have got through with it anyway."""
-        if self._unheard is not None:
-            base = self._number if self._number >= 0 else None
-            manifest = self._ranks.committed(self._number + 1, base)
-            if manifest is not None:
-                self._move_to(manifest)
-        self._unheard = None
+        if not self._is_under_way:
+            return
+        base = self._number if self._number >= 0 else None
+        manifest = self._ranks.committed(self._number + 1, base)
+        if manifest is not None:
+            self._move_to(manifest)
+            return
+        for bucket, patch, before in self._ahead:
+            self._planes.revert(bucket, patch, before)
+        self._ahead = []
+        self._is_under_way = False
 
     def _move_to(self, manifest: Manifest) -> None:
-        """The kept copy follows what was committed."""
-        assert self._unheard is not None
-        for bucket, patch in self._unheard:
-            self._planes.patch(bucket, patch)
-        self._unheard = None
+        """The kept copy is what was committed."""
+        self._ahead = []
+        self._is_under_way = False
         self._number = manifest.version
         self._version_hash = StateHash.from_hex(manifest.state_hash)
         self._is_followed = manifest.is_followed
 
     def _encode(self, bucket: Bucket, new: NewBits) -> Encoded:
-        old = self._planes.bits(bucket)
+        before, kept = self._planes.bucket_hash(bucket), self._planes.bits(bucket)
+        patch, change = self._planes.follow(bucket, new)
+        self._ahead.append((bucket, patch, before))
         if self._codec is not None:
-            return encode(self._codec, old, new, bucket.first_index, bucket.dtype)
-        return encode_for_link(old, new, bucket.first_index, bucket.dtype, self._link_bytes_per_s)
+            codec, payload = self._codec, pack_followed(self._codec, patch, kept, bucket.dtype)
+        else:
+            codec, payload = pack_for_link(patch, kept, bucket.dtype, self._link_bytes_per_s)
+        return Encoded(codec=codec, payload=payload, patch=patch, change=change)
 
     def _put_snapshot(self, writer: VersionWriter) -> Manifest:
         for bucket in self._buckets:

@@ -105,8 +105,13 @@ class Delta {
   template <typename T>
   explicit Delta(SparseDelta<T>&& delta) : delta_(std::move(delta)) {}
 
-  static py::tuple between(const py::array& before, const py::sequence& after, std::uint64_t first_index) {
+  // is_following: `before` becomes `after`.
+  static py::tuple between(const py::array& before, const py::sequence& after, std::uint64_t first_index,
+                           bool is_following) {
     require_vector(before, "old");
+    if (is_following && !before.writeable()) {
+      throw py::value_error("old is read-only");
+    }
     std::vector<py::array> keep;
     py::ssize_t size = 0;
     for (const py::handle& piece : after) {
@@ -130,8 +135,9 @@ class Delta {
       for (const py::array& piece : keep) {
         b.push_back({read<T>(piece), static_cast<std::size_t>(piece.size())});
       }
+      T* follows = is_following ? const_cast<T*>(a) : nullptr;
       py::gil_scoped_release release;
-      return Delta(scan(a, b, static_cast<std::size_t>(size), first_index, change));
+      return Delta(scan(a, b, static_cast<std::size_t>(size), first_index, change, follows));
     });
     return py::make_tuple(std::move(delta), lanes(change));
   }
@@ -239,7 +245,18 @@ PYBIND11_MODULE(_delta, m) {
   m.attr("NUM_G8S_STREAMS") = static_cast<std::size_t>(NUM_STREAMS);
   m.attr("NUM_EXPONENT_STREAMS") = exponent::kNumStreams;
   py::class_<Delta>(m, "Delta")
-      .def_static("between", &Delta::between, py::arg("old"), py::arg("new"), py::arg("first_index"))
+      .def_static(
+          "between",
+          [](const py::array& old, const py::sequence& later, std::uint64_t first_index) {
+            return Delta::between(old, later, first_index, false);
+          },
+          py::arg("old"), py::arg("new"), py::arg("first_index"))
+      .def_static(
+          "follow",
+          [](const py::array& kept, const py::sequence& later, std::uint64_t first_index) {
+            return Delta::between(kept, later, first_index, true);
+          },
+          py::arg("kept"), py::arg("new"), py::arg("first_index"))
       .def_static("from_g8s", &Delta::from_g8s, py::arg("streams"), py::arg("num_elements"), py::arg("width"))
       .def_static("from_coo", &Delta::from_coo, py::arg("payload"), py::arg("num_elements"), py::arg("width"))
       .def_static("from_exponents", &Delta::from_exponents, py::arg("streams"), py::arg("base"))
