@@ -36,6 +36,15 @@ class Delta:
     def from_exponents(streams: Sequence[bytes], base: Bits) -> Delta:
         """Inverse of exponents() for the same base. Raises: MalformedStream."""
 
+    @staticmethod
+    def from_parts(
+        counts: NDArray[np.uint32], places: NDArray[np.uint16], differences: Bits, num_elements: int
+    ) -> Delta:
+        """Inverse of parts(). Raises: MalformedStream."""
+
+    def parts(self) -> tuple[NDArray[np.uint32], NDArray[np.uint16], Bits]:
+        """Changes per 64 Ki-element block, their places in it, the differences; copies."""
+
     def g8s(self) -> tuple[bytes, ...]:
         """The streams of csrc/delta/g8s.hpp."""
 

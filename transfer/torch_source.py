@@ -1,6 +1,6 @@
 """The trainer's live tensors, read as raw bits.
 
-Owns: the only use of torch in this package, imported when a source is made.
+Owns: what a trainer hands over; torch is imported when a source is made.
 Promises: a tensor that several names share is published once, under its first name; wider floats are
 cast by torch (round to nearest even) on the device, before they are copied to the host.
 Never keeps a copy of the weights, never writes to them.

@@ -244,6 +244,7 @@ class Decoder {
   SparseDelta<T> decode() {
     const std::size_t num_blocks = (delta_.num_elements + kBlock - 1) / kBlock;
     delta_.counts.reserve(num_blocks);
+    reserve_changes(num_blocks);
     for (std::size_t block = 0; block < num_blocks; ++block) {
       std::uint32_t entry;
       std::memcpy(&entry, table_.take(sizeof(entry)), sizeof(entry));
@@ -256,6 +257,20 @@ class Decoder {
   }
 
  private:
+  // Room for what the table claims; a claim past the array is refused where its block is read.
+  void reserve_changes(std::size_t num_blocks) {
+    Reader table = table_;
+    std::size_t total = 0;
+    for (std::size_t block = 0; block < num_blocks && table.left() >= sizeof(std::uint32_t); ++block) {
+      std::uint32_t entry;
+      std::memcpy(&entry, table.take(sizeof(entry)), sizeof(entry));
+      total += std::min<std::size_t>(entry & kCountMask, kBlock);
+    }
+    total = std::min(total, delta_.num_elements);
+    delta_.places.reserve(total);
+    delta_.differences.reserve(total);
+  }
+
   void read_block(std::size_t block, std::uint32_t mode, std::size_t count) {
     const std::size_t length = delta_.block_length(block);
     if (count > length) {

@@ -49,6 +49,11 @@ const T* read(const py::array& array) {
 
 py::bytes to_bytes(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
+template <typename T>
+py::array copy_of(const T* data, std::size_t size) {
+  return py::array_t<T>(static_cast<py::ssize_t>(size), data);
+}
+
 py::tuple to_tuple(const Streams& streams) {
   py::tuple result(streams.size());
   for (std::size_t s = 0; s < streams.size(); ++s) {
@@ -142,6 +147,22 @@ class Delta {
     return py::make_tuple(std::move(delta), lanes(change));
   }
 
+  static Delta from_parts(const py::array& counts, const py::array& places, const py::array& differences,
+                          std::size_t n) {
+    require_vector(counts, "counts");
+    require_vector(places, "places");
+    require_vector(differences, "differences");
+    if (counts.itemsize() != 4 || places.itemsize() != 2 || places.size() != differences.size()) {
+      throw py::value_error("need uint32 counts and as many uint16 places as differences");
+    }
+    return with_width(differences.itemsize(), [&](auto zero) {
+      using T = decltype(zero);
+      return Delta(assemble({read<std::uint32_t>(counts), static_cast<std::size_t>(counts.size())},
+                            read<std::uint16_t>(places), read<T>(differences),
+                            static_cast<std::size_t>(places.size()), n));
+    });
+  }
+
   static Delta from_g8s(const py::sequence& streams, std::size_t n, py::ssize_t width) {
     std::vector<py::bytes> keep;
     const Spans spans = spans_of(streams, NUM_STREAMS, keep);
@@ -169,6 +190,16 @@ class Delta {
       py::gil_scoped_release release;
       return Delta(exponent::decode<T>(spans, bits, static_cast<std::size_t>(base.size())));
     });
+  }
+
+  py::tuple parts() const {
+    return std::visit(
+        [](const auto& delta) {
+          const py::array counts = copy_of(delta.counts.data(), delta.counts.size());
+          const py::array places = copy_of(delta.places.data(), delta.num_changed());
+          return py::make_tuple(counts, places, copy_of(delta.differences.data(), delta.num_changed()));
+        },
+        delta_);
   }
 
   py::tuple g8s() const {
@@ -260,6 +291,9 @@ PYBIND11_MODULE(_delta, m) {
       .def_static("from_g8s", &Delta::from_g8s, py::arg("streams"), py::arg("num_elements"), py::arg("width"))
       .def_static("from_coo", &Delta::from_coo, py::arg("payload"), py::arg("num_elements"), py::arg("width"))
       .def_static("from_exponents", &Delta::from_exponents, py::arg("streams"), py::arg("base"))
+      .def_static("from_parts", &Delta::from_parts, py::arg("counts"), py::arg("places"),
+                  py::arg("differences"), py::arg("num_elements"))
+      .def("parts", &Delta::parts)
       .def("g8s", &Delta::g8s)
       .def("coo", &Delta::coo)
       .def("exponents", &Delta::exponents, py::arg("base"), py::arg("shift"))

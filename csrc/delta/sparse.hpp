@@ -37,6 +37,47 @@ struct SparseDelta {
   }
 };
 
+// Elements of a vector that lies in memory piece by piece.
+template <typename T>
+struct Piece {
+  const T* data;
+  std::size_t size;
+};
+
+// A difference from its parts, as another compiler's code may have made them. Throws Malformed unless they
+// are one.
+template <typename T>
+SparseDelta<T> assemble(Piece<std::uint32_t> counts, const std::uint16_t* places, const T* differences,
+                        std::size_t num_changed, std::size_t n) {
+  SparseDelta<T> delta;
+  delta.num_elements = n;
+  if (counts.size != (n + kBlock - 1) / kBlock) {
+    throw Malformed(std::to_string(counts.size) + " blocks for " + std::to_string(n) + " elements");
+  }
+  delta.counts.assign(counts.data, counts.data + counts.size);
+  std::size_t at = 0;
+  for (std::size_t block = 0; block < counts.size; ++block) {
+    const std::size_t count = delta.counts[block];
+    bool is_good = count <= num_changed - at;
+    for (std::size_t k = at; is_good && k < at + count; ++k) {
+      is_good = places[k] < delta.block_length(block) && (k == at || places[k - 1] < places[k]) &&
+                differences[k] != 0;
+    }
+    if (!is_good) {
+      throw Malformed("changes of block " + std::to_string(block) + " don't rise inside it");
+    }
+    at += count;
+  }
+  if (at != num_changed) {
+    throw Malformed(std::to_string(num_changed) + " changes, of which blocks count " + std::to_string(at));
+  }
+  std::copy_n(places, num_changed, delta.places.reserve(num_changed));
+  std::copy_n(differences, num_changed, delta.differences.reserve(num_changed));
+  delta.places.grow(num_changed);
+  delta.differences.grow(num_changed);
+  return delta;
+}
+
 // Calls visit(block, places, differences, count) for each block with changes.
 template <typename T, typename Visit>
 void for_each_block(const SparseDelta<T>& delta, Visit&& visit) {
@@ -52,9 +93,13 @@ void for_each_block(const SparseDelta<T>& delta, Visit&& visit) {
 
 // What one block's changes were and become: scratch for its hash.
 template <typename T>
-struct Values {
-  std::vector<T> before = std::vector<T>(kBlock + kLanes * 2);
-  std::vector<T> after = std::vector<T>(kBlock + kLanes * 2);
+class Values {
+  Buffer<T> before_;
+  Buffer<T> after_;
+
+ public:
+  T* const before = before_.reserve(kBlock + kLanes * 2);
+  T* const after = after_.reserve(kBlock + kLanes * 2);
 };
 
 // True when 32 bytes are equal; most of a delta is, so this is the loop that sets the scan speed.
@@ -153,8 +198,8 @@ ROSE_AVX512 std::size_t scan_avx512(const T* before, const T* after, std::size_t
                                     std::size_t count, std::uint16_t* places, Values<T>& values) {
   const __m512i step = _mm512_set1_epi16(kLanes);
   __m512i at = _mm512_add_epi16(iota16(), _mm512_set1_epi16(static_cast<short>(first)));
-  T* old_out = values.before.data();
-  T* new_out = values.after.data();
+  T* old_out = values.before;
+  T* new_out = values.after;
   std::size_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     for (std::size_t line = 0; line < kLanes * sizeof(T); line += 64) {
@@ -168,13 +213,6 @@ ROSE_AVX512 std::size_t scan_avx512(const T* before, const T* after, std::size_t
 }
 
 #endif  // ROSE_X86
-
-// Elements of a vector that lies in memory piece by piece.
-template <typename T>
-struct Piece {
-  const T* data;
-  std::size_t size;
-};
 
 // Gives a vector of pieces away from its front.
 template <typename T>
@@ -234,7 +272,7 @@ SparseDelta<T> scan(const T* before, const std::vector<Piece<T>>& after, std::si
         follows[begin + places[k]] = values.after[k];
       }
     }
-    change.add(hash_change(places, values.before.data(), values.after.data(), count, first_index + begin));
+    change.add(hash_change(places, values.before, values.after, count, first_index + begin));
     delta.counts.push_back(static_cast<std::uint32_t>(count));
     delta.places.grow(count);
     delta.differences.grow(count);
@@ -249,8 +287,8 @@ void add_block(T* data, const std::uint16_t* places, const T* differences, std::
   // Changes lie so far apart that each would wait for memory of its own.
   constexpr std::size_t ahead = 32;
   const T flip = is_reverse ? static_cast<T>(-1) : 0;  // (d ^ -1) + 1 is -d
-  T* before = values.before.data();
-  T* after = values.after.data();
+  T* before = values.before;
+  T* after = values.after;
   const auto add_one = [&](std::size_t k) {
     const T old = data[places[k]];
     before[k] = old;
@@ -275,8 +313,7 @@ StateHash add(const SparseDelta<T>& delta, T* base, std::uint64_t first_index, b
   for_each_block(
       delta, [&](std::size_t block, const std::uint16_t* places, const T* differences, std::size_t count) {
         add_block(base + block * kBlock, places, differences, count, is_reverse, values);
-        change.add(hash_change(places, values.before.data(), values.after.data(), count,
-                               first_index + block * kBlock));
+        change.add(hash_change(places, values.before, values.after, count, first_index + block * kBlock));
       });
   return change;
 }
