@@ -14,6 +14,8 @@ import numpy as np
 
 from rose import _delta
 
+Lanes = tuple[int, int]
+
 _BLOCK = 65536
 _GROUP = 32
 _RUN = 2048
@@ -42,7 +44,7 @@ class DeviceDeltas:
             call.restype = ctypes.c_char_p
             call.argtypes = types if name != "rose_delta_add" else [*types, pointer, pointer]
 
-    def between(self, old: Any, new: Any, first_index: int) -> tuple[_delta.Delta, _delta.Lanes]:
+    def between(self, old: Any, new: Any, first_index: int) -> tuple[_delta.Delta, Lanes]:
         """Like rose._delta.Delta.between(), of tensors. Raises: ValueError, RuntimeError."""
         size, width = self._require_vector(old), old.element_size()
         if (self._require_vector(new), new.element_size(), new.device) != (size, width, old.device):
@@ -70,15 +72,15 @@ class DeviceDeltas:
         )
         return delta, _lanes(change)
 
-    def apply(self, delta: _delta.Delta, base: Any, first_index: int) -> _delta.Lanes:
+    def apply(self, delta: _delta.Delta, base: Any, first_index: int) -> Lanes:
         """Like rose._delta.Delta.apply(), to a tensor. Raises: ValueError, RuntimeError."""
         return self._add(delta, base, first_index, is_reverse=False)
 
-    def revert(self, delta: _delta.Delta, base: Any, first_index: int) -> _delta.Lanes:
+    def revert(self, delta: _delta.Delta, base: Any, first_index: int) -> Lanes:
         """Takes back what apply() added."""
         return self._add(delta, base, first_index, is_reverse=True)
 
-    def _add(self, delta: _delta.Delta, base: Any, first_index: int, *, is_reverse: bool) -> _delta.Lanes:
+    def _add(self, delta: _delta.Delta, base: Any, first_index: int, *, is_reverse: bool) -> Lanes:
         size, width, device = self._require_vector(base), base.element_size(), base.device
         if (size, width) != (delta.num_elements, delta.width):
             raise ValueError(
@@ -120,6 +122,6 @@ class DeviceDeltas:
             raise RuntimeError(f"delta kernels: {error.decode()}")
 
 
-def _lanes(change: Any) -> _delta.Lanes:
+def _lanes(change: Any) -> Lanes:
     first, second = change.cpu().numpy().view(np.uint64).tolist()
     return first, second
