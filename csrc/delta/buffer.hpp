@@ -3,9 +3,9 @@
 // all that is done with it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <mutex>
 #include <new>
 #include <utility>
@@ -27,16 +27,19 @@ class SpareMemory {
     return *memory;
   }
 
-  // Throws bad_alloc.
-  Chunk take(std::size_t bytes) {
-    Chunk chunk = bytes >= kWorthKeeping ? take_spare(bytes) : Chunk{};
-    if (chunk.data == nullptr) {
-      chunk = {std::malloc(bytes), bytes};
+  // At least `bytes`, beginning with the first `kept` of the chunk, which is given back. Throws bad_alloc.
+  Chunk resize(Chunk chunk, std::size_t kept, std::size_t bytes) {
+    const Chunk spare = bytes >= kWorthKeeping ? take_spare(bytes) : Chunk{};
+    if (spare.data != nullptr) {
+      std::copy_n(static_cast<const char*>(chunk.data), kept, static_cast<char*>(spare.data));
+      give_back(chunk);
+      return spare;
     }
-    if (chunk.data == nullptr) {
+    void* const moved = std::realloc(chunk.data, bytes);  // pages of a large chunk move without being copied
+    if (moved == nullptr) {
       throw std::bad_alloc();
     }
-    return chunk;
+    return {moved, bytes};
   }
 
   void give_back(Chunk chunk) noexcept {
@@ -53,7 +56,7 @@ class SpareMemory {
 
  private:
   static constexpr std::size_t kWorthKeeping = std::size_t{64} << 10;
-  static constexpr std::size_t kMostBytes = std::size_t{64} << 20;
+  static constexpr std::size_t kMostBytes = std::size_t{128} << 20;
   static constexpr std::size_t kMostSpares = 32;
   static constexpr std::size_t kMostTimesTooBig = 4;
 
@@ -108,11 +111,8 @@ class Buffer {
   T* reserve(std::size_t more) {
     const std::size_t need = size_ + more;
     if ((need + kBehind) * sizeof(T) > chunk_.bytes) {
-      const Chunk bigger = SpareMemory::shared().take((need + need / 2 + kBehind) * sizeof(T));
-      if (size_ > 0) {
-        std::memcpy(bigger.data, chunk_.data, size_ * sizeof(T));
-      }
-      SpareMemory::shared().give_back(std::exchange(chunk_, bigger));
+      const std::size_t bytes = (need + need / 2 + kBehind) * sizeof(T);
+      chunk_ = SpareMemory::shared().resize(chunk_, size_ * sizeof(T), bytes);
     }
     return data() + size_;
   }
