@@ -2,8 +2,8 @@
 
 Owns: the threads that encode, and what the kept copy has of a version that is not committed yet.
 Promises: buckets come out in the order they were asked for, a few ahead of their taker at most; take_back()
-leaves the kept copy as it was at the last settle(). Comparing and packing hold no GIL, so each thread has a core.
-Never talks to a relay. One caller at a time.
+leaves the kept copy as it was at the last settle(). Comparing and packing hold no GIL, so each thread may
+have a core. Never talks to a relay. One caller at a time.
 """
 
 from collections import deque

@@ -29,10 +29,8 @@ _ABOUT_EQUAL = 1.25
 """Time is estimated no better than this, and the link may serve others."""
 
 
-def pack_for_link(
-    patch: SparsePatch, kept: Bits, dtype: str, link_bytes_per_s: float
-) -> tuple[Codec, bytes]:
-    """The codec that suits the patch's density and the link, and its payload. `kept` has followed the patch."""
+def pack_for_link(patch: SparsePatch, kept: Bits, dtype: str, link_bytes_per_s: float) -> tuple[Codec, bytes]:
+    """The codec that suits the density and the link, and its payload. `kept` has followed the patch."""
     codec = choose_codec(patch.num_changed, kept.nbytes, link_bytes_per_s)
     payload = pack_followed(codec, patch, kept, dtype)
     if len(payload) >= kept.nbytes:

@@ -1,9 +1,9 @@
 """The delta codec where the tensors lie: compare, compact and apply on a CUDA device.
 
-Owns: the loading of the kernels' library (csrc/delta/delta_cuda.h) and the buffers of a call. What comes out is
-the same rose._delta.Delta that the processor makes, so every codec's bytes are the same; only the changes cross
-to the host. Promises: the bits and hashes of csrc/delta/sparse.hpp. Imports torch when a library is loaded;
-never needed to build or import ROSE.
+Owns: the loading of the kernels' library (csrc/delta/delta_cuda.h) and the buffers of a call. What comes out
+is the same rose._delta.Delta that the processor makes, so every codec's bytes are the same; only the changes
+cross to the host. Promises: the bits and hashes of csrc/delta/sparse.hpp. Imports torch when a library is
+loaded; never needed to build or import ROSE.
 """
 
 import ctypes
@@ -84,7 +84,8 @@ class DeviceDeltas:
         size, width, device = self._require_vector(base), base.element_size(), base.device
         if (size, width) != (delta.num_elements, delta.width):
             raise ValueError(
-                f"base has {size} elements of {width} bytes, the difference {delta.num_elements} of {delta.width}"
+                f"base has {size} elements of {width} bytes, "
+                f"the difference {delta.num_elements} of {delta.width}"
             )
         counts, places, differences = delta.parts()
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])

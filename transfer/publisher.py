@@ -86,8 +86,8 @@ class WeightPublisher:
     rank, num_ranks: of a trainer that is spread over processes. Each publishes its own TensorShards, or its
     share of what several hold, under one run id, and calls publish() as often as the others; they wait for
     each other for ranks_timeout_s.
-    encode_threads: buckets that are compared and packed at the same time; None: a rank's share of the cores that
-    this process may use, 4 at most.
+    encode_threads: buckets that are compared and packed at the same time; None: a rank's share of the cores
+    that this process may use, 4 at most.
     Raises: RelayError when the relay does not answer or holds a run of this id already.
     """
 
@@ -115,7 +115,9 @@ class WeightPublisher:
         if link_gbps <= 0 or snapshot_every < 1:
             raise ValueError(f"need link_gbps > 0 and snapshot_every >= 1, got {link_gbps} {snapshot_every}")
         if encode_threads is None:
-            encode_threads = min(max(len(os.sched_getaffinity(0)) // max(num_ranks, 1), 1), _MOST_ENCODE_THREADS)
+            encode_threads = min(
+                max(len(os.sched_getaffinity(0)) // max(num_ranks, 1), 1), _MOST_ENCODE_THREADS
+            )
         if encode_threads < 1:
             raise ValueError(f"need encode_threads >= 1, got {encode_threads}")
         self._source = TorchSource(weights, dtype)

@@ -1,11 +1,10 @@
 """Blocking HTTP/1.1 calls to one embedded relay, from any thread, over connections that stay open.
 
-Owns: those connections, one for each call under way. Promises: a relay that can't be reached, or falls silent,
-raises RelayUnreachable; any answer is given back, whatever its status. Never tries again, never follows
-anything.
+Owns: those connections, one for each call under way. Promises: a relay that can't be reached, or falls
+silent, raises RelayUnreachable; any answer is given back, whatever its status. Never tries again.
 
-Python's own client, as a call through httpx takes several times its processor time, and a sync of small deltas
-is made of calls.
+Python's own client, as a call through httpx takes several times its processor time, and a sync of small
+deltas is made of calls.
 """
 
 import threading

@@ -92,7 +92,7 @@ class TorchSource:
         return {name: [shard.box for shard in shards] for name, shards in self._shards.items()}
 
     def wait(self) -> None:
-        """Returns when the calling thread's streams have done what they do to the weights: then any may read."""
+        """Returns when the calling thread's streams are done with the weights: then any thread may read."""
         for device in {shard.tensor.device for shards in self._shards.values() for shard in shards}:
             if device.type == "cuda":
                 self._torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Buckets are encoded by several threads, come out in order, and are taken back when the version is not to be."""
+"""Several threads encode buckets, which come out in order and are taken back when need be."""
 
 from contextlib import closing
 

@@ -1,4 +1,4 @@
-"""The device's kernels give the processor's bits: on a GPU, and thread by thread on the processor without one."""
+"""The device's kernels give the processor's bits: on a GPU, or thread by thread on the processor."""
 
 import shutil
 import subprocess
@@ -96,7 +96,9 @@ def test_the_kernels_compile_and_export_their_calls(cuda_library):
 def test_parts_that_are_no_difference_are_refused():
     counts, places, differences = np.array([2], np.uint32), np.array([3, 9], np.uint16), np.ones(2, np.uint16)
     delta = _delta.Delta.from_parts(counts, places, differences, 10)
-    assert all(np.array_equal(a, b) for a, b in zip(delta.parts(), (counts, places, differences), strict=True))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(delta.parts(), (counts, places, differences), strict=True)
+    )
     for broken in (
         (counts, places, differences, 9),
         (counts, places[::-1].copy(), differences, 10),

@@ -11,8 +11,8 @@ import torch
 from training_steps import step
 
 from rose.errors import RelayError, RelayUnreachable
-from rose.transfer import relay_calls
 from rose.transfer import manifest as keys
+from rose.transfer import relay_calls
 from rose.transfer.follower import Follower
 from rose.transfer.manifest import Ack, pack_body
 from rose.transfer.mirror import WeightMirror
