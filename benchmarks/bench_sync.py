@@ -12,6 +12,9 @@ loading it into an engine is not part of it. Two followers of one serving engine
   +sparsity     only what changed, about 1% of the elements
 `sync_over_ideal[...]`: that time over the encoded bytes at the link's speed; beside it the same for plain
 bytes over one TCP connection, and how many of the machine's cores were busy, which both clusters share here.
+`memory_floor_s`: the seconds in which the trainer ranks together copy their weights once, which moves as many
+bytes as looking at both versions once: no sync of a delta can be shorter here, however fast the link.
+`sync_over_floor[...]`: a delta's sync over that or the link's time, whichever is longer.
 `slow_link_copies[n]`: bytes over the link in both directions, with all headers, over one encoded copy, for n
 relays that hold the same objects with a follower of all weights each; beside it the interfaces' own count,
 which has a burst's headers once, and the same with one relay at the trainer, whence each follower fetches.
@@ -62,6 +65,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     repeats = 3 if args.quick else 9
     with stop_signals_raise(), Cluster(NUM_LAYERS, args.seed) as cluster:
         syncs: Syncs = {}
+        copies_s: list[float] = []
         for name, setup in VARIANTS.items():
             links = LINKS_GBPS if name in (SHARDED, SPARSE) else (ABLATION_GBPS,)
             for gbps in links:
@@ -72,6 +76,9 @@ def measure(args: argparse.Namespace) -> list[Figure]:
                 if args.quick and setup.codec == "DENSE":
                     count = 1 if gbps < 1 else 2  # 20 s over the slowest link, and hardly varies
                 syncs[name, gbps] = _syncs(run, count, f"{name}, {gbps:g} Gbps")
+                if name == SPARSE:
+                    run.copy_s()  # its pages are new
+                    copies_s += [run.copy_s() for _ in range(count)]
                 run.close()
         plain = {gbps: _plain_over_ideal(cluster, gbps) for gbps in LINKS_GBPS}
         copies = [_copies_figure(cluster, replicas, repeats) for replicas in REPLICAS]
@@ -79,6 +86,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         *_ablation(syncs),
         *_sensitivity(syncs),
         *_over_ideal(syncs, plain),
+        *_over_floor(syncs, copies_s),
         *copies,
         *_projections(syncs),
     ]
@@ -174,6 +182,24 @@ def _over_ideal(syncs: Syncs, plain: dict[float, float]) -> list[Figure]:
         )
         for name in (SHARDED, SPARSE)
         for gbps in LINKS_GBPS
+    ]
+
+
+def _over_floor(syncs: Syncs, copies_s: list[float]) -> list[Figure]:
+    floor_s = statistics.median(copies_s)
+    return [
+        median_figure("memory_floor_s", copies_s, "s"),
+        *(
+            median_figure(
+                f"sync_over_floor[{SPARSE}, {gbps:g} Gbps]",
+                [
+                    sync.taken_s / max(floor_s, _ideal_s(sync.encoded_bytes, gbps))
+                    for sync in syncs[SPARSE, gbps]
+                ],
+                "ratio",
+            )
+            for gbps in LINKS_GBPS
+        ),
     ]
 
 

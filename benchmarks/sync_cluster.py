@@ -225,6 +225,13 @@ class Run:
             cores_busy=cores_busy,
         )
 
+    def copy_s(self) -> float:
+        """Seconds in which all trainer ranks, at the same time, copy their weights once in memory."""
+        for trainer in self._trainers:
+            trainer.tell("copy")
+        copied = [trainer.answer() for trainer in self._trainers]
+        return max(each["ended_s"] for each in copied) - min(each["started_s"] for each in copied)
+
     def close(self) -> None:
         """Ends the run; every follower's bits are hashed anew."""
         self._link.unlimit()

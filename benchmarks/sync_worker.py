@@ -104,7 +104,7 @@ class Trainer:
         self._ratios = (
             torch.empty(2 * WIDTH * HIDDEN).normal_(0, 0.4, generator=self._generator).clamp_(-1, 1)
         )
-        self._masters, self._shards = [], []
+        self._masters, self._shards, self._copies = [], [], []
         for number, spec in enumerate(model_specs(num_layers)):
             rows = spec.shape[0] // num_ranks
             size = rows * spec.shape[1]
@@ -138,13 +138,23 @@ class Trainer:
             "encode_s": report.encode_s,
         }
 
+    def copy(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Copies this rank's weights with memcpy; the first time, makes room for them."""
+        sources = [shard.tensor for _, shard in self._shards]
+        if not self._copies:
+            self._copies = [source.clone() for source in sources]
+        started_s = time.monotonic()
+        for copy, source in zip(self._copies, sources, strict=True):
+            copy.copy_(source)
+        return {"started_s": started_s, "ended_s": time.monotonic()}
+
     def close(self, request: dict[str, Any]) -> dict[str, Any]:
         """Ends the run and takes it out of the relay."""
         self._sender.close()
         relay = open_relay(",".join(self._relays), Settings.from_environment().key)
         remove_run(relay, self._run_id)
         relay.close()
-        del self._sender, self._masters, self._shards, self._ratios
+        del self._sender, self._masters, self._shards, self._ratios, self._copies
         return {}
 
     def stream(self, request: dict[str, Any]) -> dict[str, Any]:

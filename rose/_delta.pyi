@@ -21,6 +21,10 @@ class Delta:
         """The difference from old to new, which may lie in pieces, and the change of the state hash."""
 
     @staticmethod
+    def follow(kept: Bits, new: Sequence[Bits], first_index: int) -> tuple[Delta, Lanes]:
+        """Like between(), and in the same pass `kept` becomes new. Raises: ValueError before it writes."""
+
+    @staticmethod
     def from_g8s(streams: Sequence[bytes], num_elements: int, width: int) -> Delta:
         """Inverse of g8s(). Raises: MalformedStream."""
 
@@ -31,6 +35,15 @@ class Delta:
     @staticmethod
     def from_exponents(streams: Sequence[bytes], base: Bits) -> Delta:
         """Inverse of exponents() for the same base. Raises: MalformedStream."""
+
+    @staticmethod
+    def from_parts(
+        counts: NDArray[np.uint32], places: NDArray[np.uint16], differences: Bits, num_elements: int
+    ) -> Delta:
+        """Inverse of parts(). Raises: MalformedStream."""
+
+    def parts(self) -> tuple[NDArray[np.uint32], NDArray[np.uint16], Bits]:
+        """Changes per 64 Ki-element block, their places in it, the differences; copies."""
 
     def g8s(self) -> tuple[bytes, ...]:
         """The streams of csrc/delta/g8s.hpp."""

@@ -1,4 +1,4 @@
-"""HTTP clients of workers and relays."""
+"""HTTP clients of workers and services; relays have one of their own (rose.transfer.relay_calls)."""
 
 import httpx
 
@@ -10,7 +10,7 @@ just as a request is sent."""
 def http_client(url: str = "", *, key: str | None, timeout: httpx.Timeout | float) -> httpx.Client:
     """A client for ``url``, with ``key`` as its bearer key; timeouts in seconds.
 
-    It takes no proxy from the environment, which has no business on loopback and would only see 64 MB bodies.
+    It takes no proxy from the environment, which has no business on loopback.
     """
     return httpx.Client(
         base_url=url,

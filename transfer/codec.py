@@ -155,6 +155,25 @@ def compare(old: Bits, new: NewBits, first_index: int) -> tuple[SparsePatch, Sta
     return SparsePatch(delta), StateHash(*lanes)
 
 
+def follow(kept: Bits, new: NewBits, first_index: int) -> tuple[SparsePatch, StateHash]:
+    """Like compare(), and `kept`, the old bits, becomes `new` in the same pass over memory."""
+    delta, lanes = _delta.Delta.follow(kept, pieces_of(new), first_index)
+    return SparsePatch(delta), StateHash(*lanes)
+
+
+def pack_followed(codec: Codec, patch: SparsePatch, kept: Bits, dtype: str) -> bytes:
+    """The payload of a patch that `kept` has followed already."""
+    if codec is Codec.DENSE:
+        return dense_payload(kept)
+    if codec is not Codec.EXPONENT:
+        return patch.pack(codec, kept, dtype)
+    patch.revert(kept)  # it reads the old bits, and takes many times as long
+    try:
+        return patch.pack(codec, kept, dtype)
+    finally:
+        patch.apply_to(kept, 0)
+
+
 def encode(codec: Codec, old: Bits, new: NewBits, first_index: int, dtype: str = "") -> Encoded:
     """The difference from `old` to `new` in one codec; `dtype` tells EXPONENT where the exponent lies."""
     patch, change = compare(old, new, first_index)

@@ -6,7 +6,7 @@ equally fast over this link, the one with the fewest bytes. Never chooses COO, t
 
 from dataclasses import dataclass
 
-from rose.transfer.codec import Bits, Codec, Encoded, NewBits, compare, dense_payload
+from rose.transfer.codec import Bits, Codec, SparsePatch, dense_payload, pack_followed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +29,13 @@ _ABOUT_EQUAL = 1.25
 """Time is estimated no better than this, and the link may serve others."""
 
 
-def encode_for_link(
-    old: Bits, new: NewBits, first_index: int, dtype: str, link_bytes_per_s: float
-) -> Encoded:
-    """The difference from `old` to `new`, in the codec that suits its density and the link."""
-    patch, change = compare(old, new, first_index)
-    codec = choose_codec(patch.num_changed, old.nbytes, link_bytes_per_s)
-    payload = patch.pack(codec, old, dtype)
-    if len(payload) >= old.nbytes:
-        codec, payload = Codec.DENSE, dense_payload(new)
-    return Encoded(codec=codec, payload=payload, patch=patch, change=change)
+def pack_for_link(patch: SparsePatch, kept: Bits, dtype: str, link_bytes_per_s: float) -> tuple[Codec, bytes]:
+    """The codec that suits the density and the link, and its payload. `kept` has followed the patch."""
+    codec = choose_codec(patch.num_changed, kept.nbytes, link_bytes_per_s)
+    payload = pack_followed(codec, patch, kept, dtype)
+    if len(payload) >= kept.nbytes:
+        return Codec.DENSE, dense_payload(kept)
+    return codec, payload
 
 
 def choose_codec(num_changed: int, num_bytes: int, link_bytes_per_s: float) -> Codec:

@@ -11,33 +11,25 @@ import hmac
 import json
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from urllib.parse import quote, urlencode
 
-import httpx
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from aiohttp.typedefs import Middleware
 
-from rose.errors import RelayError, RelayFull, RelayUnreachable
-from rose.http import http_client
+from rose.errors import RelayError, RelayFull
 from rose.transfer.change_log import ChangeLog
 from rose.transfer.object_store import ObjectStore
 from rose.transfer.relay import Changes
+from rose.transfer.relay_calls import CONNECT_TIMEOUT_S, Answer, RelayCalls
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY_BYTES = 8 << 30
-# A host that is gone may not even refuse; with a second copy of the relay, this is what it costs.
-_CONNECT_TIMEOUT_S = 0.8
-# Of silence, not of a whole call: a slow link may take as long as it needs while bytes flow. After the last
-# byte of a body was handed to the kernel, up to 4 MB of it are still on their way: 4 Mbit/s suffice.
-_SILENCE_S = 10.0
 _MAX_WAIT_S = 5.0  # for a change, in silence
-_TIMEOUT = httpx.Timeout(_SILENCE_S, connect=_CONNECT_TIMEOUT_S)
 # Relays are near each other. The writer waits in silence meanwhile, so a peer that hangs is given up sooner.
 _HAND_ON_S = 2.0
 _HAND_ON_BYTES_PER_S = 20e6
-_PIECE_BYTES = 1 << 20
 _FULL = web.HTTPInsufficientStorage.status_code
 _MISSED_HEADER = "X-Rose-Missed"
 
@@ -107,7 +99,7 @@ class _Peers:
         if self._session is None:
             self._session = ClientSession(headers=self._headers)
         timeout = ClientTimeout(
-            total=_HAND_ON_S + len(data) / _HAND_ON_BYTES_PER_S, sock_connect=_CONNECT_TIMEOUT_S
+            total=_HAND_ON_S + len(data) / _HAND_ON_BYTES_PER_S, sock_connect=CONNECT_TIMEOUT_S
         )
         url = f"http://{address}/v1/objects/{quote(name)}" + ("?replace=1" if is_replacing else "")
         try:
@@ -141,18 +133,18 @@ class EmbeddedRelay:
 
     def __init__(self, host: str, port: int, key: str | None = None) -> None:
         self.address = f"{host}:{port}"
-        self._http = http_client(f"http://{host}:{port}", key=key, timeout=_TIMEOUT)
+        self._calls = RelayCalls(host, port, key)
         try:
             self.keys("rose/HEAD_RUN")
         except RelayError:
-            self._http.close()
+            self._calls.close()
             raise
 
     def put(self, key: str, data: bytes) -> None:
-        self._call("PUT", self._path(key), content=data)
+        self._call("PUT", self._path(key), data)
 
     def upsert(self, key: str, data: bytes) -> None:
-        self._call("PUT", self._path(key) + "?replace=1", content=data)
+        self._call("PUT", self._path(key) + "?replace=1", data)
 
     def write_with_copies(
         self, key: str, data: bytes, *, is_replacing: bool, copy_to: list[str]
@@ -162,54 +154,43 @@ class EmbeddedRelay:
         copy_to: their addresses, host:port; returns those that did not take it.
         """
         query = f"?copy_to={','.join(copy_to)}" + ("&replace=1" if is_replacing else "")
-        response = self._call("PUT", self._path(key) + query, content=data)
-        return [address for address in response.headers.get(_MISSED_HEADER, "").split(",") if address]
+        answer = self._call("PUT", self._path(key) + query, data)
+        return [address for address in answer.headers.get(_MISSED_HEADER, "").split(",") if address]
 
     def get(self, key: str) -> bytes | None:
-        response = self._call("GET", self._path(key))
-        return None if response.status_code == 404 else response.content
+        answer = self._call("GET", self._path(key))
+        return None if answer.status == 404 else answer.body
 
     def remove(self, keys: Iterable[str]) -> None:
         names = list(keys)
         if names:
-            self._call("POST", "/v1/remove", content=json.dumps(names).encode())
+            self._call("POST", "/v1/remove", json.dumps(names).encode())
 
     def keys(self, prefix: str) -> list[str]:
-        names = self._call("GET", f"/v1/keys?prefix={quote(prefix)}").json()
+        names = json.loads(self._call("GET", f"/v1/keys?prefix={quote(prefix)}").body)
         return [str(name) for name in names]
 
     def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
         query = [("prefix", prefix) for prefix in prefixes]
         if seen is not None:
             query += [("seen", seen), ("timeout_ms", str(max(0, round(1000 * timeout_s))))]
-        position, keys = self._call("GET", f"/v1/changes?{urlencode(query)}").json()
+        position, keys = json.loads(self._call("GET", f"/v1/changes?{urlencode(query)}").body)
         return Changes(seen=position, keys=keys)
 
     def close(self) -> None:
-        self._http.close()
+        self._calls.close()
 
     @staticmethod
     def _path(key: str) -> str:
         return f"/v1/objects/{quote(key)}"
 
-    def _call(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
-        body = content if content is None or len(content) <= _PIECE_BYTES else _pieces(content)
-        headers = {"Content-Length": str(len(content))} if content is not None else {}
-        try:
-            response = self._http.request(method, path, content=body, headers=headers)
-        except httpx.HTTPError as error:
-            where = self._http.base_url
-            raise RelayUnreachable(f"embedded relay {where}: {method} {path}: {error!r}") from error
-        if response.is_success or (method == "GET" and response.status_code == 404):
-            return response
-        refused = f"embedded relay refused {method} {path}: {response.status_code} {response.text}"
-        raise RelayFull(refused) if response.status_code == _FULL else RelayError(refused)
-
-
-def _pieces(data: bytes) -> Iterator[bytes]:
-    """A large body for httpx, which would copy what is left of it each time the socket has taken a little."""
-    for at in range(0, len(data), _PIECE_BYTES):
-        yield data[at : at + _PIECE_BYTES]
+    def _call(self, method: str, path: str, content: bytes | None = None) -> Answer:
+        answer = self._calls.call(method, path, content)
+        if answer.is_success or (method == "GET" and answer.status == 404):
+            return answer
+        text = answer.body.decode(errors="replace")
+        refused = f"embedded relay refused {method} {path}: {answer.status} {text}"
+        raise RelayFull(refused) if answer.status == _FULL else RelayError(refused)
 
 
 async def serve(host: str, port: int, capacity_bytes: int, key: str | None) -> None:

@@ -21,6 +21,8 @@ from rose.transfer.relay import Relay
 logger = logging.getLogger(__name__)
 
 AUTO_RUN = "auto"
+_MOST_NAMED = 32
+"""Frames that a wait names one by one, so that others' frames wake nobody."""
 
 
 class _Missing(RelayError):
@@ -80,12 +82,23 @@ class Follower:
         prefixes = [keys.HEAD_RUN_KEY] if self._run_id == AUTO_RUN else []
         if self._followed is not None:
             prefixes.append(keys.head_key(self._followed))
-        version = self.mirror.version
-        if version is not None:
-            prefixes.append(keys.version_prefix(version.run_id, version.number + 1, version.number))
+        prefixes += self._coming_frames()
         changes = self._relay.wait(prefixes, self._seen, timeout_s)
         self._seen = changes.seen
         self._written = changes.keys if changes.keys else None
+
+    def _coming_frames(self) -> list[str]:
+        """Prefixes of the frames of the next version that the mirror has not read."""
+        version, planes = self.mirror.version, self.mirror.planes
+        if version is None or planes is None:
+            return []
+        missing = planes.held - self.mirror.buckets_ahead
+        if len(missing) > _MOST_NAMED:
+            return [keys.version_prefix(version.run_id, version.number + 1, version.number)]
+        return [
+            keys.bucket_key(version.run_id, version.number + 1, version.number, bucket)
+            for bucket in sorted(missing)
+        ]
 
     def _have_moved(self, written: list[str]) -> bool:
         """Whether HEAD is among these keys, or another run."""

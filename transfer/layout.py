@@ -12,10 +12,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, islice, pairwise
+from itertools import chain, groupby, islice, pairwise, repeat
 from typing import Any
 
 BUCKET_BYTES = 64 << 20
+_FIRST_SHARES = (8, 2)
+"""A long group's first buckets are an eighth and a half of the others: the link has something to carry as
+soon as an eighth is encoded, and from then on each bucket is encoded while the one before it is sent."""
+_CUT_RULE = 2
+"""Part of the digest, so that no two releases take different buckets for the same ones."""
 
 DTYPE_BYTES = {
     "BF16": 2,
@@ -140,7 +145,7 @@ class Layout:
 
     global index  0 ........... n0 | n0 .................. n0+n1
     planes        BF16: a | b | c  | F32: d | e
-    buckets       [0  ][1   ][2 ]    [3      ]
+    buckets       [0][1 ][2   ][3]   [4      ]
 
     cuts: by tensor name, for weights that ranks hold shards of: parts of one group lie together and share no
     bucket with others, so a rank fetches whole groups. Tensors without a cut are one part of group 0.
@@ -183,12 +188,12 @@ class Layout:
         for dtype, total in self.plane_elements.items():
             step = self.bucket_bytes // DTYPE_BYTES[dtype]
             for group_begin, group_end in self._group_ends(dtype):
-                for begin in range(group_begin, group_end, step):
+                for begin, size in _cut_group(group_begin, group_end, step):
                     yield Bucket(
                         index=index,
                         dtype=dtype,
                         begin=begin,
-                        num_elements=min(step, group_end - begin),
+                        num_elements=size,
                         first_index=first_index + begin,
                     )
                     index += 1
@@ -222,11 +227,21 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over names, dtypes, shapes, cuts and the bucket size."""
+        """16 hex digits over names, dtypes, shapes, cuts, and how buckets are cut."""
         table = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
         cuts = [[name, cut.dim, cut.points, cut.groups] for name, cut in sorted(self.cuts.items())]
-        text = json.dumps([self.bucket_bytes, table, *cuts], separators=(",", ":"))
+        text = json.dumps([_CUT_RULE, self.bucket_bytes, table, *cuts], separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _cut_group(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    """(begin, size) of the buckets of a group's elements, `step` each but for the first and the last."""
+    first = [step // share for share in _FIRST_SHARES] if end - begin > 2 * step else []
+    for size in chain(filter(None, first), repeat(step)):
+        if begin >= end:
+            return
+        yield begin, min(size, end - begin)
+        begin += size
 
 
 def _parts(tensor: TensorSpec, cut: TensorCut) -> Iterator[Part]:

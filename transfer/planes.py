@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rose.transfer.codec import Bits, Patch
+from rose.transfer.codec import Bits, NewBits, Patch, SparsePatch, follow
 from rose.transfer.layout import DTYPE_BYTES, Bucket, Layout
 from rose.transfer.state_hash import StateHash
 
@@ -51,7 +51,7 @@ class WeightPlanes:
         return self._bucket_hashes[bucket.index]
 
     def bits(self, bucket: Bucket) -> Bits:
-        """The bucket's elements, in place. Write through fill() or patch(), which keep the hash."""
+        """The bucket's elements, in place. Write through fill(), follow() or patch(), which keep the hash."""
         return self.planes[bucket.dtype][bucket.begin : bucket.end]
 
     def read_into(self, tensors: Mapping[str, Any]) -> None:
@@ -68,6 +68,12 @@ class WeightPlanes:
         """Replaces a whole bucket."""
         self.bits(bucket)[:] = bits
         self._bucket_hashes[bucket.index] = StateHash.of(bits, bucket.first_index)
+
+    def follow(self, bucket: Bucket, new: NewBits) -> tuple[SparsePatch, StateHash]:
+        """The bucket becomes `new`, in one pass; returns what that changed, and the change of its hash."""
+        patch, change = follow(self.bits(bucket), new, bucket.first_index)
+        self._bucket_hashes[bucket.index] += change
+        return patch, change
 
     def patch(self, bucket: Bucket, patch: Patch) -> None:
         """Applies a patch that was decoded against this bucket as it is now; can't fail."""

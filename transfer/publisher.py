@@ -1,18 +1,21 @@
 """The publisher: the trainer's end of the weight transfer.
 
 Owns: the kept copy of what was published last, and the run's version numbers.
-Promises: a version is announced only when all its objects are in the relay; a publish that fails leaves the
-kept copy at the last committed version, so the next one starts from there. Deltas are exact.
+Promises: a version is announced only when all its objects are in the relay. The kept copy follows the weights
+in the pass that compares them; the publish after one that failed takes it back to the last committed version,
+and starts from there. Deltas are exact.
 Never waits for engines (wait_acked does, when the trainer asks). One thread at a time.
 Source: ROSE §4.2. Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is
 not exact), and snapshots bound the chain that a late joiner walks.
 """
 
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +25,10 @@ import numpy as np
 from rose.config import Settings
 from rose.errors import RelayError, WorkerError
 from rose.transfer import manifest as keys
+from rose.transfer.bucket_encoder import BucketEncoder
 from rose.transfer.chain import VersionChain, claim_run
-from rose.transfer.codec import Codec, Encoded, NewBits, Patch, encode
-from rose.transfer.codec_choice import encode_for_link
-from rose.transfer.layout import BUCKET_BYTES, Bucket
+from rose.transfer.codec import Codec
+from rose.transfer.layout import BUCKET_BYTES
 from rose.transfer.manifest import Ack, BucketEntry, Manifest, unpack_body
 from rose.transfer.planes import WeightPlanes
 from rose.transfer.relay import open_relay
@@ -45,6 +48,8 @@ DEFAULT_LINK_GBPS = 1.0
 FULL_WAIT_S = 30.0
 RANKS_TIMEOUT_S = 120.0
 _PUT_THREADS = 2
+_MOST_ENCODE_THREADS = 4
+"""By default: more than a few cores only wait for memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +86,8 @@ class WeightPublisher:
     rank, num_ranks: of a trainer that is spread over processes. Each publishes its own TensorShards, or its
     share of what several hold, under one run id, and calls publish() as often as the others; they wait for
     each other for ranks_timeout_s.
+    encode_threads: buckets that are compared and packed at the same time; None: a rank's share of the cores
+    that this process may use, 4 at most.
     Raises: RelayError when the relay does not answer or holds a run of this id already.
     """
 
@@ -101,14 +108,19 @@ class WeightPublisher:
         rank: int = 0,
         num_ranks: int = 1,
         ranks_timeout_s: float = RANKS_TIMEOUT_S,
+        encode_threads: int | None = None,
         key: str | None = None,
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         if link_gbps <= 0 or snapshot_every < 1:
             raise ValueError(f"need link_gbps > 0 and snapshot_every >= 1, got {link_gbps} {snapshot_every}")
+        if encode_threads is None:
+            encode_threads = min(
+                max(len(os.sched_getaffinity(0)) // max(num_ranks, 1), 1), _MOST_ENCODE_THREADS
+            )
+        if encode_threads < 1:
+            raise ValueError(f"need encode_threads >= 1, got {encode_threads}")
         self._source = TorchSource(weights, dtype)
-        self._codec = codec
-        self._link_bytes_per_s = link_gbps * 1e9 / 8
         self._full_wait_s = full_wait_s
         self._number = -1
         self._relay = open_relay(relay_url, key if key is not None else Settings.from_environment().key)
@@ -120,17 +132,19 @@ class WeightPublisher:
             specs, held = self._source.specs(), self._source.holdings()
             self.layout, share = self._ranks.agree(specs, held, list(plans), bucket_bytes)
         except (RelayError, ValueError):
-            self.close()
+            self._puts.shutdown()
+            self._relay.close()
             raise
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
         self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every, snapshot_share)
         self._version_hash = StateHash()
         self._is_followed = False
-        self._unheard: list[tuple[Bucket, Patch]] | None = None
-        """What the version under way changes, from before its commit until it is heard of."""
+        self._is_under_way = False
+        """Whether a version was begun of which no commit was heard of yet."""
         self._dense: dict[int, BucketEntry] = {}
         """The last delta's frames that hold all bits of their bucket: a snapshot need not send them again."""
+        self._encoder = BucketEncoder(self._source, self._planes, codec, link_gbps * 1e9 / 8, encode_threads)
 
     @property
     def version(self) -> WeightVersion | None:
@@ -203,6 +217,7 @@ class WeightPublisher:
     def close(self) -> None:
         """Closes the connection; what was published stays in the relay."""
         self._puts.shutdown()
+        self._encoder.close()
         self._relay.close()
 
     def _write(self, version: int, base: int | None, put: Callable[[VersionWriter], object]) -> VersionWriter:
@@ -228,27 +243,26 @@ class WeightPublisher:
         for bucket in self._buckets:
             with writer.encoding():
                 self._planes.fill(bucket, np.concatenate(self._source.read(self.layout, bucket)))
-        self._unheard = []
+        self._is_under_way = True
         self._move_to(self._put_snapshot(writer))
 
     def _put_delta(self, writer: VersionWriter) -> None:
         if self._ranks.is_leader:
             writer.run_beside(partial(self._chain.announce_coming, writer.version))
-        patches: list[tuple[Bucket, Patch]] = []
+        self._is_under_way = True
         self._dense = {}
-        for bucket in self._buckets:
-            before = self._planes.bucket_hash(bucket)
-            with writer.encoding():
-                encoded = self._encode(bucket, self._source.read(self.layout, bucket))
-            if encoded.num_changed > 0:
-                entry = writer.put(bucket, encoded, before, before + encoded.change)
-                if encoded.codec is Codec.DENSE:
-                    self._dense[bucket.index] = entry
-                patches.append((bucket, encoded.patch))
-        self._unheard = patches
+        self._source.wait()
+        with closing(self._encoder.encode(self._buckets)) as steps:
+            for _ in self._buckets:
+                with writer.encoding():
+                    step = next(steps)
+                if step.encoded.num_changed > 0:
+                    entry = writer.put(step.bucket, step.encoded, step.before, step.after)
+                    if step.encoded.codec is Codec.DENSE:
+                        self._dense[step.bucket.index] = entry
         manifest = self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer))
         if self._ranks.is_leader and self._chain.is_announced:
-            # Followers neither wait for the kept copy, nor, as the deltas lead here, for a snapshot.
+            # Followers, whom the deltas lead here, don't wait for a snapshot.
             self._chain.move_head(manifest.version, StateHash.from_hex(manifest.state_hash))
         self._move_to(manifest)
 
@@ -257,28 +271,23 @@ class WeightPublisher:
 
     def _hear_of_commit(self) -> None:
         """After a publish that failed: another rank, or the relay, may have got through with it anyway."""
-        if self._unheard is not None:
-            base = self._number if self._number >= 0 else None
-            manifest = self._ranks.committed(self._number + 1, base)
-            if manifest is not None:
-                self._move_to(manifest)
-        self._unheard = None
+        if not self._is_under_way:
+            return
+        base = self._number if self._number >= 0 else None
+        manifest = self._ranks.committed(self._number + 1, base)
+        if manifest is not None:
+            self._move_to(manifest)
+            return
+        self._encoder.take_back()
+        self._is_under_way = False
 
     def _move_to(self, manifest: Manifest) -> None:
-        """The kept copy follows what was committed."""
-        assert self._unheard is not None
-        for bucket, patch in self._unheard:
-            self._planes.patch(bucket, patch)
-        self._unheard = None
+        """The kept copy is what was committed."""
+        self._encoder.settle()
+        self._is_under_way = False
         self._number = manifest.version
         self._version_hash = StateHash.from_hex(manifest.state_hash)
         self._is_followed = manifest.is_followed
-
-    def _encode(self, bucket: Bucket, new: NewBits) -> Encoded:
-        old = self._planes.bits(bucket)
-        if self._codec is not None:
-            return encode(self._codec, old, new, bucket.first_index, bucket.dtype)
-        return encode_for_link(old, new, bucket.first_index, bucket.dtype, self._link_bytes_per_s)
 
     def _put_snapshot(self, writer: VersionWriter) -> Manifest:
         for bucket in self._buckets:

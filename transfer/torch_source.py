@@ -1,11 +1,12 @@
 """Live torch tensors as raw bits: a trainer's, which are read, and a rollout rank's, which are written.
 
-Owns: the only use of torch in this package, imported when a source is made or bits are loaded.
+Owns: what a trainer hands over; torch is imported when a source is made, or bits are loaded.
 Promises: a tensor that several names share is published once, under its first name; wider floats are
 cast by torch (round to nearest even) on the device, before they are copied to the host.
 Never keeps a copy of the weights, never writes to a trainer's.
 """
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,7 @@ class TorchSource:
         self._shards = _untied(_named(weights))
         if not self._shards:
             raise ValueError("no tensors to publish")
-        self._scratch = np.empty(0, np.uint8)
+        self._scratch = threading.local()
         self._views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
     def specs(self) -> list[TensorSpec]:
@@ -90,8 +91,14 @@ class TorchSource:
         """The region of each tensor that is here."""
         return {name: [shard.box for shard in shards] for name, shards in self._shards.items()}
 
+    def wait(self) -> None:
+        """Returns when the calling thread's streams are done with the weights: then any thread may read."""
+        for device in {shard.tensor.device for shards in self._shards.values() for shard in shards}:
+            if device.type == "cuda":
+                self._torch.cuda.current_stream(device).synchronize()
+
     def read(self, layout: Layout, bucket: Bucket) -> list[Bits]:
-        """The bits that the bucket's elements have now, piece by piece, valid until the next read().
+        """The bits that the bucket's elements have now, piece by piece, valid until the thread's next read().
 
         Those that lie in host memory as they are published are seen there, not copied. Others go into the
         same memory each time: the kernel would have to clear 64 MB of new pages for each bucket.
@@ -99,9 +106,10 @@ class TorchSource:
         """
         dtype = bits_dtype(bucket.dtype)
         num_bytes = bucket.num_elements * dtype.itemsize
-        if self._scratch.size < num_bytes:
-            self._scratch = np.empty(num_bytes, np.uint8)
-        scratch = self._scratch[:num_bytes].view(dtype)
+        memory = getattr(self._scratch, "memory", None)
+        if memory is None or memory.size < num_bytes:
+            memory = self._scratch.memory = np.empty(num_bytes, np.uint8)
+        scratch = memory[:num_bytes].view(dtype)
         pieces: list[Bits] = []
         for piece in layout.pieces(bucket):
             ends = piece.part.box

@@ -183,6 +183,49 @@ Streams encode(const SparseDelta<T>& delta) {
   return streams;
 }
 
+// Where the reading of a block's GAP8 bytes stands.
+struct GapCursor {
+  std::size_t used = 0;  // bytes
+  std::size_t next = 0;  // the first place that a change may have
+  std::size_t k = 0;     // changes
+};
+
+#ifdef ROSE_X86
+
+// Sums of the first 1, 2, ... 32 lanes, modulo 2^16.
+ROSE_AVX512 inline __m512i running_sums(__m512i x) {
+  x = _mm512_add_epi16(x, _mm512_bslli_epi128(x, 2));
+  x = _mm512_add_epi16(x, _mm512_bslli_epi128(x, 4));
+  x = _mm512_add_epi16(x, _mm512_bslli_epi128(x, 8));
+  // Each quarter's total is its last lane; the next quarter gets it, then the upper half the lower one's.
+  const __m512i begin = _mm512_and_si512(iota16(), _mm512_set1_epi16(static_cast<short>(0xFFF8)));
+  const __m512i last = _mm512_sub_epi16(begin, _mm512_set1_epi16(1));
+  x = _mm512_mask_add_epi16(x, 0xFF00FF00U, x, _mm512_permutexvar_epi16(last, x));
+  return _mm512_mask_add_epi16(x, 0xFFFF0000U, x, _mm512_permutexvar_epi16(_mm512_set1_epi16(15), x));
+}
+
+// 32 bytes at a time, as long as no more than `count` changes can come of them; `places` has room for a
+// vector behind its end.
+ROSE_AVX512 inline void expand_gaps8_avx512(const std::uint8_t* bytes, std::size_t size, std::size_t count,
+                                            std::uint16_t* places, GapCursor& at) {
+  const __m512i escape = _mm512_set1_epi16(255);
+  const __m512i one = _mm512_set1_epi16(1);
+  while (at.k + kLanes <= count && at.used + kLanes <= size) {
+    const __m512i gap =
+        _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + at.used)));
+    const __mmask32 is_last = _mm512_cmpneq_epi16_mask(gap, escape);
+    const __m512i sums = running_sums(_mm512_mask_add_epi16(gap, is_last, gap, one));
+    const __m512i start = _mm512_set1_epi16(static_cast<short>(at.next - 1));
+    _mm512_storeu_si512(places + at.k, _mm512_maskz_compress_epi16(is_last, _mm512_add_epi16(start, sums)));
+    const __m128i top = _mm512_extracti32x4_epi32(sums, 3);
+    at.next += static_cast<std::uint16_t>(_mm_extract_epi16(top, 7));
+    at.k += static_cast<std::size_t>(_mm_popcnt_u32(is_last));
+    at.used += kLanes;
+  }
+}
+
+#endif  // ROSE_X86
+
 // Reads the streams back.
 template <typename T>
 class Decoder {
@@ -201,6 +244,7 @@ class Decoder {
   SparseDelta<T> decode() {
     const std::size_t num_blocks = (delta_.num_elements + kBlock - 1) / kBlock;
     delta_.counts.reserve(num_blocks);
+    reserve_changes(num_blocks);
     for (std::size_t block = 0; block < num_blocks; ++block) {
       std::uint32_t entry;
       std::memcpy(&entry, table_.take(sizeof(entry)), sizeof(entry));
@@ -213,6 +257,20 @@ class Decoder {
   }
 
  private:
+  // Room for what the table claims; a claim past the array is refused where its block is read.
+  void reserve_changes(std::size_t num_blocks) {
+    Reader table = table_;
+    std::size_t total = 0;
+    for (std::size_t block = 0; block < num_blocks && table.left() >= sizeof(std::uint32_t); ++block) {
+      std::uint32_t entry;
+      std::memcpy(&entry, table.take(sizeof(entry)), sizeof(entry));
+      total += std::min<std::size_t>(entry & kCountMask, kBlock);
+    }
+    total = std::min(total, delta_.num_elements);
+    delta_.places.reserve(total);
+    delta_.differences.reserve(total);
+  }
+
   void read_block(std::size_t block, std::uint32_t mode, std::size_t count) {
     const std::size_t length = delta_.block_length(block);
     if (count > length) {
@@ -243,9 +301,13 @@ class Decoder {
     // At most this many bytes belong to the block: more escapes would lead out of it.
     const std::size_t most = std::min(gaps_.left(), count + kBlock / 255 + 1);
     const std::uint8_t* bytes = gaps_.take(0);
-    std::size_t used = 0;
-    std::size_t next = 0;
-    std::size_t k = 0;
+    GapCursor at;
+#ifdef ROSE_X86
+    if (use_avx512) {
+      expand_gaps8_avx512(bytes, most, count, places, at);
+    }
+#endif
+    auto [used, next, k] = at;
     while (k < count && used < most) {
       const std::uint8_t byte = bytes[used++];
       places[k] = static_cast<std::uint16_t>(next + byte);

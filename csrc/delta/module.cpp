@@ -49,6 +49,11 @@ const T* read(const py::array& array) {
 
 py::bytes to_bytes(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
+template <typename T>
+py::array copy_of(const T* data, std::size_t size) {
+  return py::array_t<T>(static_cast<py::ssize_t>(size), data);
+}
+
 py::tuple to_tuple(const Streams& streams) {
   py::tuple result(streams.size());
   for (std::size_t s = 0; s < streams.size(); ++s) {
@@ -105,8 +110,13 @@ class Delta {
   template <typename T>
   explicit Delta(SparseDelta<T>&& delta) : delta_(std::move(delta)) {}
 
-  static py::tuple between(const py::array& before, const py::sequence& after, std::uint64_t first_index) {
+  // is_following: `before` becomes `after`.
+  static py::tuple between(const py::array& before, const py::sequence& after, std::uint64_t first_index,
+                           bool is_following) {
     require_vector(before, "old");
+    if (is_following && !before.writeable()) {
+      throw py::value_error("old is read-only");
+    }
     std::vector<py::array> keep;
     py::ssize_t size = 0;
     for (const py::handle& piece : after) {
@@ -130,10 +140,27 @@ class Delta {
       for (const py::array& piece : keep) {
         b.push_back({read<T>(piece), static_cast<std::size_t>(piece.size())});
       }
+      T* follows = is_following ? const_cast<T*>(a) : nullptr;
       py::gil_scoped_release release;
-      return Delta(scan(a, b, static_cast<std::size_t>(size), first_index, change));
+      return Delta(scan(a, b, static_cast<std::size_t>(size), first_index, change, follows));
     });
     return py::make_tuple(std::move(delta), lanes(change));
+  }
+
+  static Delta from_parts(const py::array& counts, const py::array& places, const py::array& differences,
+                          std::size_t n) {
+    require_vector(counts, "counts");
+    require_vector(places, "places");
+    require_vector(differences, "differences");
+    if (counts.itemsize() != 4 || places.itemsize() != 2 || places.size() != differences.size()) {
+      throw py::value_error("need uint32 counts and as many uint16 places as differences");
+    }
+    return with_width(differences.itemsize(), [&](auto zero) {
+      using T = decltype(zero);
+      return Delta(assemble({read<std::uint32_t>(counts), static_cast<std::size_t>(counts.size())},
+                            read<std::uint16_t>(places), read<T>(differences),
+                            static_cast<std::size_t>(places.size()), n));
+    });
   }
 
   static Delta from_g8s(const py::sequence& streams, std::size_t n, py::ssize_t width) {
@@ -163,6 +190,16 @@ class Delta {
       py::gil_scoped_release release;
       return Delta(exponent::decode<T>(spans, bits, static_cast<std::size_t>(base.size())));
     });
+  }
+
+  py::tuple parts() const {
+    return std::visit(
+        [](const auto& delta) {
+          const py::array counts = copy_of(delta.counts.data(), delta.counts.size());
+          const py::array places = copy_of(delta.places.data(), delta.num_changed());
+          return py::make_tuple(counts, places, copy_of(delta.differences.data(), delta.num_changed()));
+        },
+        delta_);
   }
 
   py::tuple g8s() const {
@@ -239,10 +276,24 @@ PYBIND11_MODULE(_delta, m) {
   m.attr("NUM_G8S_STREAMS") = static_cast<std::size_t>(NUM_STREAMS);
   m.attr("NUM_EXPONENT_STREAMS") = exponent::kNumStreams;
   py::class_<Delta>(m, "Delta")
-      .def_static("between", &Delta::between, py::arg("old"), py::arg("new"), py::arg("first_index"))
+      .def_static(
+          "between",
+          [](const py::array& old, const py::sequence& later, std::uint64_t first_index) {
+            return Delta::between(old, later, first_index, false);
+          },
+          py::arg("old"), py::arg("new"), py::arg("first_index"))
+      .def_static(
+          "follow",
+          [](const py::array& kept, const py::sequence& later, std::uint64_t first_index) {
+            return Delta::between(kept, later, first_index, true);
+          },
+          py::arg("kept"), py::arg("new"), py::arg("first_index"))
       .def_static("from_g8s", &Delta::from_g8s, py::arg("streams"), py::arg("num_elements"), py::arg("width"))
       .def_static("from_coo", &Delta::from_coo, py::arg("payload"), py::arg("num_elements"), py::arg("width"))
       .def_static("from_exponents", &Delta::from_exponents, py::arg("streams"), py::arg("base"))
+      .def_static("from_parts", &Delta::from_parts, py::arg("counts"), py::arg("places"),
+                  py::arg("differences"), py::arg("num_elements"))
+      .def("parts", &Delta::parts)
       .def("g8s", &Delta::g8s)
       .def("coo", &Delta::coo)
       .def("exponents", &Delta::exponents, py::arg("base"), py::arg("shift"))

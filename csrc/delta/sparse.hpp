@@ -1,7 +1,7 @@
 // Owns the sparse difference between two vectors of raw bits, in memory: for each block of 64 Ki elements the
 // places that changed, in rising order, and the wrap differences new - old (mod 2^n), none of them zero.
-// Promises: exact for every bit pattern (NaN, Inf, -0); add() and revert() are each other's inverse;
-// compose() of a -> b and b -> c is a -> c. Never checks that a base is the right one: hashes do.
+// Promises: exact for every bit pattern (NaN, Inf, -0); add() undoes itself when called in reverse; compose()
+// of a -> b and b -> c is a -> c. Never checks that a base is the right one: hashes do.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +37,47 @@ struct SparseDelta {
   }
 };
 
+// Elements of a vector that lies in memory piece by piece.
+template <typename T>
+struct Piece {
+  const T* data;
+  std::size_t size;
+};
+
+// A difference from its parts, as another compiler's code may have made them. Throws Malformed unless they
+// are one.
+template <typename T>
+SparseDelta<T> assemble(Piece<std::uint32_t> counts, const std::uint16_t* places, const T* differences,
+                        std::size_t num_changed, std::size_t n) {
+  SparseDelta<T> delta;
+  delta.num_elements = n;
+  if (counts.size != (n + kBlock - 1) / kBlock) {
+    throw Malformed(std::to_string(counts.size) + " blocks for " + std::to_string(n) + " elements");
+  }
+  delta.counts.assign(counts.data, counts.data + counts.size);
+  std::size_t at = 0;
+  for (std::size_t block = 0; block < counts.size; ++block) {
+    const std::size_t count = delta.counts[block];
+    bool is_good = count <= num_changed - at;
+    for (std::size_t k = at; is_good && k < at + count; ++k) {
+      is_good = places[k] < delta.block_length(block) && (k == at || places[k - 1] < places[k]) &&
+                differences[k] != 0;
+    }
+    if (!is_good) {
+      throw Malformed("changes of block " + std::to_string(block) + " don't rise inside it");
+    }
+    at += count;
+  }
+  if (at != num_changed) {
+    throw Malformed(std::to_string(num_changed) + " changes, of which blocks count " + std::to_string(at));
+  }
+  std::copy_n(places, num_changed, delta.places.reserve(num_changed));
+  std::copy_n(differences, num_changed, delta.differences.reserve(num_changed));
+  delta.places.grow(num_changed);
+  delta.differences.grow(num_changed);
+  return delta;
+}
+
 // Calls visit(block, places, differences, count) for each block with changes.
 template <typename T, typename Visit>
 void for_each_block(const SparseDelta<T>& delta, Visit&& visit) {
@@ -52,9 +93,13 @@ void for_each_block(const SparseDelta<T>& delta, Visit&& visit) {
 
 // What one block's changes were and become: scratch for its hash.
 template <typename T>
-struct Values {
-  std::vector<T> before = std::vector<T>(kBlock + kLanes * 2);
-  std::vector<T> after = std::vector<T>(kBlock + kLanes * 2);
+class Values {
+  Buffer<T> before_;
+  Buffer<T> after_;
+
+ public:
+  T* const before = before_.reserve(kBlock + kLanes * 2);
+  T* const after = after_.reserve(kBlock + kLanes * 2);
 };
 
 // True when 32 bytes are equal; most of a delta is, so this is the loop that sets the scan speed.
@@ -95,11 +140,19 @@ std::size_t scan_portable(const T* before, const T* after, std::size_t n, std::s
 
 #ifdef ROSE_X86
 
+// Both versions are asked for this far ahead of the comparison: the processor's own prefetch stops at every
+// 4 KB page, and after a block of elements memory works on while its changes are hashed.
+constexpr std::size_t kScanAheadBytes = 4096;
+
 ROSE_AVX512 inline __m512i iota16() {
   alignas(64) static const std::uint16_t lanes[kLanes] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
                                                           11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
                                                           22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
   return _mm512_load_si512(lanes);
+}
+
+ROSE_AVX512 inline void prefetch_line(const void* data, std::size_t ahead_bytes) {
+  _mm_prefetch(static_cast<const char*>(data) + ahead_bytes, _MM_HINT_T0);
 }
 
 // The changed ones of 32 elements are packed to the front; returns how many.
@@ -145,10 +198,14 @@ ROSE_AVX512 std::size_t scan_avx512(const T* before, const T* after, std::size_t
                                     std::size_t count, std::uint16_t* places, Values<T>& values) {
   const __m512i step = _mm512_set1_epi16(kLanes);
   __m512i at = _mm512_add_epi16(iota16(), _mm512_set1_epi16(static_cast<short>(first)));
-  T* old_out = values.before.data();
-  T* new_out = values.after.data();
+  T* old_out = values.before;
+  T* new_out = values.after;
   std::size_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
+    for (std::size_t line = 0; line < kLanes * sizeof(T); line += 64) {
+      prefetch_line(before + i, kScanAheadBytes + line);
+      prefetch_line(after + i, kScanAheadBytes + line);
+    }
     count += pack32(before + i, after + i, at, places + count, old_out + count, new_out + count);
     at = _mm512_add_epi16(at, step);
   }
@@ -156,13 +213,6 @@ ROSE_AVX512 std::size_t scan_avx512(const T* before, const T* after, std::size_t
 }
 
 #endif  // ROSE_X86
-
-// Elements of a vector that lies in memory piece by piece.
-template <typename T>
-struct Piece {
-  const T* data;
-  std::size_t size;
-};
 
 // Gives a vector of pieces away from its front.
 template <typename T>
@@ -187,9 +237,10 @@ class Pieces {
 };
 
 // The difference from `before` to the n elements of `after`, and what it does to the state hash.
+// follows: where `before` lies, if it is to become `after`: written while a block of it is in the cache.
 template <typename T>
 SparseDelta<T> scan(const T* before, const std::vector<Piece<T>>& after, std::size_t n,
-                    std::uint64_t first_index, StateHash& change) {
+                    std::uint64_t first_index, StateHash& change, T* follows = nullptr) {
   SparseDelta<T> delta;
   delta.num_elements = n;
   delta.counts.reserve((n + kBlock - 1) / kBlock);
@@ -216,12 +267,41 @@ SparseDelta<T> scan(const T* before, const std::vector<Piece<T>>& after, std::si
     for (std::size_t k = 0; k < count; ++k) {
       differences[k] = static_cast<T>(values.after[k] - values.before[k]);
     }
-    change.add(hash_change(places, values.before.data(), values.after.data(), count, first_index + begin));
+    if (follows != nullptr) {
+      for (std::size_t k = 0; k < count; ++k) {
+        follows[begin + places[k]] = values.after[k];
+      }
+    }
+    change.add(hash_change(places, values.before, values.after, count, first_index + begin));
     delta.counts.push_back(static_cast<std::uint32_t>(count));
     delta.places.grow(count);
     delta.differences.grow(count);
   }
   return delta;
+}
+
+// Adds the differences to one block, or takes them away, and notes what its elements were and are.
+template <typename T>
+void add_block(T* data, const std::uint16_t* places, const T* differences, std::size_t count, bool is_reverse,
+               Values<T>& values) {
+  // Changes lie so far apart that each would wait for memory of its own.
+  constexpr std::size_t ahead = 32;
+  const T flip = is_reverse ? static_cast<T>(-1) : 0;  // (d ^ -1) + 1 is -d
+  T* before = values.before;
+  T* after = values.after;
+  const auto add_one = [&](std::size_t k) {
+    const T old = data[places[k]];
+    before[k] = old;
+    data[places[k]] = after[k] = static_cast<T>(old + static_cast<T>((differences[k] ^ flip) - flip));
+  };
+  std::size_t k = 0;
+  for (; k + ahead < count; ++k) {
+    __builtin_prefetch(data + places[k + ahead], 1);
+    add_one(k);
+  }
+  for (; k < count; ++k) {
+    add_one(k);
+  }
 }
 
 // Adds the differences in place (or takes them away again); returns the change of the state hash.
@@ -232,16 +312,8 @@ StateHash add(const SparseDelta<T>& delta, T* base, std::uint64_t first_index, b
   Values<T> values;
   for_each_block(
       delta, [&](std::size_t block, const std::uint16_t* places, const T* differences, std::size_t count) {
-        T* data = base + block * kBlock;
-        T* before = values.before.data();
-        T* after = values.after.data();
-        for (std::size_t k = 0; k < count; ++k) {
-          const T old = data[places[k]];
-          const T difference = is_reverse ? static_cast<T>(0 - differences[k]) : differences[k];
-          before[k] = old;
-          data[places[k]] = after[k] = static_cast<T>(old + difference);
-        }
-        change.add(hash_change(places, before, after, count, first_index + block * kBlock));
+        add_block(base + block * kBlock, places, differences, count, is_reverse, values);
+        change.add(hash_change(places, values.before, values.after, count, first_index + block * kBlock));
       });
   return change;
 }

@@ -1,51 +1,11 @@
-// Owns the state hash: two 64-bit lanes, each a sum modulo 2^64 over (global element index, raw bits).
-// Promises: independent of the order and the sharding of the elements; one element's change moves it by
-// hash(new) - hash(old), so an update costs O(changed). Never looks at values as numbers.
+// Owns the hashing of vectors: sums of element_hash.hpp's over ranges and over lists of changes.
+// Promises: vectors and portable code give the same sums.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
+#include "element_hash.hpp"
 #include "simd.hpp"
 
 namespace rose {
-
-struct StateHash {
-  std::uint64_t first = 0;
-  std::uint64_t second = 0;
-
-  void add(const StateHash& other) {
-    first += other.first;
-    second += other.second;
-  }
-  void subtract(const StateHash& other) {
-    first -= other.first;
-    second -= other.second;
-  }
-};
-
-constexpr std::uint64_t kPlaceFactor = 0x9e3779b97f4a7c15ULL;
-constexpr std::uint64_t kBitsFactor = 0xd6e8feb86659fd93ULL;
-constexpr std::uint64_t kMixFirst = 0xbf58476d1ce4e5b9ULL;
-constexpr std::uint64_t kMixSecond = 0x94d049bb133111ebULL;
-constexpr std::uint64_t kLaneMask = 0xa0761d6478bd642fULL;
-constexpr std::uint64_t kLaneFactor = 0xe7037ed1a0b428dbULL;
-
-inline std::uint64_t mix64(std::uint64_t x) {
-  x = (x ^ (x >> 30)) * kMixFirst;
-  x = (x ^ (x >> 27)) * kMixSecond;
-  return x ^ (x >> 31);
-}
-
-// For a fixed index `first` is injective in `bits`: a single wrong element always shows.
-inline StateHash hash_element(std::uint64_t index, std::uint32_t bits) {
-  std::uint64_t place = (index + 1) * kPlaceFactor;
-  place ^= place >> 29;
-  const std::uint64_t first = mix64(place + bits * kBitsFactor);
-  std::uint64_t second = (first ^ kLaneMask) * kLaneFactor;
-  second ^= second >> 32;
-  return {first, second};
-}
 
 #ifdef ROSE_X86
 

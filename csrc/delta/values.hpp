@@ -224,6 +224,28 @@ void expand_values_portable(const std::uint8_t* flags, const std::uint8_t* signs
 
 #ifdef ROSE_X86
 
+// The lanes of `d` that are set in `mask`, from the front of `small` and `wide`.
+ROSE_AVX512 inline __m512i put_exceptions(__m512i d, __mmask32 mask, const std::uint8_t*& small,
+                                          Reader& wide) {
+  const auto count = static_cast<std::size_t>(_mm_popcnt_u32(mask));
+  const __m256i bytes = _mm256_maskz_expand_epi8(mask, _mm256_maskz_loadu_epi8(low_bits(count), small));
+  small += count;
+  const __m512i coded = _mm512_add_epi16(_mm512_cvtepu8_epi16(bytes), _mm512_set1_epi16(3));
+  const __m512i one = _mm512_set1_epi16(1);
+  const __m512i sign = _mm512_sub_epi16(_mm512_setzero_si512(), _mm512_and_si512(coded, one));
+  d = _mm512_mask_mov_epi16(d, mask, _mm512_xor_si512(_mm512_srli_epi16(coded, 1), sign));
+  const __mmask32 escaped = _mm512_mask_cmpeq_epi16_mask(mask, coded, _mm512_set1_epi16(255 + 3));
+  if (escaped != 0) {
+    const auto num_escaped = static_cast<std::size_t>(_mm_popcnt_u32(escaped));
+    const __m512i raw = _mm512_maskz_loadu_epi16(low_bits(num_escaped), wide.take(2 * num_escaped));
+    d = _mm512_mask_expand_epi16(d, escaped, raw);
+    if (_mm512_mask_cmpeq_epi16_mask(escaped, d, _mm512_setzero_si512()) != 0) {
+      throw Malformed("a difference is zero");
+    }
+  }
+  return d;
+}
+
 // `flags` and `signs` have 8 readable bytes behind their end.
 ROSE_AVX512 inline void expand_values_avx512(const std::uint8_t* flags, const std::uint8_t* signs,
                                              const std::uint8_t* small, Reader& wide, std::size_t count,
@@ -237,11 +259,10 @@ ROSE_AVX512 inline void expand_values_avx512(const std::uint8_t* flags, const st
     std::memcpy(&bits, signs + units / 8, 8);
     const __mmask32 minus = _pdep_u32(static_cast<std::uint32_t>(bits >> (units % 8)), unit);
     units += static_cast<std::size_t>(_mm_popcnt_u32(unit));
-    const __m512i d = _mm512_mask_mov_epi16(_mm512_set1_epi16(1), minus, _mm512_set1_epi16(-1));
+    const __m512i units_only = _mm512_mask_mov_epi16(_mm512_set1_epi16(1), minus, _mm512_set1_epi16(-1));
+    const __mmask32 exceptions = flagged & low_bits(count - k);
+    const __m512i d = exceptions == 0 ? units_only : put_exceptions(units_only, exceptions, small, wide);
     _mm512_storeu_si512(differences + k, d);
-    for (std::uint32_t rest = flagged & low_bits(count - k); rest != 0; rest &= rest - 1) {
-      differences[k + _tzcnt_u32(rest)] = take_exception<std::uint16_t>(*small++, wide);
-    }
   }
 }
 
@@ -249,7 +270,13 @@ ROSE_AVX512 inline void expand_values_avx512(const std::uint8_t* flags, const st
 
 inline std::size_t count_bits(const std::uint8_t* data, std::size_t size) {
   std::size_t total = 0;
-  for (std::size_t i = 0; i < size; ++i) {
+  std::size_t i = 0;
+  for (; i + 8 <= size; i += 8) {
+    std::uint64_t word;
+    std::memcpy(&word, data + i, 8);
+    total += static_cast<std::size_t>(std::popcount(word));
+  }
+  for (; i < size; ++i) {
     total += static_cast<std::size_t>(std::popcount(data[i]));
   }
   return total;

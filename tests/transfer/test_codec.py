@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rose import _delta
 from rose.errors import FrameError
-from rose.transfer.codec import Codec, compare, decode, encode
-from rose.transfer.codec_choice import choose_codec, encode_for_link
+from rose.transfer.codec import Codec, compare, decode, encode, follow, pack_followed
+from rose.transfer.codec_choice import choose_codec, pack_for_link
 from rose.transfer.layout import DTYPE_BYTES
 from rose.transfer.state_hash import StateHash
 
@@ -285,12 +285,35 @@ def test_the_choice_follows_density_and_link():
 def test_a_bucket_that_does_not_shrink_goes_dense():
     rng = np.random.default_rng(6)
     old, new = rng.integers(0, 65536, (2, 40_000), dtype=np.uint16)
-    encoded = encode_for_link(old, new, 9, "BF16", 125e6)
-    assert encoded.codec is Codec.DENSE and encoded.payload == new.tobytes()
+    kept = old.copy()
+    patch, change = follow(kept, new, 9)
+    codec, payload = pack_for_link(patch, kept, "BF16", 125e6)
+    assert codec is Codec.DENSE and payload == new.tobytes()
     base = old.copy()
-    assert decode(encoded.codec, encoded.payload, base).apply_to(base, 9) == encoded.change
+    assert decode(codec, payload, base).apply_to(base, 9) == change
     np.testing.assert_array_equal(base, new)
-    assert encode_for_link(old, old + np.uint16(1), 9, "BF16", 125e6).codec is Codec.G8S_ZSTD
+    patch, _ = follow(kept, new + np.uint16(1), 9)
+    assert pack_for_link(patch, kept, "BF16", 125e6)[0] is Codec.G8S_ZSTD
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_copy_that_follows_has_the_payload_of_two_versions(instructions, codec, width):
+    rng = np.random.default_rng(8)
+    old = rng.integers(0, np.iinfo(width).max, 150_001, dtype=width, endpoint=True)
+    for density in DENSITIES:
+        new = np.where(rng.random(old.size) < density, old + width(1), old)
+        expected = encode(codec, old, new, 31)
+        kept = old.copy()
+        patch, change = follow(kept, [new[:70_000].copy(), new[70_000:].copy()], 31)
+        np.testing.assert_array_equal(kept, new)
+        assert (pack_followed(codec, patch, kept, ""), change) == (expected.payload, expected.change)
+        np.testing.assert_array_equal(kept, new)
+        patch.revert(kept)
+        np.testing.assert_array_equal(kept, old)
+    frozen = np.frombuffer(bytes(8), np.uint16)
+    with pytest.raises(ValueError, match="read-only"):
+        follow(frozen, frozen, 0)
 
 
 def mix64(x):

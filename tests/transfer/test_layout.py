@@ -42,6 +42,16 @@ def test_buckets_tile_every_plane_and_pieces_tile_every_bucket(tensors, bucket_b
     assert covered == {spec.name: spec.num_elements for spec in tensors}
 
 
+def test_a_long_group_begins_with_small_buckets():
+    sizes = [bucket.num_elements for bucket in Layout(_one_tensor(2000), bucket_bytes=1600).buckets]
+    assert sizes == [100, 400, 800, 700]
+    assert [bucket.num_elements for bucket in Layout(_one_tensor(1600), 1600).buckets] == [800, 800]
+
+
+def _one_tensor(num_elements):
+    return [TensorSpec(name="a", dtype="BF16", shape=(num_elements,))]
+
+
 @settings(deadline=None)
 @given(tensors=tables)
 def test_the_order_of_tensors_does_not_matter(tensors):

@@ -306,6 +306,8 @@ def test_bad_input_is_the_callers_mistake(relay_url, model):
         WeightPublisher(model, relay_url, dtype="int4")
     with pytest.raises(ValueError, match="int64"):
         WeightPublisher({"steps": torch.zeros(1, dtype=torch.int64)}, relay_url)
+    with pytest.raises(ValueError, match="encode_threads >= 1, got 0"):
+        WeightPublisher(model, relay_url, encode_threads=0)
     with pytest.raises(ValueError, match="no tensors"):
         WeightPublisher({}, relay_url)
 

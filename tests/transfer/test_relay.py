@@ -6,13 +6,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import psutil
 import pytest
 from slow_proxy import SlowProxy
 
 from rose.errors import RelayError
-from rose.transfer import embedded_relay
+from rose.transfer import relay_calls
 from rose.transfer.change_log import ChangeLog
 from rose.transfer.mooncake_relay import INSTALL_LIBRARIES, explain_import_failure, mooncake_available
 from rose.transfer.object_store import ObjectStore
@@ -185,7 +184,7 @@ def test_a_wait_is_for_its_own_keys_since_its_own_look():
 
 def test_a_slow_link_is_not_taken_for_a_hung_relay(embedded_url, monkeypatch):
     # Each call takes longer than the silence that counts as hung.
-    monkeypatch.setattr(embedded_relay, "_TIMEOUT", httpx.Timeout(1.5))
+    monkeypatch.setattr(relay_calls, "SILENCE_S", 1.5)
     proxy = SlowProxy(parse_relay_url(embedded_url)[2])
     try:
         relay = open_relay(proxy.url)
