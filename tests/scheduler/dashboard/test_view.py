@@ -34,7 +34,7 @@ class Watched:
         self.now = 1000.0
         self.seq = 0
         spec = {"groups": {"main": {"num_rollout_nodes": 2}}, **cluster}
-        self.control = Control(ServeSpec.model_validate(spec), {}, self.now, 7)
+        self.control = Control(ServeSpec.model_validate(spec), {}, self.now, 7, "clock 1")
         self.call(Hello, running={}, log_folder="/logs")
 
     def call(self, kind: type[AnyCall], **fields: Any) -> list[Any]:
