@@ -40,9 +40,7 @@ def prometheus_text(state: Mapping[str, Any] | None) -> bytes:
 def _cluster(state: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauges("rose_sched_jobs", "Jobs by state.", ["state"], _rows(state["states"]))
     yield GaugeMetricFamily("rose_sched_groups", "Groups that have jobs.", value=_num_groups(state))
-    nodes = [
-        (kind, use, pool[f"num_{use}"]) for kind, pool in state["pools"].items() for use in _USES if pool
-    ]
+    nodes = [(kind, use, pool[f"num_{use}"]) for kind, pool in state["pools"].items() for use in _USES]
     yield _gauges("rose_sched_nodes", "Nodes by pool and use.", ["pool", "use"], nodes)
     sizes = [(kind, pool["num_nodes"]) for kind, pool in state["pools"].items()]
     yield _gauges("rose_sched_pool_nodes", "Nodes that a pool has.", ["pool"], sizes)

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -60,7 +61,8 @@ async def _serve(address: Address, feed: Feed) -> None:
         await web.TCPSite(runner, address.host, address.port).start()
     except OSError as error:
         await runner.cleanup()
-        why = error.strerror if error.errno is None else os.strerror(error.errno)
+        # A bind's own text repeats the address; a name that is not found has numbers of its own.
+        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise ConfigError(f"--http: {address} can't be used ({why}); try another") from error
     if not address.is_loopback:
         logger.warning("everybody who reaches %s can read jobs' names, notes and log paths", address)

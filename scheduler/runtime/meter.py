@@ -95,8 +95,9 @@ class Meter:
 
     def dropped(self, job: str) -> None:
         """The attempt has ended: what it held and asked for is no wait and no hold of a phase."""
-        for each in (self._asked, self._held, self._completed_s):
-            each.pop(job, None)
+        self._asked.pop(job, None)
+        self._held.pop(job, None)
+        self._completed_s.pop(job, None)
 
     def forget(self, job: str) -> None:
         """Another job has the name from now on."""
