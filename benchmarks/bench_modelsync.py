@@ -33,8 +33,8 @@ LINK_GBPS = 0.1
 NUM_LAYERS = 1
 QUEUE_S = 0.2
 """Room for a few frames of each of the trainer's 16 streams: at 0.1 Gbps the usual queue holds 36."""
-PIECE_BYTES = 512 << 10
-"""Cuts a rank's share into 25; model_sync has larger pieces, for models of hundreds of times this size."""
+PIECE_BYTES = 384 << 10
+"""Cuts a rank's share into 32; model_sync has larger pieces, for models of hundreds of times this size."""
 SYNCS_A_ROUND = 3
 """Of each case but flat, which takes as long as eight of them."""
 FLAT, SCATTER, TWO_NODES, SPARSE = "flat", "scatter", "scatter, two nodes", "scatter, sparse"

@@ -45,7 +45,7 @@ def peer_first(relays: Sequence[str], rank: int, num_ranks: int) -> str:
     """
     if not relays or not 0 <= rank < num_ranks:
         raise ValueError(
-            f"need relays and 0 <= rank < num_ranks, got {len(relays)}, rank {rank} of {num_ranks}"
+            f"need relays and 0 <= rank < num_ranks, got {len(relays)} relays, rank {rank} of {num_ranks}"
         )
     peer = rank * len(relays) // num_ranks
     return ",".join((*relays[peer:], *relays[:peer]))
