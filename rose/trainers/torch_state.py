@@ -82,7 +82,7 @@ def _resizable(tensors: list[torch.Tensor]) -> torch.UntypedStorage:
     storage = tensors[0].untyped_storage()
     if storage.resizable():
         return storage
-    own = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+    own = torch.UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
     _bytes(own).copy_(_bytes(storage))
     for tensor in tensors:
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

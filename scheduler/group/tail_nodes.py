@@ -6,8 +6,8 @@ move, through the shipped permit book and pace. Promises: no move without a pred
 certificate. Pure. Never: moves anything.
 
 Here a worker of tail.py is a whole rollout node: what is freed is free, and the next job needs no room
-beside a guest. A choice takes about 0.06 s with two jobs and 0.13 s with five, once per rollout of a job whose
-tail may move.
+beside a guest. A choice takes about 0.06 s with two jobs and 0.13 s with five, once per rollout of a job
+whose tail may move.
 """
 
 from collections.abc import Mapping, Sequence
