@@ -18,7 +18,7 @@ MIN_SHARE = 0.02
 _PREFIX_WEIGHT = 4.0
 """What a missing prefix costs is certain, all else is foreseen. The least of many guesses is most often too
 low: turns left their KV for gains that did not come. Simulated with weight 1, two to four times as many
-tokens were prefilled again, for phases no shorter; from 6 on phases get longer."""
+tokens were prefilled again, for phases no shorter; from 8 on phases get longer."""
 
 
 def cost_s(turn: Turn, worker: WorkerView, speed: Speed) -> float:
