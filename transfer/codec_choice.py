@@ -21,8 +21,8 @@ class _Cost:
 
 
 _COSTS = {
-    Codec.G8S: _Cost(per_byte_s=1 / 5.2e9, per_change_s=5e-9, wire_bytes=1.42),
-    Codec.G8S_ZSTD: _Cost(per_byte_s=1 / 5.2e9, per_change_s=7.5e-9, wire_bytes=1.24),
+    Codec.G8S: _Cost(per_byte_s=1 / 6.8e9, per_change_s=4.2e-9, wire_bytes=1.42),
+    Codec.G8S_ZSTD: _Cost(per_byte_s=1 / 6.8e9, per_change_s=6.9e-9, wire_bytes=1.24),
     Codec.EXPONENT: _Cost(per_byte_s=1 / 1.4e9, per_change_s=21e-9, wire_bytes=0.90),
 }
 _ABOUT_EQUAL = 1.25
