@@ -5,6 +5,7 @@ its own is not shown here.
 """
 
 import ctypes
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ class StandIn(World):
 
 @pytest.fixture
 def stand_in(stand_in_library: Path) -> Iterator[StandIn]:
+    gc.collect()  # ranges in another test's garbage would make driver calls while ours are counted
     made = StandIn(stand_in_library)
     yield made
     made.fail(count=NEVER)
