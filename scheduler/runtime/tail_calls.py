@@ -5,6 +5,8 @@ only where a replay of the group's past predicts a gain and the tail still ends 
 its nodes go on only after it says that it has moved. Pure: takes ``now``. Never: moves anything itself.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from rose.scheduler.group.certificate import Certificate
@@ -17,14 +19,22 @@ from rose.scheduler.runtime.state import State
 NUM_PAST = NUM_PASSES
 
 
+class _Choice(NamedTuple):
+    """A job's threshold, and for which group it was chosen: what pays hangs on who is there to use the nodes."""
+
+    certificate: Certificate
+    present: frozenset[str]
+    threshold: float | None
+
+
 class TailCalls:
     """On one state."""
 
     def __init__(self, state: State, permits: PermitCalls) -> None:
         self._state = state
         self._permits = permits
-        self._thresholds: dict[str, tuple[Certificate, float | None]] = {}
-        """Chosen under which certificate; dropped when a member of the group has new lengths."""
+        self._thresholds: dict[str, _Choice] = {}
+        """Dropped when a member of the group has new lengths."""
 
     def report(self, client: str, call: Report, now: float) -> None:
         """Progress; the answer says where to move, if to move."""
@@ -80,17 +90,17 @@ class TailCalls:
 
     def _threshold(self, job: str) -> float | None:
         turns = self._state.turns_of(job)
-        certificate = turns.certificate
-        found = self._thresholds.get(job)
-        if found is None or found[0] is not certificate:
-            group = turns.present()
+        certificate, group = turns.certificate, turns.present()
+        present = frozenset(member.job.name for member in group.members)
+        known = {name: each for name, each in self._thresholds.items() if each[:2] == (certificate, present)}
+        if job not in known:
             tails = {
                 member.job.name: NodeTail(speed=speed, past=past)
                 for member in group.members
                 if (speed := self._state.specs[member.job.name].speed) is not None
                 and (past := self._state.past.get(member.job.name))
             }
-            others = {name: chosen for name, (of, chosen) in self._thresholds.items() if of is certificate}
+            others = {name: each.threshold for name, each in known.items()}
             chosen = choose_threshold(group, certificate, job, tails, others) if job in tails else None
-            found = self._thresholds[job] = (certificate, chosen)
-        return found[1]
+            known[job] = self._thresholds[job] = _Choice(certificate, present, chosen)
+        return known[job].threshold

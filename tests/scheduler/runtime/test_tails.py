@@ -100,6 +100,15 @@ def test_a_tail_stays_where_nobody_could_use_its_nodes() -> None:
     assert "is not that of a permit" in error_of(stale)
 
 
+def test_a_tail_moves_as_soon_as_somebody_can_use_its_nodes() -> None:
+    scheduler = two_nodes()
+    rollout_with_known_lengths(scheduler)
+    scheduler.control._state.turns_of("b").drop("b", scheduler.now)  # it crashed
+    assert report(scheduler, 18, num_tokens=50) is None
+    assert scheduler.request("b") == [], "it is back"
+    assert report(scheduler, 18, num_tokens=50) == [0]
+
+
 def test_another_job_runs_on_the_node_that_a_real_tail_has_left(tmp_path: Path) -> None:
     with ServedCluster(tmp_path, groups={"main": {"num_rollout_nodes": 2}}) as cluster:
         command = [sys.executable, str(Path(__file__).with_name("tail_job.py")), str(tmp_path)]
