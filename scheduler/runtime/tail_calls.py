@@ -20,7 +20,7 @@ NUM_PAST = NUM_PASSES
 
 
 class _Choice(NamedTuple):
-    """A job's threshold, and for which group it was chosen: what pays hangs on who is there to use the nodes."""
+    """A job's threshold, and for which group: what pays hangs on who is there to use the nodes."""
 
     certificate: Certificate
     present: frozenset[str]
