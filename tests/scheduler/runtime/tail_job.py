@@ -44,8 +44,7 @@ def rollout(progress: rose.Progress) -> None:
     while progress.iteration > 0 and not moves:  # nothing is known of the first one's lengths
         progress.report("rollout", NUM_SHORT, NUM_RESPONSES, num_tokens=SHORT)
         time.sleep(POLL_S)
-    moved_s = time.monotonic()
-    while moves and not begun_since(moved_s):
+    while moves and not begun_since(begin_s):  # nobody could before the move
         time.sleep(POLL_S)
     lengths = [SHORT] * NUM_SHORT + [LONG] * (NUM_RESPONSES - NUM_SHORT)
     progress.report("rollout", NUM_RESPONSES, NUM_RESPONSES, lengths=lengths)
