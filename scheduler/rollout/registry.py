@@ -109,9 +109,8 @@ class Registry:
             if status is not None:
                 worker.take_status(status, time.monotonic())
             worker.seen(time.monotonic())
-            if (
-                worker.weight_version is not None and worker.view().alive
-            ):  # while it changes, others may go on
+            # Others may go on with the version before while this worker still changes to its next one.
+            if worker.weight_version is not None and worker.view().alive:
                 self.newest.heard(worker.weight_version)
             if worker.models is None:
                 worker.models = await self._ask_models(worker)
