@@ -1,6 +1,5 @@
 """The router in front of one real vLLM engine on the CPU."""
 
-import asyncio
 from typing import Any
 
 import aiohttp
@@ -8,6 +7,7 @@ import pytest
 
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.service import RunningRouter
+from tests.scheduler.rollout.cutting_proxy import CuttingProxy
 from tests.scheduler.rollout.waiting import until
 
 pytestmark = pytest.mark.vllm
@@ -59,23 +59,20 @@ async def test_greedy_answers_equal_those_of_the_engine_itself(engine_url: str, 
 
 @pytest.mark.asyncio
 async def test_a_resumed_greedy_turn_equals_the_unsplit_one(engine_url: str) -> None:
-    """The attempt is cut from outside after some tokens; the engine continues from prompt + generated."""
+    """The stream breaks after five events; the engine continues from prompt + generated."""
     body = {
         "prompt": [5, 6, 7],
         "max_tokens": 200,
         "temperature": 0.0,
         "return_token_ids": True,
         "logprobs": 0,
+        "ignore_eos": True,
     }
-    body |= {"ignore_eos": True, "stream_interval": 1}
-    async with RunningRouter(config_for(engine_url)) as router, aiohttp.ClientSession() as http:
-        worker = router.plane.registry.workers()[0]
-        await until(lambda: worker.is_alive)
-        direct = await post(http, f"{engine_url}/v1/completions", body)
-        turn = asyncio.create_task(post(http, f"{router.url}/v1/completions", body))
-        await until(lambda: worker.num_tokens >= 20)
-        worker.lost("cut by the test")
-        choice = (await turn)["choices"][0]
+    async with CuttingProxy(engine_url, num_events=5) as proxy, aiohttp.ClientSession() as http:
+        async with RunningRouter(config_for(proxy.url)) as router:
+            await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+            direct = await post(http, f"{engine_url}/v1/completions", body)
+            choice = (await post(http, f"{router.url}/v1/completions", body))["choices"][0]
     assert choice["token_ids"] == direct["choices"][0]["token_ids"]
     assert choice["text"] == direct["choices"][0]["text"]
     assert choice["rose"]["resumes"] == 1

@@ -1,0 +1,71 @@
+"""A TCP proxy before a worker that breaks one answer in the middle, after a number of streamed events."""
+
+import asyncio
+import contextlib
+from types import TracebackType
+from typing import Self
+
+EVENT = b"data: {"
+READ_BYTES = 1 << 16
+
+
+class CuttingProxy:
+    """Stands before ``worker_url``; the first answer of more than ``num_events`` events ends after so many.
+
+    The cut depends on what has passed and on nothing else, so it falls at the same token on any machine.
+    Everything else passes untouched.
+    """
+
+    def __init__(self, worker_url: str, num_events: int) -> None:
+        self._host, self._port = worker_url.removeprefix("http://").split(":")
+        self._num_events = num_events
+        self._has_cut = False
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _serve(self, near: asyncio.StreamReader, to_near: asyncio.StreamWriter) -> None:
+        if this := asyncio.current_task():
+            self._connections.add(this)
+        far, to_far = await asyncio.open_connection(self._host, int(self._port))
+        asking = asyncio.create_task(self._copy(near, to_far))
+        try:
+            await self._copy_answers(far, to_near)
+        finally:
+            asking.cancel()
+            to_near.close()
+            to_far.close()
+
+    @staticmethod
+    async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while chunk := await source.read(READ_BYTES):
+                sink.write(chunk)
+                await sink.drain()
+            sink.write_eof()
+
+    async def _copy_answers(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        passed = b""
+        with contextlib.suppress(ConnectionError):
+            while chunk := await source.read(READ_BYTES):
+                begin = len(passed)
+                passed += chunk
+                *events, after = passed.split(EVENT, self._num_events + 1)
+                if len(events) > self._num_events and not self._has_cut:
+                    self._has_cut = True
+                    sink.write(passed[begin : len(passed) - len(EVENT + after)])
+                    await sink.drain()
+                    return
+                sink.write(chunk)
+                await sink.drain()
