@@ -38,6 +38,8 @@ MAX_BUSY_SHARE = 0.35
 MIN_HARVEST = 0.6
 MIN_ATTAINMENT = 0.99
 MIN_REWARD_RISE = 0.3
+MIN_REWARD_STEPS = 40
+"""Training steps within which a reward has to have risen; a run cut off before proves nothing either way."""
 REWARD_WINDOW = 5
 """Steps averaged at either end of the run: one step's reward is noise."""
 
@@ -58,7 +60,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How one criterion came out; ``is_met`` is None when it wasn't measured."""
+    """How one criterion came out; ``is_met`` is None when the run can't tell."""
 
     title: str
     is_met: bool | None

@@ -8,6 +8,7 @@ from rose.demo.figures import (
     MIN_ATTAINMENT,
     MIN_HARVEST,
     MIN_REWARD_RISE,
+    MIN_REWARD_STEPS,
     DemoFigures,
     Verdict,
     percentile,
@@ -28,7 +29,7 @@ def judge(result: DemoResult, figures: DemoFigures) -> list[Verdict]:
         _slo(result, figures, "ttft"),
         _slo(result, figures, "tpot"),
         _harvest(figures),
-        _reward(figures),
+        _reward(result, figures),
     ]
 
 
@@ -99,14 +100,20 @@ def _harvest(figures: DemoFigures) -> Verdict:
     return Verdict(title=title, is_met=is_met, text=text)
 
 
-def _reward(figures: DemoFigures) -> Verdict:
+def _reward(result: DemoResult, figures: DemoFigures) -> Verdict:
     title = f"Reward rises by {MIN_REWARD_RISE}"
     first, last = figures.value("reward_first"), figures.value("reward_last")
     if first is None or last is None:
         return Verdict(title=title, is_met=None, text=NOT_MEASURED)
-    return Verdict(
-        title=title,
-        is_met=last - first >= MIN_REWARD_RISE,
-        text=f"Mean reward went from {first:.2f} over the first steps to {last:.2f} over the last: "
-        f"{last - first:+.2f}.",
+    num_steps = len(result.rewards)
+    text = (
+        f"Mean reward went from {first:.2f} over the first of {num_steps} training steps to {last:.2f} over "
+        f"the last: {last - first:+.2f}."
     )
+    is_met: bool | None = last - first >= MIN_REWARD_RISE
+    if num_steps < MIN_REWARD_STEPS and not is_met:
+        text += (
+            f" The criterion allows {MIN_REWARD_STEPS} steps, so it is not judged."
+        )
+        is_met = None
+    return Verdict(title=title, is_met=is_met, text=text)

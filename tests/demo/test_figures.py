@@ -205,6 +205,15 @@ def test_low_harvest_under_a_heavy_load_is_not_judged_but_under_a_light_one_fall
         assert harvest.is_met is expected
 
 
+@pytest.mark.parametrize(("num_steps", "expected"), [(16, None), (60, False)])
+def test_a_reward_that_had_too_few_steps_to_rise_is_not_judged(num_steps: int, expected: bool | None) -> None:
+    points = tuple(RewardPoint(step=i, reward_mean=0.05, success=0.0) for i in range(num_steps))
+    result = DemoResult(slo=SLO_600_150, seed=0, is_quick=True, phases=(), rewards=points)
+    reward = judge(result, compute_figures(result, ENV))[5]
+    assert reward.is_met is expected
+    assert f"{num_steps} training steps" in reward.text
+
+
 def test_reward_windows_never_overlap() -> None:
     points = tuple(RewardPoint(step=i, reward_mean=float(i), success=0.0) for i in range(3))
     result = DemoResult(slo=SLO_600_150, seed=0, is_quick=True, phases=(), rewards=points)
