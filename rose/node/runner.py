@@ -22,6 +22,7 @@ from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.client import ControlClient
 from rose.scheduler.runtime.job import JobFile
 from rose.scheduler.runtime.messages import AnyAnswer, Exited, Hello, Start, Stop
+from rose.scheduler.runtime.recording import Recording
 from rose.scheduler.runtime.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -45,12 +46,23 @@ class _Attempt:
 class Runner:
     """All jobs of one host. One thread."""
 
-    def __init__(self, client: ControlClient, channel: str, folder: Path, cache_root: Path) -> None:
-        """folder: job files and logs. cache_root: where suspended phases keep their state."""
+    def __init__(
+        self,
+        client: ControlClient,
+        channel: str,
+        folder: Path,
+        cache_root: Path,
+        recording: Recording | None = None,
+    ) -> None:
+        """folder: job files and logs. cache_root: where suspended phases keep their state.
+
+        recording: jobs are run for their profile.
+        """
         self._client = client
         self._channel = channel
         self._folder = folder
         self._cache_root = cache_root
+        self._recording = recording
         self._running: dict[str, _Attempt] = {}
         self._hello()
 
@@ -58,9 +70,18 @@ class Runner:
         """Serves orders until ``check``, called in between, raises."""
         while True:
             check()
-            with contextlib.suppress(queue.Empty):
-                self._follow(self._client.unasked.get(timeout=POLL_S))
-            self._bury()
+            self.step()
+
+    def step(self) -> None:
+        """Follows one order, if one comes within `POLL_S`, and reports who has ended."""
+        with contextlib.suppress(queue.Empty):
+            self._follow(self._client.unasked.get(timeout=POLL_S))
+        self._bury()
+
+    def pid_of(self, job: str) -> int | None:
+        """Of the leader of its process group; None: it does not run."""
+        attempt = self._running.get(job)
+        return attempt.process.pid if attempt is not None else None
 
     def close(self) -> None:
         """Ends all jobs' processes; the scheduler starts them again for the next runner."""
@@ -118,6 +139,7 @@ class Runner:
             num_iterations=spec.iterations,
             cache_folder=str(self._cache_root / spec.name),
             limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
+            recording=self._recording,
         )
         path.write_bytes(msgspec.json.encode(file))
         return ServerProcess(
