@@ -116,8 +116,8 @@ def _table(profile: JobProfile) -> Table:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose sched profile",
-        "Runs a job alone on this machine, each response as long as max_tokens allows, and writes its file with\n"
-        "the phases' times. The job reads `progress.forced_tokens`; nothing else should run meanwhile.",
+        "Runs a job alone on this machine, each response as long as max_tokens allows, and writes its file\n"
+        "with the phases' times. The job reads `progress.forced_tokens`; let nothing else run meanwhile.",
         "rose sched profile job.yaml --output profiled.yaml && rose sched submit profiled.yaml",
     )
     parser.add_argument("job", type=Path, help="as for rose sched submit; phases need no seconds")

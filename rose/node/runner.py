@@ -124,6 +124,8 @@ class Runner:
             process.start()
         except OSError as error:
             logger.error("can't start job=%s command=%s error=%s", order.job, spec.command, error)
+            with self._log_path(spec.name).open("a") as log:  # where its user looks first
+                log.write(f"can't start {list(spec.command)}: {error}\n")
             self._report(order.job, order.attempt, START_FAILED_STATUS)
             return
         self._running[order.job] = _Attempt(order.attempt, process)
@@ -145,10 +147,14 @@ class Runner:
         return ServerProcess(
             spec.command,
             spec.name,
-            self._folder / "logs" / f"{spec.name}.log",
+            self._log_path(spec.name),
             env={"ROSE_JOB": str(path)},
             folder=Path(spec.folder),
         )
+
+    def _log_path(self, job: str) -> Path:
+        """Of all its attempts."""
+        return self._folder / "logs" / f"{job}.log"
 
     def _stop(self, order: Stop) -> None:
         attempt = self._running.get(order.job)

@@ -1,4 +1,4 @@
-"""One job alone on this machine, under a scheduler of its own, watched until its end: what a profile is made of.
+"""One job alone on this machine, under a scheduler of its own, watched until its end: a profile's run.
 
 Owns: that scheduler and its runner, the job's process, and samples of its memory. Promises: the job runs as
 under `rose sched serve`, with permits, working sets and a process group; all processes have ended when
@@ -95,10 +95,11 @@ class _Run:
                 raise ProfileError(self._too_late(job, timeout_s) + _end_of(job["log"], self.log))
             self._serve(min(deadline, time.monotonic() + LOOK_S))
             job = self._look()
-        runs, has_asked = read_recording(self.recording)
+        recorded = read_recording(self.recording)
         if job["state"] != "done":
-            raise ProfileError(self._why(job, len(runs)) + _end_of(job["log"], self.log))
-        return profile_of(self.spec, runs, self.samples, has_asked)
+            hint = "" if recorded.began else "; it entered no phase: are its functions under @rose.phase?"
+            raise ProfileError(f"{self.spec.name}: {job['note']}{hint}" + _end_of(job["log"], self.log))
+        return profile_of(self.spec, recorded, self.samples)
 
     def _serve(self, until_s: float) -> None:
         self.node.check()
@@ -110,7 +111,7 @@ class _Run:
         pid = self.runner.pid_of(self.spec.name)
         if pid is not None:
             self.samples.append(Sample(at_s=time.monotonic(), resident_bytes=resident_bytes(pid)))
-        check_phases(self.spec, read_recording(self.recording)[0])
+        check_phases(self.spec, read_recording(self.recording))
         reply = self.client.ask(Status(seq=self.client.next_seq(), job=self.spec.name), START_S)
         assert isinstance(reply, Reply) and reply.error is None, reply
         job: dict[str, Any] = reply.body["jobs"][0]
@@ -123,15 +124,6 @@ class _Run:
             f"{self.spec.name}: not done after {timeout_s:g} s, {done} of {total} iterations, now {phase}; "
             "give it a larger --timeout-s, or fewer --iterations"
         )
-
-    def _why(self, job: Mapping[str, Any], num_runs: int) -> str:
-        done, total = job["iterations"]
-        how = f"{self.spec.name}: {job['note']}, {done} of {total} iterations complete"
-        if not Path(job["log"]).exists():
-            return f"{how}; its command {list(self.spec.command)} could not be run in {self.spec.folder}"
-        if num_runs == 0:
-            return f"{how}; it never finished a phase: are its functions under @rose.phase?"
-        return how
 
 
 def resident_bytes(leader_pid: int) -> int:

@@ -26,7 +26,7 @@ from typing import ParamSpec, TypeVar
 
 from rose.scheduler.runtime.cache import WorkingSet
 from rose.scheduler.runtime.job import PHASES, POOL_PHASES, RunningJob, running_job
-from rose.scheduler.runtime.recording import PhaseRun
+from rose.scheduler.runtime.recording import PhaseBegan, PhaseRun
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,8 @@ def phase(
                 return _run(job, lambda: function(*args, **kwargs))
 
         def _run(job: RunningJob, run: Callable[[], Result]) -> Result:
+            if job.recorder is not None:
+                job.recorder.note(PhaseBegan(phase=name))
             began_s = time.monotonic()
             if working_set is not None:
                 working_set.load(job.cache(name))

@@ -18,7 +18,7 @@ from typing import Any, Self
 from rose.errors import ProfileError
 from rose.scheduler.cluster.spec import PhaseSpec
 from rose.scheduler.runtime.job import POOL_PHASES
-from rose.scheduler.runtime.recording import PhaseRun
+from rose.scheduler.runtime.recording import PhaseRun, Recorded
 from rose.scheduler.runtime.spec import RunSpec
 
 NUM_WARM_UP = 1
@@ -122,14 +122,14 @@ def cluster_of(spec: RunSpec, group: str) -> dict[str, Any]:
     }
 
 
-def check_phases(spec: RunSpec, runs: Sequence[PhaseRun]) -> None:
+def check_phases(spec: RunSpec, recorded: Recorded) -> None:
     """Raises: ProfileError for a phase that the file lacks, or that runs twice in an iteration."""
-    for run in runs:
-        if run.phase not in spec.phases:
+    for phase in recorded.began:
+        if phase not in spec.phases:
             raise ProfileError(
-                f"{spec.name}: enters phase {run.phase}, its file has {', '.join(spec.phases)}; add it there"
+                f"{spec.name}: enters phase {phase}, its file has {', '.join(spec.phases)}; add it there"
             )
-    counts = Counter((run.phase, run.iteration) for run in runs if run.phase in POOL_PHASES)
+    counts = Counter((run.phase, run.iteration) for run in recorded.runs if run.phase in POOL_PHASES)
     for (phase, iteration), count in counts.items():
         if count > 1:
             raise ProfileError(
@@ -138,12 +138,10 @@ def check_phases(spec: RunSpec, runs: Sequence[PhaseRun]) -> None:
             )
 
 
-def profile_of(
-    spec: RunSpec, runs: Sequence[PhaseRun], samples: Sequence[Sample], has_asked_tokens: bool
-) -> JobProfile:
+def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[Sample]) -> JobProfile:
     """The figures of a job that ran to its end. Raises: ProfileError for a phase that it never entered."""
-    check_phases(spec, runs)
-    measured = [run for run in runs if run.iteration >= NUM_WARM_UP]
+    check_phases(spec, recorded)
+    measured = [run for run in recorded.runs if run.iteration >= NUM_WARM_UP]
     seen = {run.phase for run in measured}
     missing = [name for name in spec.phases if name not in seen]
     if missing:
@@ -155,7 +153,7 @@ def profile_of(
         job=spec.name,
         max_tokens=spec.max_tokens,
         num_iterations=len({run.iteration for run in measured}),
-        has_asked_tokens=has_asked_tokens,
+        has_asked_tokens=recorded.has_asked_tokens,
         phases={
             name: _phase([run for run in measured if run.phase == name], samples) for name in spec.phases
         },

@@ -1,10 +1,10 @@
 """What a profiled job notes of its own phases: how long each took, and its parts.
 
-Owns: the lines of that file. Promises: a job that is not profiled writes none; a line is written whole, when
-its phase has ended. Never: judges them (rose.scheduler.runtime.profile does).
+Owns: the lines of that file. Promises: a job that is not profiled writes none; a line is written whole. Never: judges them (rose.scheduler.runtime.profile does).
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +44,21 @@ class TokensAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The job has asked how long responses are to be."""
 
 
+class PhaseBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job has its permit for a phase, or needs none."""
+
+    phase: str
+
+
+class Recorded(NamedTuple):
+    """All lines so far."""
+
+    began: list[str]
+    """Phases, those that have not ended included."""
+    runs: list[PhaseRun]
+    has_asked_tokens: bool
+
+
 class Recorder:
     """The job's side."""
 
@@ -58,19 +73,22 @@ class Recorder:
             self._write(TokensAsked())
         return self._recording.forced_tokens
 
-    def note(self, run: PhaseRun) -> None:
-        """A phase has ended."""
-        self._write(run)
+    def note(self, line: PhaseBegan | PhaseRun) -> None:
+        """A phase begins, or has ended."""
+        self._write(line)
 
-    def _write(self, line: PhaseRun | TokensAsked) -> None:
+    def _write(self, line: PhaseBegan | PhaseRun | TokensAsked) -> None:
         with Path(self._recording.path).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
 
 
-def read_recording(path: Path) -> tuple[list[PhaseRun], bool]:
-    """The phases that have ended so far, and whether the job has asked for its tokens."""
+def read_recording(path: Path) -> Recorded:
+    """What the job has noted so far."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    decoder = msgspec.json.Decoder(PhaseRun | TokensAsked)
+    decoder = msgspec.json.Decoder(PhaseBegan | PhaseRun | TokensAsked)
     found = [decoder.decode(line) for line in lines]
-    runs = [each for each in found if isinstance(each, PhaseRun)]
-    return runs, len(runs) < len(found)
+    return Recorded(
+        began=[each.phase for each in found if isinstance(each, PhaseBegan)],
+        runs=[each for each in found if isinstance(each, PhaseRun)],
+        has_asked_tokens=any(isinstance(each, TokensAsked) for each in found),
+    )
