@@ -1,6 +1,7 @@
 """What a profiled job notes of its own phases: how long each took, and its parts.
 
-Owns: the lines of that file. Promises: a job that is not profiled writes none; a line is written whole. Never: judges them (rose.scheduler.runtime.profile does).
+Owns: the lines of that file. Promises: a job that is not profiled writes none; a line is written whole.
+Never: judges them (rose.scheduler.runtime.profile does).
 """
 
 from pathlib import Path
