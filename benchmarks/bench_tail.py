@@ -110,6 +110,7 @@ REAL_GROUPS = (
         share=0.2,
         target=ROLLOUT_BOUND,
     ),
+    RealGroup(title="training = rollout", nodes=((0, 1), (1,)), share=1.0, target=NEVER_LOSES),
     RealGroup(title="training-bound", nodes=((0, 1), (1,)), share=1.2, target=NEVER_LOSES),
 )
 
