@@ -1,11 +1,12 @@
-"""Moving a rollout's tail aside never slows a group, and speeds up a rollout-bound one by 1.2. SIMULATED.
+"""Moving a rollout's tail aside never slows a group, and speeds up a rollout-bound one by 1.2.
 
-Two jobs share one rollout node of eight GPUs and a training node, round-robin. Their permits, order and pace
-are the shipped objects; what a phase takes comes from a model: lognormal response lengths cut at the token
-limit, and decode steps that grow with the batch (constants below: chosen for the shape of WEAVE Table 3's
-jobs on H20s, not fitted). The policy sees the lengths of four past iterations, never the ones to come; the
-next job runs on what the tail leaves until it has finished, though the tail leaves earlier: simulated gains
-are on the low side. A move that could break the certificate is not made.
+Simulated, within one node: two jobs share one rollout node of eight GPUs and a training node, round-robin.
+Their permits, order and pace are the shipped objects; what a phase takes comes from a model: lognormal
+response lengths cut at the token limit, and decode steps that grow with the batch (constants below: chosen
+for the shape of WEAVE Table 3's jobs on H20s, not fitted). The policy sees the lengths of four past
+iterations, never the ones to come; the next job runs on what the tail leaves until it has finished, though
+the tail leaves earlier: simulated gains are on the low side. A move that could break the certificate is not
+made.
 
   tail_gain[PAIR]         time of the same iterations without moves over with moves, `choose_thresholds`; the
                           median over the seeds. Beside it the fixed 80% of WEAVE §4.3, and the choice for
@@ -13,6 +14,12 @@ are on the low side. A move that could break the certificate is not made.
   tail_gain[sweep]        the smallest over five pairs, training from 0.2 to 1.2 of rollout, and seeds
   tail_gain[least]        the smallest of all
   certificate_violations  iterations or timetables worse than certified, in all these runs
+
+Measured, on whole nodes, as the runtime moves tails: two jobs' processes under `rose sched serve`
+(tail_real.py). Lengths and speeds come from the same model, phases sleep for what it says, at 1/50; reports,
+choices, permits and moves are real. Each seed is run without and with moves, one after the other.
+
+  tail_gain[measured: GROUP]  as above; the first iteration, of which no past is known, is left out
 
     python benchmarks/bench_tail.py --json tail.json
 """
@@ -25,6 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from harness import run_benchmark
+from tail_real import RealGroup, measured_gain
 
 from rose.demo.figures import Figure
 from rose.scheduler.cluster.model import Group, Job, Member, SloKind
@@ -89,6 +97,22 @@ SWEPT_SLO = 3.0
 """Unlike jobs with little training meet no tighter one."""
 NEVER_LOSES = ">= 1.0"
 ROLLOUT_BOUND = ">= 1.2"
+REAL_GROUPS = (
+    RealGroup(
+        title="rollout-bound, each a node of its own and one for both",
+        nodes=((0, 1), (1, 2)),
+        share=0.2,
+        target=ROLLOUT_BOUND,
+    ),
+    RealGroup(
+        title="rollout-bound, one within the other's nodes",
+        nodes=((0, 1), (1,)),
+        share=0.2,
+        target=ROLLOUT_BOUND,
+    ),
+    RealGroup(title="training = rollout", nodes=((0, 1), (1,)), share=1.0, target=NEVER_LOSES),
+    RealGroup(title="training-bound", nodes=((0, 1), (1,)), share=1.2, target=NEVER_LOSES),
+)
 
 
 class _Pair:
@@ -158,6 +182,16 @@ class _Model:
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
+    figures = _simulated(args) if args.only in (None, "simulated") else []
+    num_repeats = args.repeats if args.repeats is not None else (1 if args.quick else 3)
+    seeds = range(args.seed, args.seed + num_repeats)
+    for number, group in enumerate(REAL_GROUPS):
+        if args.only in (None, "measured", f"measured-{number}"):
+            figures.append(measured_gain(group, B7_8K.speed, B7_8K.lengths, seeds, 3 if args.quick else 5))
+    return figures
+
+
+def _simulated(args: argparse.Namespace) -> list[Figure]:
     num_seeds, num_passes = (3, 8) if args.quick else (20, 20)
     figures = []
     gains: list[float] = []
@@ -216,5 +250,11 @@ def _least(name: str, gains: Sequence[float]) -> Figure:
     return Figure(name=name, value=min(gains), unit="x", target=NEVER_LOSES, kind="simulated")
 
 
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    numbers = [f"measured-{number}" for number in range(len(REAL_GROUPS))]
+    parser.add_argument("--only", choices=("simulated", "measured", *numbers))
+    parser.add_argument("--repeats", type=int, help="measured pairs of runs, each with a seed of its own")
+
+
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__, measure))
+    sys.exit(run_benchmark(__doc__, measure, _add_arguments))

@@ -67,8 +67,8 @@ class ClusterRig:
         cluster = self.path / "cluster.yaml"
         nodes = {"num_rollout_nodes": num_rollout_nodes, "num_train_nodes": num_train_nodes}
         cluster.write_text(yaml.safe_dump({"groups": {"main": nodes}}))
-        self._log = self.path / "phases.jsonl"
-        self._log.touch()
+        self.log = self.path / "phases.jsonl"
+        self.log.touch()
         argv = [sys.executable, "-m", "rose.node.sched", str(cluster), "--channel", self.url]
         self._server = ServerProcess(
             [*argv, "--folder", str(self.path / "jobs")], "sched", self.path / "sched.log"
@@ -111,7 +111,7 @@ class ClusterRig:
 
     def submit(self, job: RigJob, *, slo: float) -> None:
         """Starts a job."""
-        command = [sys.executable, str(JOB), str(self._log), str(job.rollout), str(job.train)]
+        command = [sys.executable, str(JOB), str(self.log), str(job.rollout), str(job.train)]
         command += ["--set-mb", str(job.set_mb)]
         if job.cpus is not None:
             command += ["--cpus", ",".join(map(str, job.cpus))]
@@ -133,6 +133,10 @@ class ClusterRig:
             "max_tokens": 8192,
             "slo": slo,
         }
+        self.submit_spec(spec)
+
+    def submit_spec(self, spec: dict[str, Any]) -> None:
+        """Starts a job of another kind, which notes its phases in `log`."""
         self.ask(Submit(seq=self.client.next_seq(), spec=spec))
 
     def wait_done(self, names: set[str], timeout_s: float) -> None:
@@ -157,7 +161,7 @@ class ClusterRig:
 
     def notes(self) -> list[dict[str, Any]]:
         """All begins and ends of phases so far."""
-        return [json.loads(line) for line in self._log.read_text().splitlines()]
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def phases(self) -> list[PhaseTime]:
         """The finished phases, in the order of their ends."""

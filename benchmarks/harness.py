@@ -85,12 +85,13 @@ def median_figure(
 
 def _table(figures: Sequence[Figure]) -> Table:
     table = Table()
-    for column in ("figure", "value", "unit", "target", "spread", "beside it"):
-        table.add_column(column, justify="right" if column == "value" else "left", overflow="fold")
+    kinds = list(dict.fromkeys(figure.kind for figure in figures))  # never two in one column
+    for column in ("figure", *kinds, "unit", "target", "spread", "beside it"):
+        table.add_column(column, justify="right" if column in kinds else "left", overflow="fold")
     for figure in figures:
         table.add_row(
             figure.name,
-            "not measured" if figure.value is None else f"{figure.value:.4g}",
+            *(_short(figure.value) if figure.kind == kind else "" for kind in kinds),
             figure.unit,
             figure.target if figure.target is not None else "",
             "" if figure.spread is None else f"{figure.spread[0]:.4g} to {figure.spread[1]:.4g}",

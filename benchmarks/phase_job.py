@@ -31,29 +31,18 @@ def compute(num_units: int) -> None:
         product /= product.max()
 
 
-class Phases:
-    """What the job does in a phase, noted in a log that both sides read with one clock."""
+class PhaseLog:
+    """Who ran when, in a log that both sides read with one clock."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, path: Path) -> None:
         job = running_job()
-        self.name = job.file.name if job is not None else "alone"
-        self._log = arguments.log
-        self._cpus = dict(zip(("rollout", "train"), arguments.cpus, strict=True)) if arguments.cpus else {}
+        self._name = job.file.name if job is not None else "alone"
+        self._path = path
 
-    def run(self, phase: str, iteration: int, amount: float) -> None:
-        """Works, then notes when."""
-        begin_s = time.monotonic()
-        self._note("begin", phase, iteration, begin_s)
-        if self._cpus:
-            os.sched_setaffinity(0, {self._cpus[phase]})
-            compute(int(amount))
-        else:
-            time.sleep(amount)
-        self._note("end", phase, iteration, begin_s)
-
-    def _note(self, what: str, phase: str, iteration: int, begin_s: float) -> None:
+    def note(self, what: str, phase: str, iteration: int, begin_s: float) -> None:
+        """One line, of now."""
         line = {
-            "job": self.name,
+            "job": self._name,
             "pid": os.getpid(),
             "what": what,
             "phase": phase,
@@ -61,8 +50,27 @@ class Phases:
             "begin_s": begin_s,
             "at_s": time.monotonic(),
         }
-        with self._log.open("a") as log:  # appended in one write: lines of two jobs don't mix
+        with self._path.open("a") as log:  # appended in one write: lines of two jobs don't mix
             log.write(json.dumps(line) + "\n")
+
+
+class Phases:
+    """What the job does in a phase, with a note of it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._log = PhaseLog(arguments.log)
+        self._cpus = dict(zip(("rollout", "train"), arguments.cpus, strict=True)) if arguments.cpus else {}
+
+    def run(self, phase: str, iteration: int, amount: float) -> None:
+        """Works, then notes when."""
+        begin_s = time.monotonic()
+        self._log.note("begin", phase, iteration, begin_s)
+        if self._cpus:
+            os.sched_setaffinity(0, {self._cpus[phase]})
+            compute(int(amount))
+        else:
+            time.sleep(amount)
+        self._log.note("end", phase, iteration, begin_s)
 
 
 def ask_for_permits(log: Path, num_permits: int) -> None:

@@ -66,6 +66,10 @@ class JobRefused(ConfigError):
     """A job that can't be placed: names the constraint and the numbers."""
 
 
+class ProfileError(RoseError):
+    """A job could not be profiled: it crashed, took too long, or its phases are not those of its file."""
+
+
 class PermitLost(RoseError):
     """A phase's permit was taken back: its lease ran out, or the job was resubmitted or cancelled."""
 

@@ -22,6 +22,7 @@ from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.client import ControlClient
 from rose.scheduler.runtime.job import JobFile
 from rose.scheduler.runtime.messages import AnyAnswer, Exited, Hello, Start, Stop
+from rose.scheduler.runtime.recording import Recording
 from rose.scheduler.runtime.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -45,12 +46,23 @@ class _Attempt:
 class Runner:
     """All jobs of one host. One thread."""
 
-    def __init__(self, client: ControlClient, channel: str, folder: Path, cache_root: Path) -> None:
-        """folder: job files and logs. cache_root: where suspended phases keep their state."""
+    def __init__(
+        self,
+        client: ControlClient,
+        channel: str,
+        folder: Path,
+        cache_root: Path,
+        recording: Recording | None = None,
+    ) -> None:
+        """folder: job files and logs. cache_root: where suspended phases keep their state.
+
+        recording: jobs are run for their profile.
+        """
         self._client = client
         self._channel = channel
         self._folder = folder
         self._cache_root = cache_root
+        self._recording = recording
         self._running: dict[str, _Attempt] = {}
         self._hello()
 
@@ -58,9 +70,18 @@ class Runner:
         """Serves orders until ``check``, called in between, raises."""
         while True:
             check()
-            with contextlib.suppress(queue.Empty):
-                self._follow(self._client.unasked.get(timeout=POLL_S))
-            self._bury()
+            self.step()
+
+    def step(self) -> None:
+        """Follows one order, if one comes within `POLL_S`, and reports who has ended."""
+        with contextlib.suppress(queue.Empty):
+            self._follow(self._client.unasked.get(timeout=POLL_S))
+        self._bury()
+
+    def pid_of(self, job: str) -> int | None:
+        """Of the leader of its process group; None: it does not run."""
+        attempt = self._running.get(job)
+        return attempt.process.pid if attempt is not None else None
 
     def close(self) -> None:
         """Ends all jobs' processes; the scheduler starts them again for the next runner."""
@@ -103,6 +124,8 @@ class Runner:
             process.start()
         except OSError as error:
             logger.error("can't start job=%s command=%s error=%s", order.job, spec.command, error)
+            with self._log_path(spec.name).open("a") as log:  # where its user looks first
+                log.write(f"can't start {list(spec.command)}: {error}\n")
             self._report(order.job, order.attempt, START_FAILED_STATUS)
             return
         self._running[order.job] = _Attempt(order.attempt, process)
@@ -118,15 +141,20 @@ class Runner:
             num_iterations=spec.iterations,
             cache_folder=str(self._cache_root / spec.name),
             limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
+            recording=self._recording,
         )
         path.write_bytes(msgspec.json.encode(file))
         return ServerProcess(
             spec.command,
             spec.name,
-            self._folder / "logs" / f"{spec.name}.log",
+            self._log_path(spec.name),
             env={"ROSE_JOB": str(path)},
             folder=Path(spec.folder),
         )
+
+    def _log_path(self, job: str) -> Path:
+        """Of all its attempts."""
+        return self._folder / "logs" / f"{job}.log"
 
     def _stop(self, order: Stop) -> None:
         attempt = self._running.get(order.job)

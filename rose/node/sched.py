@@ -34,17 +34,18 @@ POLL_S = 0.1
 class ScheduledNode:
     """The scheduler under its supervisor. ``check`` starts it again when a signal has ended it."""
 
-    def __init__(self, channel: str, cluster: Path | None) -> None:
-        """Checks both, starts nothing."""
+    def __init__(self, channel: str, cluster: Path | None, log_path: Path | None = None) -> None:
+        """Checks both, starts nothing. log_path: where the scheduler's log goes; None: on this terminal."""
         ChannelUrl.parse(channel)
         self._argv = [sys.executable, "-m", "rose.scheduler.runtime.service", "--channel", channel]
         if cluster is not None:
             load_yaml(cluster, ServeSpec)
             self._argv += ["--cluster", str(cluster)]
+        self._log_path = log_path
         self._scheduler = self._new()
 
     def _new(self) -> ServerProcess:
-        return ServerProcess(self._argv, "scheduler", None)
+        return ServerProcess(self._argv, "scheduler", self._log_path)
 
     def start(self) -> None:
         """Runs the scheduler."""
@@ -66,9 +67,28 @@ class ScheduledNode:
         self._scheduler = self._new()
         self._scheduler.start()
 
+    def wait_ready(self, client: ControlClient) -> None:
+        """Until our scheduler answers: another one may have the channel, and ours then says so."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            self.check()
+            try:
+                reply = client.ask(Status(seq=client.next_seq()), timeout_s=POLL_S)
+            except ChannelError:  # not there yet
+                continue
+            if isinstance(reply, Reply) and reply.body["scheduler_pid"] == self.scheduler_pid:
+                return
+            time.sleep(POLL_S)
+        raise WorkerError(f"the scheduler, pid {self.scheduler_pid}, does not answer after {START_S:.0f} s")
+
     def stop(self) -> None:
         """Ends the scheduler; its state stays in the channel."""
         self._scheduler.stop()
+
+
+def cache_root(settings: Settings, channel: str) -> Path:
+    """Where the jobs of this channel keep their suspended state: on one host, two may have the same name."""
+    return settings.staging_root / "jobs" / f"{zlib.crc32(channel.encode()):08x}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,34 +118,18 @@ def _run(
         if page is not None:
             page.check()
 
-    with ControlClient(_joined(channel), START_S) as client:
-        _wait_for(node, client)
-        # By channel: jobs of two schedulers on one host may have the same name.
-        cache_root = settings.staging_root / "jobs" / f"{zlib.crc32(channel.encode()):08x}"
-        runner = Runner(client, channel, folder, cache_root)
+    with ControlClient(joined(channel), START_S) as client:
+        node.wait_ready(client)
+        runner = Runner(client, channel, folder, cache_root(settings, channel))
         try:
             runner.run(check)
         finally:
             runner.close()
 
 
-def _joined(channel: str) -> ClientSide:
+def joined(channel: str) -> ClientSide:
+    """A runner's end of the channel."""
     return ChannelUrl.parse(channel).join(f"runner:{os.uname().nodename}")
-
-
-def _wait_for(node: ScheduledNode, client: ControlClient) -> None:
-    """Until the scheduler that answers is ours: another one may have the channel, and ours then says so."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        node.check()
-        try:
-            reply = client.ask(Status(seq=client.next_seq()), timeout_s=POLL_S)
-        except ChannelError:  # not there yet
-            continue
-        if isinstance(reply, Reply) and reply.body["scheduler_pid"] == node.scheduler_pid:
-            return
-        time.sleep(POLL_S)
-    raise WorkerError(f"the scheduler, pid {node.scheduler_pid}, does not answer after {START_S:.0f} s")
 
 
 def _parser(settings: Settings) -> CommandParser:

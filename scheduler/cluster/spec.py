@@ -110,9 +110,7 @@ class JobSpec(Section):
                 f"job {self.name}: {name} wants pool {phase.pool}, {name} phases run on {pool.name}"
             )
         if phase.seconds is None:
-            raise ConfigError(
-                f"job {self.name}: {name} has no seconds; profile it at {self.max_tokens} tokens"
-            )
+            raise ConfigError(f"job {self.name}: {name} has no seconds; rose sched profile measures them")
         if phase.memory_gb * _GB > pool.host_bytes:
             raise ConfigError(
                 f"job {self.name}: {name} keeps {phase.memory_gb:g} GB on each node, a {pool.name} node has "

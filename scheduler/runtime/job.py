@@ -29,6 +29,7 @@ from rose.scheduler.runtime.messages import (
     Report,
     Request,
 )
+from rose.scheduler.runtime.recording import Recorder, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     cache_folder: str
     limit_bytes: dict[str, int]
     """Host memory of each phase's suspended state, on each of its nodes."""
+    recording: Recording | None = None
+    """Where the phases' times are to go, under `rose sched profile`."""
 
     @classmethod
     def read(cls, path: Path) -> "JobFile":
@@ -66,6 +69,7 @@ class RunningJob:
 
     def __init__(self, file: JobFile) -> None:
         self.file = file
+        self.recorder = Recorder(file.recording) if file.recording is not None else None
         channel = ChannelUrl.parse(file.channel).join(f"job:{file.name}:{file.attempt}")
         self._client = ControlClient(channel, CONNECT_TIMEOUT_S)
         self._held: Grant | None = None

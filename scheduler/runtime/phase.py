@@ -20,11 +20,13 @@ scheduler the same program runs alone, without permits. Never: knows what a phas
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from rose.scheduler.runtime.cache import WorkingSet
 from rose.scheduler.runtime.job import PHASES, POOL_PHASES, RunningJob, running_job
+from rose.scheduler.runtime.recording import PhaseBegan, PhaseRun
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,16 @@ class Progress:
         self.iteration = iteration
         """From 0. After a crash, the first one that was not completed."""
         self.num_iterations = num_iterations
+
+    @property
+    def forced_tokens(self) -> int | None:
+        """Under `rose sched profile`, how long every response has to be, whatever its model says.
+
+        With vLLM: ``ignore_eos``, and both ``min_tokens`` and ``max_tokens`` so many. None in every other
+        run. What a profile trains is not to be kept: save no checkpoint where this is set.
+        """
+        job = running_job()
+        return job.recorder.forced_tokens() if job is not None and job.recorder is not None else None
 
     def report(
         self,
@@ -110,16 +122,37 @@ def phase(
                 return _run(job, lambda: function(*args, **kwargs))
 
         def _run(job: RunningJob, run: Callable[[], Result]) -> Result:
-            if working_set is None:
-                return run()
-            working_set.load(job.cache(name))
+            if job.recorder is not None:
+                job.recorder.note(PhaseBegan(phase=name))
+            began_s = time.monotonic()
+            if working_set is not None:
+                working_set.load(job.cache(name))
+            loaded_s = time.monotonic()
             result = run()
-            working_set.offload(job.cache(name))
+            ran_s = time.monotonic()
+            if working_set is not None:
+                working_set.offload(job.cache(name))
+            if job.recorder is not None:
+                times = (began_s, loaded_s, ran_s, time.monotonic())
+                job.recorder.note(_phase_run(name, times, job.cache(name).num_bytes))
             return result
 
         return shim
 
     return wrap
+
+
+def _phase_run(name: str, times: tuple[float, float, float, float], cached_bytes: int) -> PhaseRun:
+    began_s, loaded_s, ran_s, offloaded_s = times
+    return PhaseRun(
+        phase=name,
+        iteration=_loop.iteration,
+        begin_s=began_s,
+        load_s=loaded_s - began_s,
+        run_s=ran_s - loaded_s,
+        offload_s=offloaded_s - ran_s,
+        cached_bytes=cached_bytes,
+    )
 
 
 def runtime_hook(function: Callable[[Progress], object]) -> Callable[..., None]:

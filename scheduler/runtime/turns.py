@@ -18,9 +18,10 @@ import msgspec
 
 from rose.scheduler.cluster.model import Group
 from rose.scheduler.group.certificate import Certificate, certify
+from rose.scheduler.group.line import BookState
 from rose.scheduler.group.order import TRAIN_POOL, CyclicOrder, PhaseKind, order_of
 from rose.scheduler.group.pace import Pace, PaceState
-from rose.scheduler.group.permits import BookState, PermitBook
+from rose.scheduler.group.permits import PermitBook
 
 
 @dataclass(slots=True, kw_only=True)

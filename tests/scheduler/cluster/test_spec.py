@@ -35,7 +35,7 @@ def test_the_example_is_a_job() -> None:
         (changed("train", nodes=0), "greater than or equal to 1, got 0"),
         (changed("train", nodes=21), "train needs 21 nodes, pool h800 has 20"),
         (changed("train", pool="a100"), "train wants pool a100, train phases run on h800"),
-        (changed("train", seconds=None), "train has no seconds; profile it at 8192 tokens"),
+        (changed("train", seconds=None), "train has no seconds; rose sched profile measures them"),
         (changed("train", after=["sync"]), "phases wait for each other"),
         (changed("rollout", after=["nothing"]), "rollout comes after nothing, which is no phase"),
         (example(slo=1.0), "slo 1 allows no slowdown at all"),

@@ -1,0 +1,163 @@
+"""Who is next on which node: every job's place in a group's cyclic order, and how far each node is in it.
+
+Owns: places, what each job asks for and has freed, the nodes' queues and guests. Promises: a node passes over
+turns that are over, were given up, or are those of a job that is gone, as soon as another one waits for it;
+nobody's turn comes out of order. Pure: `until_s` is only kept here. Never: grants, or knows epochs and pace.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rose.scheduler.group.order import CyclicOrder, PhaseKind, Step
+
+
+@dataclass(slots=True, kw_only=True)
+class BookState:
+    """What the next scheduler needs, without times: whoever was present gets a whole lease again."""
+
+    epoch: int = 0
+    positions: dict[str, int] = field(default_factory=dict)
+    present: list[str] = field(default_factory=list)
+    freed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    queues: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
+    """By resource, how far it is, and its guests."""
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a job is. `position` counts its own steps from the start, over all hyper-cycles."""
+
+    name: str
+    position: int
+    wants: PhaseKind | None = None
+    """What it waits for; None as well while it holds a permit."""
+    freed: tuple[int, ...] = ()
+    """Of its permit's resources, those that its tail has left."""
+    until_s: float | None = None
+    """When it counts as gone; None: it does already."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """A resource's steps, and how far it is."""
+
+    steps: tuple[int, ...]
+    jobs: frozenset[str]
+    count: int = 0
+    guests: list[str] = field(default_factory=list)
+
+
+class Line:
+    """All places of one order."""
+
+    def __init__(self, order: CyclicOrder) -> None:
+        self.order = order
+        self.places = {name: Place(name, 0) for name in order.steps_of_job}
+        self._queues = {
+            key: _Queue(steps, frozenset(order.steps[step].job for step in steps))
+            for key, steps in order.steps_on.items()
+        }
+        ranks = {index: rank for steps in order.steps_of_job.values() for rank, index in enumerate(steps)}
+        self._rank_of_step = tuple(ranks[index] for index in range(len(order.steps)))
+
+    def state(self, epoch: int) -> BookState:
+        """For `restore`, with the book's epoch."""
+        places = self.places.values()
+        return BookState(
+            epoch=epoch,
+            positions={place.name: place.position for place in places},
+            present=[place.name for place in places if place.until_s is not None],
+            freed={place.name: place.freed for place in places if place.freed},
+            queues={key: (queue.count, list(queue.guests)) for key, queue in self._queues.items()},
+        )
+
+    def restore(self, state: BookState, until_s: float) -> None:
+        """From the `state` of a line of the same order. Whoever was present is so until then."""
+        for key, (count, guests) in state.queues.items():
+            self._queues[key].count, self._queues[key].guests = count, guests
+        for name, position in state.positions.items():
+            place = self.places[name]
+            place.position, place.freed = position, state.freed.get(name, ())
+            place.until_s = until_s if name in state.present else None
+
+    def place(self, job: str) -> Place:
+        """Raises: ValueError for an unknown job."""
+        place = self.places.get(job)
+        if place is None:
+            raise ValueError(f"job {job} is not in this group's order ({', '.join(self.places)})")
+        return place
+
+    def step_of(self, place: Place) -> Step:
+        """Its present or next one."""
+        steps = self.order.steps_of_job[place.name]
+        return self.order.steps[steps[place.position % len(steps)]]
+
+    def turn_of(self, place: Place) -> int:
+        """Of the same step, over all hyper-cycles and jobs."""
+        return self._turn_at(place.name, place.position)
+
+    def sequence(self) -> list[str]:
+        """The jobs by the iteration that they are in: the order from here on, those that are gone last."""
+
+        def begins(name: str) -> tuple[bool, int]:
+            place = self.places[name]
+            rollout = place.position - (self.step_of(place).kind is PhaseKind.TRAIN)
+            return place.until_s is None, self._turn_at(name, rollout)
+
+        return sorted(self.places, key=begins)
+
+    def resources(self) -> Sequence[int]:
+        """All that have a queue."""
+        return tuple(self._queues)
+
+    def next_on(self, key: int) -> Place | None:
+        """Who is next on a resource, past turns that are over or empty; None where nobody asks for it."""
+        queue = self._queues[key]
+        if not any(self._waits_for(self.places[name], key) for name in queue.jobs):
+            return None  # empty turns stay where they are, in case their job returns before anyone needs them
+        while True:
+            place, position = self._following(queue)
+            if place.until_s is None:
+                place.position = max(place.position, position + 1)
+            if place.position == position and key in place.freed:
+                queue.guests.append(place.name)
+            elif place.position <= position:
+                break
+            queue.count += 1
+        return place if place.position == position else None
+
+    def is_first(self, place: Place) -> bool:
+        """Whether it asks for its next step and is the next in order on all that the step holds."""
+        step = self.step_of(place)
+        if place.wants is not step.kind:
+            return False
+        queues = [self._queues[key] for key in step.resources]
+        return all(self._following(queue) == (place, place.position) for queue in queues)
+
+    def guests_of(self, place: Place) -> tuple[str, ...]:
+        """The jobs whose tails still run on resources of its step."""
+        keys = self.step_of(place).resources
+        guests = [name for key in keys for name in self._queues[key].guests if name != place.name]
+        return tuple(dict.fromkeys(guests))
+
+    def end(self, place: Place) -> None:
+        """Its step is over, a tail of it as well."""
+        for queue in self._queues.values():
+            if place.name in queue.guests:
+                queue.guests.remove(place.name)
+        place.position += 1
+        place.freed = ()
+
+    def _turn_at(self, name: str, position: int) -> int:
+        cycle, rank = divmod(position, len(self.order.steps_of_job[name]))
+        return cycle * len(self.order.steps) + self.order.steps_of_job[name][rank]
+
+    def _following(self, queue: _Queue) -> tuple[Place, int]:
+        """Whose turn it is on a resource, and at which position of that job."""
+        cycle, slot = divmod(queue.count, len(queue.steps))
+        index = queue.steps[slot]
+        name = self.order.steps[index].job
+        return self.places[name], cycle * len(self.order.steps_of_job[name]) + self._rank_of_step[index]
+
+    def _waits_for(self, place: Place, key: int) -> bool:
+        return place.wants is not None and key in self.step_of(place).resources
