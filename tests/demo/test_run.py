@@ -23,7 +23,6 @@ def descendants() -> set[int]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_whole_loop_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before = descendants()
     options = DemoOptions(out_dir=tmp_path, quick=True, relay="embedded")
@@ -42,7 +41,6 @@ def test_the_whole_loop_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
 def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "rose.demo.run", "--quick", "--relay", "embedded", "--out", str(tmp_path)]
     demo = subprocess.Popen(argv, start_new_session=True)

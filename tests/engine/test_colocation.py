@@ -16,7 +16,7 @@ from rose.admission.step_time import UNPROFILED, StepTimeModel
 from rose.memory.policy_word import Pressure
 from rose.types import GateMode, Role, StopReason
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ABORTS = {StopReason.RECLAIMED, StopReason.STALLED}
 

@@ -25,7 +25,7 @@ from rose.memory.pool_state import read_state
 from rose.memory.wire import Kind
 from rose.types import GateMode, Role, StopReason
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_RANKS = 2
 NUM_WAVES = 2

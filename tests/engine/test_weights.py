@@ -22,7 +22,7 @@ from rose.transfer.planes import WeightPlanes
 from rose.transfer.shard_plan import ShardPlan
 from rose.types import Role
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_UPDATES = 20
 

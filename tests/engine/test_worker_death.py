@@ -13,7 +13,7 @@ from shared_gpu import NUM_SLABS, SharedGpu
 from rose.admission.board import snapshot
 from rose.types import Role
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def kill_engine_core(engine: RealEngine) -> None:

@@ -24,7 +24,7 @@ from rose.node import checks
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 
 READY_TIMEOUT_S = 400
 VLLM_FLAGS = ["--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager"]

@@ -6,7 +6,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import settings as hypothesis_settings
 
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.service import RunningRouter
@@ -15,9 +14,6 @@ from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.stock_worker import StockWorker, stock_worker
 from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
 from tests.scheduler.rollout.waiting import until
-
-hypothesis_settings.register_profile("any-machine", deadline=None)  # tests judge no speed
-hypothesis_settings.load_profile("any-machine")
 
 
 @pytest.fixture(scope="session")
