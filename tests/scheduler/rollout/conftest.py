@@ -68,7 +68,7 @@ def start_router() -> StartRouter:
         pairs = [w if isinstance(w, tuple) else (w, "dedicated") for w in workers]
         specs = tuple(WorkerSpec(url=worker.url, kind=WorkerKind(kind)) for worker, kind in pairs)
         # Nothing is a stall or a loss by default: a busy machine makes long pauses too.
-        patient = {"stall_s": 60, "first_token_s": 60, "lost_after_s": 60}
+        patient = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
         short = {"port": 0, "heartbeat_s": 0.05, "avoid_s": 0.05}
         config = RouterConfig(workers=specs, **{**patient, **short, **settings})
         # Without the limit of 100 connections, which would queue requests here instead of in the router.
