@@ -18,7 +18,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 # Tests judge no speed, and every run tries the same: a machine that stalls, or a rare draw, must not decide
-# whether the code passes. Loaded here, before any test is collected, as @given keeps what is loaded then. New examples are looked for with --hypothesis-profile=default.
+# whether the code passes. Loaded here, before any test is collected, as @given keeps what is loaded then. New
+# examples are looked for with --hypothesis-profile=default.
 hypothesis_settings.register_profile(
     "any-machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )

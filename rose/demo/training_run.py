@@ -47,8 +47,8 @@ class TrainingRun:
         self._start_file.touch()
 
     def wait(self, until_s: float, tick: Callable[[], None]) -> None:
-        """Until ``until_s`` (time.monotonic) and the first step's end, which may be later on a slow machine, or
-        the trainer's end. Raises: WorkerError if it failed."""
+        """Until ``until_s`` (time.monotonic) and the first step's end, later on a slow machine, or the
+        trainer's end. Raises: WorkerError if it failed."""
         latest_s = until_s + FIRST_STEP_S
         while self._process.is_alive() and time.monotonic() < (until_s if self.events() else latest_s):
             tick()
