@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 # vLLM children inherit these: no hub, no usage report, and no more threads than a small machine has cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +16,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+# Tests judge no speed, and every run tries the same: a machine that stalls, or a rare draw, must not decide
+# whether the code passes. Loaded here, before any test is collected, as @given keeps what is loaded then. New
+# examples are looked for with --hypothesis-profile=default.
+hypothesis_settings.register_profile(
+    "any-machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+hypothesis_settings.load_profile("any-machine")
 
 
 def _missing(mark: str) -> str | None:

@@ -28,7 +28,7 @@ from rose.transfer.relay import Changes
 
 # Holds one object on its way in or out: a 64 MB frame, with room for the store's own alignment.
 CLIENT_BUFFER_BYTES = 160 << 20
-MASTER_START_TIMEOUT_S = 15.0
+MASTER_START_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.02
 _RETRIES = 3
 _RETRY_PAUSE_S = 0.2
@@ -194,7 +194,7 @@ def mooncake_available() -> tuple[bool, str]:
     if importlib.util.find_spec("mooncake") is None:
         return False, "Python package missing: pip install 'vllm-rose[mooncake]'"
     probe = subprocess.run(
-        [sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True, timeout=300
     )
     if probe.returncode == 0:
         return True, "Mooncake Store loads"

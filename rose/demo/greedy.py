@@ -23,7 +23,7 @@ from rose.node.processes import ServerProcess
 PROBE_PROMPTS = 12
 PROBE_PROMPT_TOKENS = 200
 PROBE_TOKENS = 48
-STOCK_TIMEOUT_S = 300.0
+STOCK_TIMEOUT_S = 1200.0
 POLL_S = 0.2
 
 

@@ -23,7 +23,7 @@ from rose.demo.cluster import Cluster, ModelDirs, write_models
 from rose.demo.figures import collect_env, compute_figures, percentile, tpots_s, ttfts_s
 from rose.demo.greedy import GreedyCheck
 from rose.demo.live import LiveState, LiveView
-from rose.demo.plan import DemoOptions, DemoPlan, Durations
+from rose.demo.plan import DemoOptions, DemoPlan, Durations, ServingLoad
 from rose.demo.records import DemoResult, PhaseName, PhaseResult
 from rose.demo.report import print_summary, write_report
 from rose.demo.slab_watch import SlabWatch
@@ -39,7 +39,7 @@ __all__ = ["DemoOptions", "main", "run_demo"]
 
 logger = logging.getLogger(__name__)
 
-MODELS_TIMEOUT_S = 120.0
+MODELS_TIMEOUT_S = 600.0
 SETUP_ESTIMATE_S = 150.0
 RL_STEP_S = 4.0
 """About a step of the demo's trainer."""
@@ -50,16 +50,21 @@ TRAINING_INDEX = 100
 
 
 def run_demo(
-    options: DemoOptions, console: Console | None = None, durations: Durations | None = None
+    options: DemoOptions,
+    console: Console | None = None,
+    durations: Durations | None = None,
+    serving: ServingLoad | None = None,
 ) -> DemoResult:
     """Run the whole demo; its logs and records stay in ``options.out_dir``.
 
-    ``durations`` None: the full or quick ones of the options.
+    ``durations``, ``serving`` None: those of the options.
     Raises: RoseError when a part could not run; everything started is stopped by then.
     """
     plan = DemoPlan.of(options)
     if durations is not None:
         plan = replace(plan, durations=durations)
+    if serving is not None:
+        plan = replace(plan, serving=serving)
     options.out_dir.mkdir(parents=True, exist_ok=True)
     with LiveView(console) as view, ExitStack() as stack:
         return _Demo(plan, view, stack).run()
@@ -221,6 +226,7 @@ class _Demo:
         meter = BusyMeter(serving, rollout)
         meter.start()
         training.wait(start_s + seconds, lambda: self._tick_training(training))
+        duration_s = max(seconds, time.monotonic() - start_s)
         serving_busy_s, rollout_busy_s, foreign = meter.stop()
         rollout_tokens = rollout.status().generated_tokens - tokens_before
         requests = runner.finish_replay(replay, spec, lambda: self._tick_training(training))
@@ -229,7 +235,7 @@ class _Demo:
             PhaseResult(
                 name=PhaseName.TRAINING,
                 start_s=start_s,
-                duration_s=seconds,
+                duration_s=duration_s,
                 requests=requests,
                 rollout_tokens=rollout_tokens,
                 serving_busy_s=serving_busy_s,

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--relay", help="where weights go, e.g. embedded://127.0.0.1:8200; none: no publish")
     parser.add_argument("--run-id", help="name of this run in the relay; default: a random one")
     parser.add_argument("--worker", action="append", default=[], help="URL of a worker whose ack is awaited")
-    parser.add_argument("--ack-timeout-s", type=float, default=60.0)
+    parser.add_argument("--ack-timeout-s", type=float, default=600.0)
     parser.add_argument(
         "--no-rl-step", action="store_true", help="the endpoint is no router: announce no steps"
     )

@@ -16,7 +16,9 @@ from rose.node.processes import ServerProcess
 
 MAX_STEPS = 10_000
 POLL_S = 0.2
-STOP_GRACE_S = 30.0
+FIRST_STEP_S = 600.0
+STOP_GRACE_S = 300.0
+"""For the step that it is in."""
 
 
 class TrainingRun:
@@ -45,8 +47,10 @@ class TrainingRun:
         self._start_file.touch()
 
     def wait(self, until_s: float, tick: Callable[[], None]) -> None:
-        """Until ``until_s`` (time.monotonic) or the trainer's end. Raises: WorkerError if it failed."""
-        while time.monotonic() < until_s and self._process.is_alive():
+        """Until ``until_s`` (time.monotonic) and the first step's end, later on a slow machine, or the
+        trainer's end. Raises: WorkerError if it failed."""
+        latest_s = until_s + FIRST_STEP_S
+        while self._process.is_alive() and time.monotonic() < (until_s if self.events() else latest_s):
             tick()
             self._process.wait(POLL_S)
         if not self._process.is_alive() and self._process.exit_status != 0:
@@ -62,7 +66,8 @@ class TrainingRun:
         """One dict per finished step, in order."""
         if not self._events_path.exists():
             return []
-        return [json.loads(line) for line in self._events_path.read_text().splitlines() if line]
+        whole_lines = self._events_path.read_text().rpartition("\n")[0].splitlines()
+        return [json.loads(line) for line in whole_lines if line]
 
     def rewards(self) -> tuple[RewardPoint, ...]:
         return tuple(

@@ -23,7 +23,7 @@ from rose.node.processes import ServerProcess
 
 LEAD_S = 6.0
 """From starting the clients to the window's start: they import first, two of them on one CPU."""
-SLACK_S = 30.0
+SLACK_S = 120.0
 POLL_S = 0.2
 
 Tick = Callable[[], None]

@@ -6,6 +6,7 @@ any process exists. Never: imports vllm or torch.
 
 import logging
 import re
+import secrets
 import socket
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0
 POOL_TIMEOUT_S = 0.2
+_FIRST_PORT = 20_000
+"""Well-known services are below."""
+_given_ports: set[int] = set()
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -39,11 +43,32 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """A port of loopback that nobody listens on now, and never the same one twice.
+
+    From below those that the kernel gives to outgoing connections: until a server listens there, which takes
+    vLLM seconds, one of these could be put on it.
+    """
+    while True:
+        port = _FIRST_PORT + secrets.randbelow(_first_outgoing_port() - _FIRST_PORT)
+        if port in _given_ports:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:  # somebody's
+                continue
+        _given_ports.add(port)
         return port
+
+
+def _first_outgoing_port() -> int:
+    """Of the kernel's own choice for outgoing connections; its default where it can't be read."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = 32_768
+    # Nearly all of them, on some hosts: the lowest are no worse than others then.
+    return max(first, _FIRST_PORT + 4_096)
 
 
 def check_model(model: str) -> None:

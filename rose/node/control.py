@@ -15,8 +15,8 @@ from rose.http import http_client
 from rose.messages import ActivationChange, GateChange, Profile, WorkerStatus
 from rose.types import GateMode
 
-PROFILE_TIMEOUT_S = 120.0
-CALL_TIMEOUT_S = 30.0
+PROFILE_TIMEOUT_S = 600.0
+CALL_TIMEOUT_S = 120.0
 ACTIVATION_TIMEOUT_S = 600.0
 """A large model's files may have to come from the disk again."""
 

@@ -27,7 +27,7 @@ from rose.scheduler.runtime.spec import ServeSpec
 
 logger = logging.getLogger(__name__)
 
-START_S = 30.0
+START_S = 120.0
 POLL_S = 0.1
 
 

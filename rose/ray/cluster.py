@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 PLACE_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 60.0
-STATUS_TIMEOUT_S = 10.0
+STATUS_TIMEOUT_S = 30.0
 POLL_S = 0.05
 
 

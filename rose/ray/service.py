@@ -23,7 +23,7 @@ from rose.node.processes import ServerProcess
 from rose.scheduler.rollout.views import WorkerKind
 from rose.types import Role
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 _PROBE_TIMEOUT_S = 5.0
 
 

@@ -2,7 +2,8 @@
 
 Owns: Watch.
 Promises: running out is a TimeoutError, at once when the worker is lost or gets weights that won't do; while
-the worker's weights are being changed, only the deadline counts.
+the worker's weights are being changed, only the deadline counts. A router that was itself held up takes that
+for no silence of a worker's.
 Never does: know what a stall means for the worker (attempt.py, dataplane.py).
 """
 
@@ -11,6 +12,9 @@ import math
 from typing import Any, Protocol, Self
 
 from rose.types import WeightVersion
+
+HELD_UP_S = 0.25
+"""A clock that rings so much too late was not looked at: what the worker sent meanwhile has not been read."""
 
 
 class Watched(Protocol):
@@ -88,8 +92,11 @@ class Watch:
 
     def _look(self) -> None:
         self._timer = None
-        if self._loop.time() >= self._until:
-            self._timeout.reschedule(self._loop.time())
+        now, held_up_s = self._loop.time(), self._loop.time() - self._until
+        if held_up_s > HELD_UP_S and now < self.deadline:
+            self._set(min(now + held_up_s, self.deadline))
+        elif held_up_s >= 0:
+            self._timeout.reschedule(now)
         elif self._until < math.inf:
             self._timer = self._loop.call_at(self._until, self._look)
 

@@ -208,9 +208,8 @@ def test_serving_waits_for_the_running_step_and_goes_before_the_next(words: Word
     outcomes: list[StepStart] = []
     assert begin(rollout)
     waiting = in_thread(lambda: outcomes.append(serving.begin_step()))
-    while words.load(Word.S_PHASE) != Phase.RUNNING:
+    while words.wake(Word.SERVING_BELL) == 0:  # until it sleeps; it goes on sleeping
         time.sleep(0.001)
-    time.sleep(0.005)
     assert outcomes == []
     rollout.end_step(1)
     assert not begin(rollout)
@@ -355,8 +354,8 @@ def test_identity_tells_a_process_from_a_later_one_with_its_pid() -> None:
 def test_two_processes_never_step_at_once(words: Words, players: Players) -> None:
     rollout = players.start("roll-out")
     serving = players.start("serve", "3000", "100")
-    assert serving.wait(timeout=120) == 0
-    assert rollout.wait(timeout=60) == 0
+    assert serving.wait() == 0
+    assert rollout.wait() == 0
     seen = board.snapshot(words)
     assert words.load(VIOLATIONS) == 0
     assert seen.num_overruns == 0
@@ -390,7 +389,7 @@ def test_serving_finishes_after_rollout_is_killed_at_any_moment(words: Words, pl
         time.sleep(0.001)
     rollout.kill()
     rollout.wait()
-    assert serving.wait(timeout=120) == 0
+    assert serving.wait() == 0
     assert board.snapshot(words).serving.num_steps >= 2000
 
 
@@ -402,7 +401,7 @@ def test_rollout_answers_after_serving_is_killed_at_any_moment(words: Words, pla
     serving.kill()
     serving.wait()
     words.store(STOP, 1)
-    assert rollout.wait(timeout=60) == 0
+    assert rollout.wait() == 0
 
 
 def test_rollout_stays_off_the_gpu_after_serving_is_killed_in_a_step(words: Words, players: Players) -> None:
@@ -423,33 +422,35 @@ def test_rollout_stays_off_the_gpu_after_serving_is_killed_in_a_step(words: Word
 
 
 def test_a_restarted_serving_engine_takes_its_place_beside_a_running_rollout_step(
-    words: Words, players: Players
+    words: Words, players: Players, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     player = players.start_hanging("hang-serving")
     player.kill()
     player.wait()
+    monkeypatch.setattr(board, "ARRIVAL_HOLD_S", FAR_S)
     board.announce_arrival(words)  # a request that died with its engine
     rollout = RolloutSide(words)
     rollout.set_want(True)
     serving = ServingSide(words)
     assert rollout.view().has_pending_prefill
-    time.sleep(board.ARRIVAL_HOLD_S)
+    monkeypatch.setattr(board, "ARRIVAL_HOLD_S", 0.0)  # its time is over
     assert begin(rollout)
     with ThreadPoolExecutor(1) as thread:
         start = thread.submit(serving.begin_step)  # waits for the step it found
-        time.sleep(0.02)
+        while words.wake(Word.SERVING_BELL) == 0:
+            time.sleep(0.001)
         assert not start.done()
         rollout.end_step(1)
-        assert start.result(timeout=10) is StepStart.WAITED
+        assert start.result() is StepStart.WAITED
     assert not begin(rollout)
     serving.end_step(work())
     assert not begin(rollout)  # no turn of the old engine is left over
     with ThreadPoolExecutor(1) as thread:
         turn = thread.submit(serving.yield_turn, NEVER, FAR_S)
-        assert rollout.wait_turn()
+        await_turn(rollout)
         assert begin(rollout)
         rollout.end_step(1)
-        turn.result(timeout=10)
+        turn.result()
     serving.detach()
 
 

@@ -172,9 +172,15 @@ async def test_replay_records_every_token_of_every_request() -> None:
 @pytest.mark.asyncio
 async def test_replay_is_open_loop() -> None:
     async with server(hang) as (url, bodies):
-        records = await replay(url, "m", [request(i, at_s=0.01 * i) for i in range(5)], drain_s=0.3)
+        load = Replay(url, "m", [request(i, at_s=0.01 * i) for i in range(5)])
+        running = asyncio.create_task(load.run(drain_s=3600.0))
+        while [entry.completion.token_ids for entry in load._entries] != [[7]] * 5:
+            await asyncio.sleep(0.01)
         assert len(bodies) == 5
-    assert [r.error for r in records] == [WINDOW_CLOSED] * 5
+        load.stop()
+        records = await running
+        (late,) = await replay(url, "m", [request(0)], drain_s=0.05)
+    assert [r.error for r in [*records, late]] == [WINDOW_CLOSED] * 6
     assert [r.output_token_ids for r in records] == [(7,)] * 5
 
 
@@ -267,7 +273,11 @@ async def test_an_aborted_turn_resumes_from_its_partial_tokens() -> None:
 @pytest.mark.asyncio
 async def test_rollout_load_outlives_an_absent_server() -> None:
     load = RolloutLoad("http://127.0.0.1:9", "m", SMALL, concurrency=2)
-    result = await load.run(duration_s=0.3)
+    running = asyncio.create_task(load.run(duration_s=3600.0))
+    while load.progress()["errors"] < 2:
+        await asyncio.sleep(0.01)
+    load.stop()
+    result = await running
     assert result.rollout_tokens == 0
     assert result.errors >= 2
     assert result.first_errors
@@ -278,7 +288,7 @@ async def test_replay_runs_as_its_own_process(tmp_path: Path) -> None:
     out = tmp_path / "serving.jsonl"
     async with server(count_up) as (url, bodies):
         command = ["-m", "rose.demo.replay", "--url", url, "--model", "m", "--out", str(out)]
-        load = ["--rate-rps", "20", "--duration-s", "1.5", "--vocab-size", "50"]
+        load = ["--rate-rps", "20", "--duration-s", "1.5", "--vocab-size", "50", "--drain-s", "600"]
         start_at = str(time.monotonic() + 1.0)
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, *load, "--start-at", start_at, stdout=asyncio.subprocess.PIPE

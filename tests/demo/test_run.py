@@ -10,11 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose.demo.plan import DemoOptions, Durations
+from rose.demo.plan import DemoOptions, Durations, ServingLoad
 from rose.demo.records import UNDER_ROSE, PhaseName
 from rose.demo.run import run_demo
 
-MINIATURE = Durations(rollout_alone_s=4, window_s=6, num_rounds=1, training_s=30)
+MINIATURE = Durations(rollout_alone_s=3, window_s=8, num_rounds=1, training_s=10)
+"""Training goes on to the end of its first step, however long that takes."""
+LIGHT = ServingLoad(rate_rps=0.5, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
+"""A machine several times slower has time for rollouts beside it, and ends it."""
 
 
 def descendants() -> set[int]:
@@ -23,11 +26,10 @@ def descendants() -> set[int]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_whole_loop_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before = descendants()
     options = DemoOptions(out_dir=tmp_path, quick=True, relay="embedded")
-    result = run_demo(options, durations=MINIATURE)
+    result = run_demo(options, durations=MINIATURE, serving=LIGHT)
     assert result.greedy_compared > 0
     assert result.greedy_equal == result.greedy_compared
     assert result.checksums_compared > 0
@@ -42,23 +44,22 @@ def test_the_whole_loop_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
 def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "rose.demo.run", "--quick", "--relay", "embedded", "--out", str(tmp_path)]
     demo = subprocess.Popen(argv, start_new_session=True)
     try:
         started = wait_for_engines(demo.pid)
         os.kill(demo.pid, signal.SIGINT)
-        assert demo.wait(timeout=120) == 130
+        assert demo.wait(timeout=600) == 130
     finally:
         demo.kill()
         demo.wait()
-    gone, alive = psutil.wait_procs(started, timeout=10)
+    gone, alive = psutil.wait_procs(started, timeout=300)
     assert not alive, alive
     assert gone
 
 
-def wait_for_engines(pid: int, timeout_s: float = 120.0) -> list[psutil.Process]:
+def wait_for_engines(pid: int, timeout_s: float = 900.0) -> list[psutil.Process]:
     """The demo's processes once its pool and engines are on their way."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

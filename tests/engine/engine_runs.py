@@ -13,13 +13,16 @@ from forked_engines import Driver, Reply, load_model_class, make_engine
 from rose.engine.status import Field
 from rose.engine.tenant import Tenant
 from rose.memory.policy import BudgetPolicy
-from rose.types import Deployment
+from rose.types import Deployment, Role
 
 Prompts = Sequence[Sequence[int]]
-LEASE_S = 3.0
+LEASE_S = 6.0
+"""Longer than a machine stalls between two turns that must find each other's cache."""
 SEND = "send"
 """Name of the file in a connector's storage that lets it send."""
 WINDOW_S = 0.5
+STALL_S = 3.0
+"""Longer than a machine stalls while a request is answered."""
 
 
 def stock_answers(model: Path, prompts: Prompts, max_tokens: int, num_at_once: int = 99) -> list[list[int]]:
@@ -40,7 +43,7 @@ def serve_bursts(
     driver = Driver(make_engine(model, settings))
     answers = []
     while True:
-        driver.step_until(lambda: burst.is_set() or stop.is_set(), "told what to do", at_most_s=200.0)
+        driver.step_until(lambda: burst.is_set() or stop.is_set(), "told what to do", at_most_s=1200.0)
         if stop.is_set():
             return answers
         burst.clear()
@@ -116,7 +119,7 @@ def hold_a_paused_session(model: Path, pool: str, prompt: Sequence[int]) -> dict
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.request import Request, RequestStatus
 
-    driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "stall_s": 0.2}))
+    driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "stall_s": STALL_S}))
     part = EngineCoreRequest(
         request_id="session",
         prompt_token_ids=list(prompt),
@@ -135,7 +138,7 @@ def hold_a_paused_session(model: Path, pool: str, prompt: Sequence[int]) -> dict
     paused = RequestStatus.WAITING_FOR_STREAMING_REQ
     driver.step_until(lambda: request.status is paused, "a paused session")
     driver.answer([prompt[:20]], 30)
-    time.sleep(0.3)
+    time.sleep(1.2 * STALL_S)
     driver.answer([prompt[:20]], 30)
     is_kept = request.status is paused and pool_of_blocks.num_positions_in_use() > 1
     _cut(driver, 1)
@@ -181,7 +184,7 @@ def roll_out_beside_serving(
 
         def compare(moment: str) -> None:
             driver.step_until(
-                lambda: consumer.cached() == really_cached(blocks), f"{moment}: events say what is cached", 10
+                lambda: consumer.cached() == really_cached(blocks), f"{moment}: events say what is cached"
             )
             cached[moment] = len(consumer.cached())
 
@@ -197,8 +200,13 @@ def roll_out_beside_serving(
         def is_serving_quiet() -> bool:
             return tenant.ledger.num_free + tenant.num_owned >= tenant.client.num_slabs - 1
 
-        before, replies = _num_changes(tenant), []
-        for number in range(num_rounds):
+        def has_ended_any() -> bool:
+            return any(reply.finish_reason == "abort" for answers in replies for reply in answers)
+
+        driver.step_until(lambda: tenant.ledger.num_held(Role.SERVING) > 0, "a serving engine", 1200.0)
+        before, replies, number = _num_changes(tenant), [], 0
+        # More rounds where the burst came so late that no rollout had to end.
+        while number < num_rounds or not has_ended_any():
             driver.step_until(is_serving_quiet, "serving returned its slabs")
             _begin_rl_step(driver, number + 1)
             names = driver.ask(prompts, max_tokens)
@@ -206,8 +214,9 @@ def roll_out_beside_serving(
             burst.set()
             replies.append(driver.wait(names))
             compare(f"round {number}")
+            number += 1
         driver.step_until(is_serving_quiet, "serving returned its slabs")
-        _begin_rl_step(driver, num_rounds + 1)
+        _begin_rl_step(driver, number + 1)
         # Bursts may have ended every answer; these come whole, on slabs that serving has used.
         replies.append(driver.answer(prompts, max_tokens))
         moves = Moves(replies=replies, num_moves=_num_changes(tenant) - before)
@@ -220,7 +229,7 @@ def roll_out_beside_serving(
         _cut(driver, 1)
         lose_all("cut")
         compare("cut")
-        _begin_rl_step(driver, num_rounds + 2)
+        _begin_rl_step(driver, number + 2)
         look_up("after the cut")
         driver.step_until(lambda: not driver.scheduler.has_requests(), "an idle engine")
         assert engine.reset_prefix_cache()

@@ -17,7 +17,7 @@ from preloaded import FORKS
 
 from rose.node.processes import ServerProcess
 
-START_S = 120.0
+START_S = 900.0
 """The first one waits for the imports."""
 
 

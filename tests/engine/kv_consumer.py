@@ -71,7 +71,7 @@ class KVConsumer:
         """What the events so far say is cached. Raises AssertionError where a batch is missing."""
         self._socket.send_multipart((b"", self._next_seq.to_bytes(8, "big")))
         while True:
-            assert self._socket.poll(10_000), "the publisher does not answer"
+            assert self._socket.poll(300_000), "the publisher does not answer"
             _, _, seq, payload = self._socket.recv_multipart()
             if seq == ZmqEventPublisher.END_SEQ:
                 return self.view.cached()

@@ -19,9 +19,9 @@ from rose.node.control import completion_body
 from rose.node.launch import engine_process
 from rose.types import GateMode, Role
 
-READY_S = 300.0
+READY_S = 1200.0
 """Seconds on an idle machine; several engines may start at once on a busy one."""
-CALL_S = 120.0
+CALL_S = 600.0
 MAX_SEQS = 12
 
 
@@ -137,7 +137,7 @@ class RealEngine:
         return self._http.post(f"/rose/v1/{route}", json=body)
 
 
-def until(condition: Callable[[], object], what: str, at_most_s: float = 60.0) -> None:
+def until(condition: Callable[[], object], what: str, at_most_s: float = 600.0) -> None:
     """Waits for a condition instead of for a time."""
     deadline = time.monotonic() + at_most_s
     while not condition():

@@ -21,7 +21,7 @@ from rose.engine.stock import STOCK_ENV
 from rose.node.processes import ServerProcess
 from rose.types import Role
 
-REFERENCE_S = 280.0
+REFERENCE_S = 1200.0
 
 
 class ModelDirs:

@@ -21,7 +21,8 @@ from rose.types import GateMode, Role
 POOL = "tiny"
 NUM_SLABS = 24
 HEADROOM_SLABS = 6
-LEASE_S = 3.0
+LEASE_S = 6.0
+"""Longer than a machine stalls between two turns that must find each other's cache."""
 WINDOW_S = 0.5
 STALL_S = 4.0
 SETTINGS = {
@@ -142,25 +143,30 @@ class LedgerLog:
         return [slab for slab, roles in self.owners.items() if len(roles) == 2]
 
     def _run(self) -> None:
-        ledger = self._ledger
         while not self._closing.is_set():
-            for slot, engine in ledger.engines().items():
-                owned = ledger.owned(slot)
-                self.peak[engine.role] = max(self.peak[engine.role], len(owned))
-                for slab in owned:
-                    self.owners[slab].add(engine.role)
-                    self.num_moves += self._last.get(slab, engine.role) is not engine.role
-                    self._last[slab] = engine.role
-            policy = ledger.policy
-            self.pressures.add(policy.pressure)
-            if not self.budgets or self.budgets[-1] != policy.rollout_budget_slabs:
-                self.budgets.append(policy.rollout_budget_slabs)
+            self._look()
             time.sleep(0.003)
 
+    def _look(self) -> None:
+        ledger = self._ledger
+        for slot, engine in ledger.engines().items():
+            owned = ledger.owned(slot)
+            self.peak[engine.role] = max(self.peak[engine.role], len(owned))
+            for slab in owned:
+                self.owners[slab].add(engine.role)
+                self.num_moves += self._last.get(slab, engine.role) is not engine.role
+                self._last[slab] = engine.role
+        policy = ledger.policy
+        self.pressures.add(policy.pressure)
+        if not self.budgets or self.budgets[-1] != policy.rollout_budget_slabs:
+            self.budgets.append(policy.rollout_budget_slabs)
+
     def __enter__(self) -> "LedgerLog":
+        self._look()  # before anything happens, whenever the thread gets to run
         self._thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._closing.set()
         self._thread.join()
+        self._look()

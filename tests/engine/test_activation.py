@@ -16,7 +16,7 @@ from weight_probes import probe, update
 
 from rose.types import Role, StopReason
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_SEQS = 12
 

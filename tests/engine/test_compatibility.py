@@ -12,7 +12,7 @@ from tiny_models import make_serving_model, make_state_model
 
 from rose.memory.daemon import start_daemon
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
 POOL = "refusing"
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}

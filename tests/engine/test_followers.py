@@ -72,7 +72,7 @@ async def test_steps_go_on_under_new_weights_only_when_the_router_knows_of_them(
     served: tuple[str, Engine, EngineControl], staged: dict[str, str]
 ) -> None:
     url, engine, control = served
-    config = RouterConfig(port=0, workers=(WorkerSpec(url=url),), heartbeat_s=1, lost_after_s=60)
+    config = RouterConfig(port=0, workers=(WorkerSpec(url=url),), heartbeat_s=2, lost_after_s=60)
     async with RunningRouter(config) as router:
         (worker,) = router.plane.registry.workers()
         engine.known = lambda: str(worker.weight_version)

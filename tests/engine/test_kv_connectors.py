@@ -14,7 +14,7 @@ from tiny_models import BLOCK_TOKENS, SLAB_BYTES
 
 from rose.memory.daemon import start_daemon
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPTS = [prompt(f"disaggregated-{index}", 280 + 50 * index) for index in range(3)]
 TOKENS = 24

@@ -18,7 +18,7 @@ from tiny_models import BLOCK_TOKENS, SLAB_BYTES, make_mla_model, make_moe_model
 from rose.memory.daemon import start_daemon
 from rose.types import StopReason
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_SLABS = 24
 HEADROOM_SLABS = 6

@@ -8,7 +8,7 @@ from shared_gpu import NUM_SLABS, LedgerLog, SharedGpu
 
 from rose.types import Role, StopReason
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_MOVES = 1000
 BURST_REQUESTS = 8

@@ -15,7 +15,7 @@ from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
 from rose.types import Role
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def test_what_an_engine_refuses_ends_it_with_one_clear_line(engines_dir: Path, models: ModelDirs) -> None:

@@ -10,7 +10,7 @@ import pytest
 from probes import PROBE_TOKENS, probes, prompt
 from real_engine import Answer, RealEngine, until
 from references import ModelDirs, StockAnswers
-from shared_gpu import LEASE_S, SharedGpu
+from shared_gpu import SharedGpu
 from tiny_models import staged_update
 from weight_probes import probe, update
 
@@ -22,7 +22,7 @@ from rose.transfer.planes import WeightPlanes
 from rose.transfer.shard_plan import ShardPlan
 from rose.types import Role
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_UPDATES = 20
 
@@ -112,7 +112,7 @@ def test_slabs_of_forgotten_cache_return_to_the_pool(
     assert gpu.ledger.num_held(Role.ROLLOUT) > 1
     update(rollout, models.untied[0], 0)
     assert rollout.status().kv_cached_blocks == 0
-    until(lambda: gpu.ledger.num_held(Role.ROLLOUT) == 1, "slabs returned", at_most_s=10 * LEASE_S)
+    until(lambda: gpu.ledger.num_held(Role.ROLLOUT) == 1, "slabs returned")
 
 
 def test_requests_in_flight_end_whole_across_an_update(

@@ -2,18 +2,19 @@
 
 import os
 import signal
+from concurrent.futures import Future
 
 import psutil
 import pytest
 from probes import ROLLOUT_TOKENS, SERVING_TOKENS, prompt, wave_prompts
-from real_engine import RealEngine, until
+from real_engine import Answer, RealEngine, until
 from references import StockAnswers
 from shared_gpu import NUM_SLABS, SharedGpu
 
 from rose.admission.board import snapshot
 from rose.types import Role
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def kill_engine_core(engine: RealEngine) -> None:
@@ -31,10 +32,15 @@ def kill_everything(engine: RealEngine) -> None:
     os.killpg(engine.process.pid, signal.SIGKILL)
 
 
+def any_done(requests: "list[Future[Answer]]") -> bool:
+    """Where the machine is fast or has stalled, they have come and gone before a status could tell."""
+    return any(request.done() for request in requests)
+
+
 def test_a_killed_serving_engine_is_reported_and_a_new_one_takes_its_place(
     gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
 ) -> None:
-    requests = serving.start_requests([prompt(f"lost-{i}", 300) for i in range(6)], max_tokens=600)
+    requests = serving.start_requests([prompt(f"lost-{i}", 300) for i in range(6)], max_tokens=700)
     until(lambda: gpu.ledger.num_held(Role.SERVING) > 6, "serving holds slabs of running requests")
     dead_pid = snapshot(gpu.observer.board_words).serving.pid
     kill_engine_core(serving)
@@ -67,9 +73,10 @@ def test_a_killed_daemon_is_not_missed_and_its_successor_buries_engines_as_it_di
 ) -> None:
     prompts = wave_prompts(Role.SERVING, 0)
     rollouts = rollout.start_requests(wave_prompts(Role.ROLLOUT, 0), ROLLOUT_TOKENS)
-    until(lambda: rollout.status().kv_slabs_in_use > 6, "rollouts hold slabs")
+    # As long as their leases, also where they end before they are seen.
+    until(lambda: gpu.ledger.num_held(Role.ROLLOUT) > 6, "rollouts hold slabs")
     requests = serving.start_requests(prompts, SERVING_TOKENS)
-    until(lambda: serving.status().num_running > 0, "serving requests in flight")
+    until(lambda: serving.status().num_running > 0 or any_done(requests), "serving requests in flight")
     gpu.kill_daemon()
     # The wave needs more than the headroom: slabs move from rollout to serving while there is no daemon.
     for request in serving.start_requests(prompts, SERVING_TOKENS):
@@ -88,7 +95,10 @@ def test_a_killed_daemon_is_not_missed_and_its_successor_buries_engines_as_it_di
 
     gpu.settle()
     lost = rollout.start_requests([prompt(f"after-{i}", 400) for i in range(10)], max_tokens=500)
-    until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
+    until(
+        lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2 or any_done(lost),
+        "rollouts use half of the pool",
+    )
     kill_everything(rollout)
     until(lambda: all(one.role is not Role.ROLLOUT for one in gpu.ledger.engines().values()), "slot freed")
     until(
@@ -106,9 +116,12 @@ def test_a_killed_rollout_engine_gives_its_slabs_back_and_serving_loses_nothing(
 ) -> None:
     """The last one here, as the next test that wants the pair waits for another rollout engine."""
     lost = rollout.start_requests([prompt(f"lost-{i}", 400) for i in range(10)], max_tokens=500)
-    until(lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2, "rollouts use half of the pool")
+    until(
+        lambda: rollout.status().kv_slabs_in_use > NUM_SLABS // 2 or any_done(lost),
+        "rollouts use half of the pool",
+    )
     requests = serving.start_requests([prompt(f"kept-{i}", 100) for i in range(6)], max_tokens=120)
-    until(lambda: serving.status().num_running == 6, "serving requests in flight")
+    until(lambda: serving.status().num_running == 6 or any_done(requests), "serving requests in flight")
     kill_everything(rollout)
 
     until(lambda: all(one.role is not Role.ROLLOUT for one in gpu.ledger.engines().values()), "slot freed")

@@ -20,7 +20,7 @@ POOL = "p"
 NUM_SLABS = 16
 SLAB_BYTES = 64 * 1024
 HEADROOM_SLABS = 4
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """For what takes milliseconds, on a machine that is busy with something else."""
 
 

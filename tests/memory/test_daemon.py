@@ -112,7 +112,7 @@ def test_daemon_of_an_ended_starter_does_not_open(runtime_dir: Path) -> None:
 
 def test_attaching_waits_for_a_daemon_that_is_starting(runtime_dir: Path) -> None:
     code = "import sys\nfrom pathlib import Path\nfrom rose.memory.pool import describe_pool\n" \
-        "print(describe_pool('p', runtime_dir=Path(sys.argv[1]), timeout_s=60).num_slabs)"  # fmt: skip
+        "print(describe_pool('p', runtime_dir=Path(sys.argv[1]), timeout_s=300).num_slabs)"  # fmt: skip
     early = subprocess.Popen(
         [sys.executable, "-c", code, str(runtime_dir)], stdout=subprocess.PIPE, text=True
     )

@@ -25,6 +25,13 @@ def test_a_port_in_use_is_refused() -> None:
     checks.check_port_free(host, port)
 
 
+def test_free_ports_are_given_once_and_to_no_outgoing_connection() -> None:
+    ports = [checks.free_port() for _ in range(50)]
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert len(set(ports)) == 50
+    assert max(ports) < max(first_outgoing, 24_096)
+
+
 def test_a_model_directory_needs_a_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         checks.check_model(str(tmp_path))
@@ -56,7 +63,7 @@ def test_a_pool_is_found_only_while_its_daemon_lives(runtime_dir: Path, tmp_path
         checks.check_pool(settings, "g")
     argv = [sys.executable, "-m", "rose.memory.daemon", "g", "--num-slabs", "4", "--headroom-slabs", "1"]
     with ServerProcess(argv, "pool-g", tmp_path / "log") as daemon:
-        daemon.wait_until(lambda: checks.find_pool(settings, "g") is not None, "answer", timeout_s=30)
+        daemon.wait_until(lambda: checks.find_pool(settings, "g") is not None, "answer", timeout_s=300)
         size = checks.find_pool(settings, "g")
         assert size is not None and (size.num_slabs, size.headroom_slabs) == (4, 1)
         checks.check_pool(settings, "g")

@@ -25,7 +25,7 @@ from rose.ray.config import ClusterConfig
 from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
 
 STORE_BYTES = 80 << 20
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,8 @@ def test_services_are_spread_over_the_nodes_and_serve_turns_without_ray(
         assert sorted(status) == ["node-0", "relay", "router"]
         assert len({each["node"] for each in status.values()}) == 3
         assert endpoints.relay_url is not None and endpoints.router_url is not None
-        until(lambda: httpx.get(f"{endpoints.router_url}/health", trust_env=False).is_success)
+        health = f"{endpoints.router_url}/health"
+        until(lambda: httpx.get(health, timeout=PATIENCE_S, trust_env=False).is_success)
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "return_token_ids": True}
         answer = httpx.post(
             f"{endpoints.router_url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False

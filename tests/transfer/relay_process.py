@@ -42,6 +42,6 @@ class RelayProcess:
 
     def _reap(self) -> int:
         assert self.process.stdout is not None
-        status = self.process.wait(timeout=60)
+        status = self.process.wait(timeout=300)
         self.process.stdout.close()
         return status

@@ -6,13 +6,13 @@ import threading
 import time
 
 CHUNK_BYTES = 128 << 10
-PAUSE_S = 0.01
 
 
 class SlowProxy:
-    """Stands before a port; at most CHUNK_BYTES per PAUSE_S go either way."""
+    """Stands before a port; at most CHUNK_BYTES per ``pause_s`` go either way."""
 
-    def __init__(self, port):
+    def __init__(self, port, pause_s=0.01):
+        self._pause_s = pause_s
         self._target = ("127.0.0.1", int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
         # Little may wait inside: whoever sends is to feel the link.
@@ -35,11 +35,10 @@ class SlowProxy:
                 self._threads.append(thread)
                 thread.start()
 
-    @staticmethod
-    def _copy(source, sink):
+    def _copy(self, source, sink):
         try:
             while chunk := source.recv(CHUNK_BYTES):
-                time.sleep(PAUSE_S)
+                time.sleep(self._pause_s)
                 sink.sendall(chunk)
             sink.shutdown(socket.SHUT_WR)
         except OSError:

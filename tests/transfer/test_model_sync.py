@@ -18,7 +18,7 @@ from rose.transfer.relay import open_relay
 RANKS = 4
 RELAYS = 2
 NAMES = [receiver_name(rank) for rank in range(RANKS)]
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 @pytest.fixture(scope="module")

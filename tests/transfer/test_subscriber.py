@@ -20,7 +20,7 @@ from rose.transfer.manifest import worker_name
 from rose.transfer.publisher import WeightPublisher
 from rose.transfer.shard_plan import Box
 
-DEADLINE_S = 120
+DEADLINE_S = 300
 
 
 class LoadingWorker:
@@ -235,5 +235,5 @@ def test_a_subscriber_with_plans_stages_the_shards_of_its_ranks(
 def test_bad_options_are_one_clear_line_and_status_2(tmp_path, relay_option, run, message):
     command = [sys.executable, "-m", "rose.transfer.subscriber", "--worker", "http://127.0.0.1:1"]
     command += ["--relay", relay_option, "--run", run, "--staging", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2 and message in done.stderr.splitlines()[-1]

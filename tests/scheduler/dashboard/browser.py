@@ -14,7 +14,7 @@ import aiohttp
 
 from rose.node.processes import ServerProcess
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """For what takes a second, on a machine that is busy with something else."""
 POLL_S = 0.05
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 from served_cluster import wait_until
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 def get(url: str) -> httpx.Response:
@@ -24,8 +24,13 @@ def wait_answers(url: str) -> None:
 
 
 def cluster_of(base: str) -> dict[str, Any]:
-    """What the dashboard at this address says of a scheduler that it reaches."""
-    state = get(f"{base}/api/v1/state").json()
-    assert state["is_reachable"], state["error"]
-    found: dict[str, Any] = state["cluster"]
+    """What the dashboard at this address says of a scheduler, once that has answered it in time."""
+    told: list[dict[str, Any]] = []
+
+    def is_reachable() -> bool:
+        told.append(get(f"{base}/api/v1/state").json())
+        return bool(told[-1]["is_reachable"])
+
+    wait_until(is_reachable, "the scheduler's answer to the dashboard")
+    found: dict[str, Any] = told[-1]["cluster"]
     return found

@@ -18,7 +18,7 @@ ENGINE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 SERVED_MODEL = "tiny"
-_START_S = 180.0
+_START_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)

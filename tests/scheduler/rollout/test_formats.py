@@ -38,7 +38,7 @@ async def test_generate_answers_with_both_spellings_of_a_token(start_router: Sta
 async def test_generate_is_resumed_like_a_completion(start_router: StartRouter) -> None:
     async with ScriptedWorker(version="run/1") as a, ScriptedWorker(version="run/1") as b:
         a.faults.append(Fault(kind="disconnect", after_tokens=4))
-        async with start_router(a, (b, "serving"), avoid_s=5) as client:
+        async with start_router(a, (b, "serving"), avoid_s=60) as client:
             body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "logprobs": 0}}
             _, answer = await client.post("/inference/v1/generate", body)
             (choice,) = answer["choices"]

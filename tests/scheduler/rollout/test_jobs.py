@@ -43,12 +43,15 @@ async def test_two_jobs_offering_ten_to_one_get_their_entitled_shares(
         ScriptedWorker() as worker,
         start_router(worker, turns_per_gpu=4, jobs={"small": JobSpec(weight=weight)}) as client,
     ):
+        worker.hold()
         asking = [asyncio.create_task(keep_asking(client, "big", lengths[0])) for _ in range(100)]
-        await until(lambda: client.router.plane.dispatcher.num_queued > 80)
+        await until(lambda: client.router.plane.dispatcher.num_queued == 100 - 4)
         asking += [asyncio.create_task(keep_asking(client, "small", lengths[1])) for _ in range(10)]
+        await until(lambda: client.router.plane.dispatcher.num_queued == 110 - 4)
+        worker.go_on()
         await until(lambda: tokens(client, "small") > 0)
         before = {job: tokens(client, job) for job in ("big", "small")}
-        await until(lambda: tokens(client, "small") - before["small"] >= 1000, at_most_s=60)
+        await until(lambda: tokens(client, "small") - before["small"] >= 1000)
         got = {job: tokens(client, job) - before[job] for job in before}
         for task in asking:
             task.cancel()
@@ -59,7 +62,7 @@ async def test_two_jobs_offering_ten_to_one_get_their_entitled_shares(
 async def test_a_jobs_limits_hold_and_can_be_changed(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.extend(Fault(kind="hang", after_tokens=1) for _ in range(3))
-        async with start_router(worker, stall_s=60) as client:
+        async with start_router(worker) as client:
             assert await put(client, "/admin/jobs/a", {"max_in_flight": 2, "max_queued": 1}) == 200
             turns = [asyncio.create_task(client.complete(BODY, X_Rose_Job="a")) for _ in range(3)]
             await until(lambda: len(worker.requests) == 2)
@@ -131,7 +134,7 @@ async def test_pause_holds_new_turns_back_and_resume_lets_them_go(start_router: 
 async def test_abort_ends_the_jobs_requests_and_no_others(start_router: StartRouter, path: str) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.extend([Fault(kind="hang"), Fault(kind="hang")])
-        async with start_router(worker, first_token_s=60) as client:
+        async with start_router(worker) as client:
             body = {**BODY, "messages": []}
             doomed = asyncio.create_task(client.post(path, body, X_Rose_Job="a"))
             await until(lambda: len(worker.requests) == 1)
@@ -197,7 +200,7 @@ async def test_a_retry_with_the_same_key_shares_the_answer_while_it_is_in_flight
 async def test_a_request_with_a_key_ends_when_the_last_who_waits_leaves(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.append(Fault(kind="hang"))
-        async with start_router(worker, first_token_s=60) as client:
+        async with start_router(worker) as client:
             turn = asyncio.create_task(client.post("/v1/completions", BODY, Idempotency_Key="k"))
             await until(lambda: len(worker.requests) == 1)
             turn.cancel()

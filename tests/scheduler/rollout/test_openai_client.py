@@ -24,7 +24,7 @@ MESSAGES: Any = [{"role": "user", "content": "w9 w10"}]
 async def client(engine_url: str) -> AsyncIterator[AsyncOpenAI]:
     """A client of a router that asks for a key, before the one real engine."""
     worker = WorkerSpec(url=engine_url)
-    patient: Any = {"stall_s": 30, "first_token_s": 120, "lost_after_s": 30}
+    patient: Any = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
     async with RunningRouter(RouterConfig(port=0, workers=(worker,), api_key=KEY, **patient)) as router:
         await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
         async with AsyncOpenAI(base_url=f"{router.url}/v1", api_key=KEY) as client:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 
 def config_for(engine_url: str) -> RouterConfig:
     return RouterConfig(
-        port=0, workers=(WorkerSpec(url=engine_url),), stall_s=30, first_token_s=120, lost_after_s=30
+        port=0, workers=(WorkerSpec(url=engine_url),), stall_s=300, first_token_s=300, lost_after_s=300
     )
 
 

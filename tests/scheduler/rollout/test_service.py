@@ -258,14 +258,21 @@ async def test_keys_guard_their_own_doors_and_worker_routes_stay_hidden(start_ro
 
 
 @pytest.mark.asyncio
-async def test_chat_is_tried_again_whole_and_streams_pass(start_router: StartRouter) -> None:
-    async with ScriptedWorker() as a, ScriptedWorker() as b, start_router(a, (b, "serving")) as client:
-        a.faults.append(Fault(kind="status", status=500))
-        b.faults.append(Fault(kind="abort_reclaimed"))
+@pytest.mark.parametrize(("kind", "cause"), [("status", "failed"), ("abort_reclaimed", "reclaimed")])
+async def test_chat_is_tried_again_whole_and_streams_pass(
+    start_router: StartRouter, kind: str, cause: str
+) -> None:
+    async with (
+        ScriptedWorker() as a,
+        ScriptedWorker() as b,
+        start_router(a, (b, "serving"), avoid_s=60) as client,
+    ):
+        a.faults.append(Fault(kind=kind))
         body = {"messages": [{"role": "user", "content": "hi"}]}
         status, answer = await client.post("/v1/chat/completions", body)
         assert (status, answer["choices"][0]["message"]["content"]) == (200, "hello")
-        assert client.counters()["reroutes"] == {"failed": 1, "reclaimed": 1}
+        assert client.counters()["reroutes"] == {cause: 1}
+        assert (len(a.requests), len(b.requests)) == (1, 1)
         async with client.http.post(
             f"{client.router.url}/v1/chat/completions", json={**body, "stream": True}
         ) as response:

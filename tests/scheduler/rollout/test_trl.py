@@ -32,7 +32,7 @@ def told(engine: StockWorker, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 async def run_program(engine: StockWorker, relay_url: str, folder: Path) -> Any:
-    patient: Any = {"stall_s": 30, "first_token_s": 120, "lost_after_s": 30}
+    patient: Any = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
     async with RunningRouter(
         RouterConfig(port=0, workers=(WorkerSpec(url=engine.url),), **patient)
     ) as router:

@@ -22,7 +22,7 @@ SESSION = "trajectory-1"
 @pytest_asyncio.fixture
 async def router(engine_url: str) -> AsyncIterator[RunningRouter]:
     worker = WorkerSpec(url=engine_url)
-    patient: Any = {"stall_s": 30, "first_token_s": 120, "lost_after_s": 30}
+    patient: Any = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
     async with RunningRouter(RouterConfig(port=0, workers=(worker,), **patient)) as router:
         await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
         yield router

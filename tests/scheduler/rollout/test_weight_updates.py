@@ -8,7 +8,7 @@ import pytest
 
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.status import WorkerStatus
-from rose.scheduler.rollout.watch import Watch
+from rose.scheduler.rollout.watch import HELD_UP_S, Watch
 from rose.scheduler.rollout.worker import Worker
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
@@ -40,6 +40,20 @@ async def test_the_stall_clock_stands_still_while_weights_change() -> None:
         watch.pause()
         watch.allow(MOMENT_S)
         await asyncio.sleep(5 * MOMENT_S)
+
+
+async def test_a_router_that_was_held_up_itself_gives_the_worker_as_long_again() -> None:
+    one = worker()
+    async with Watch(one) as watch:
+        watch.allow(MOMENT_S)
+        time.sleep(2 * HELD_UP_S)  # nothing of this loop runs meanwhile
+        await asyncio.sleep(MOMENT_S)
+        watch.allow(60)
+    with pytest.raises(TimeoutError):
+        async with Watch(one) as watch:
+            watch.allow(MOMENT_S)
+            time.sleep(2 * HELD_UP_S)
+            await asyncio.sleep(60)
 
 
 @pytest.mark.parametrize("is_seen", [True, False])

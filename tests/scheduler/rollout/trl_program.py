@@ -95,7 +95,7 @@ def roll_out(router_url: str, relay_url: str, model_dir: str) -> dict[str, Any]:
     )
     worker.start()
     try:
-        samples = [worker.rollout_buffer.get(timeout=120) for _ in range(4)]
+        samples = [worker.rollout_buffer.get(timeout=600) for _ in range(4)]
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
         weights = RelayWeights(relay_url, "async")
         weights.init_weight_transfer()

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +20,7 @@ from rose.scheduler.runtime.client import ControlClient
 from rose.scheduler.runtime.messages import AnyCall, Reply, Status, Submit
 
 JOB = Path(__file__).with_name("sleeping_job.py")
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """For what takes a second, on a machine that is busy with something else."""
 
 
@@ -71,6 +72,17 @@ class ServedCluster:
         base = {"name": name, "command": command, "phases": phases, "group": "main", "slo": 100.0}
         return {**base, "iterations": 3, "max_tokens": 1024, **others}
 
+    @contextmanager
+    def held(self, iteration: int) -> Iterator[None]:
+        """Meanwhile no sleeping job that is submitted here ends this iteration's rollout or a later one's."""
+        draft = self.folder / "hold.new"
+        draft.write_text(str(iteration))
+        draft.rename(self.folder / "hold")
+        try:
+            yield
+        finally:
+            (self.folder / "hold").unlink()
+
     def submit(self, name: str, **fields: Any) -> Reply:
         return self.ask(Submit, spec=self.spec(name, **fields))
 
@@ -88,7 +100,7 @@ class ServedCluster:
 
     def phases(self, job: str | None = None) -> list[dict[str, Any]]:
         path = self.folder / "phases.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []  # whole ones
         found = [json.loads(line) for line in lines]
         return [each for each in found if job in (None, each["job"])]
 

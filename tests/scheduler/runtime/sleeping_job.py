@@ -1,6 +1,7 @@
 """A job of the tests: phases that sleep, a log of who ran when, a checkpoint per iteration.
 
-``sleeping_job.py FOLDER ROLLOUT_S TRAIN_S``
+``sleeping_job.py FOLDER ROLLOUT_S TRAIN_S``. While FOLDER has a file named ``hold``, no rollout of the
+iteration that it names or of a later one ends: whatever a test does meanwhile, it does to jobs that run.
 """
 
 import json
@@ -19,6 +20,7 @@ folder, rollout_s, train_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.ar
 job = running_job()
 assert job is not None
 NAME = job.file.name
+POLL_S = 0.02
 weights = ArraySet()
 
 
@@ -35,10 +37,19 @@ def note(phase: str, iteration: int, begin_s: float) -> None:
         log.write(json.dumps(line) + "\n")
 
 
+def is_held(iteration: int) -> bool:
+    try:
+        return iteration >= int((folder / "hold").read_text())
+    except FileNotFoundError:
+        return False
+
+
 @rose.phase("rollout")
 def rollout(iteration: int) -> None:
     begin_s = time.monotonic()
     time.sleep(rollout_s)
+    while is_held(iteration):
+        time.sleep(POLL_S)
     note("rollout", iteration, begin_s)
 
 

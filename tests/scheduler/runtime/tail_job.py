@@ -27,7 +27,7 @@ def note(**line: object) -> None:
 
 
 def begun_since(begin_s: float) -> bool:
-    lines = map(json.loads, (folder / "phases.jsonl").read_text().splitlines())
+    lines = map(json.loads, (folder / "phases.jsonl").read_text().rpartition("\n")[0].splitlines())
     return any(
         line["job"] != NAME and line["phase"] == "rollout" and line["begin_s"] > begin_s for line in lines
     )

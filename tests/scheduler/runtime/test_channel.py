@@ -11,7 +11,7 @@ from rose.scheduler.runtime.channel import Batch, ChannelUrl, Outgoing
 from rose.scheduler.runtime.client import ControlClient
 from rose.scheduler.runtime.messages import Reply, Status, decode_call, encode
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def answer(url: ChannelUrl, num_calls: int, *, rows: dict[str, bytes | None]) -> list[int]:

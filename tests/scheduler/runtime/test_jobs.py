@@ -80,12 +80,13 @@ def test_a_job_that_is_ahead_is_held_back_also_by_the_next_scheduler(tmp_path: P
 
 def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path) -> None:
     with ServedCluster(tmp_path) as cluster:
-        cluster.submit("a", iterations=30)
-        cluster.submit("b", iterations=6)
-        wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
-        done = cluster.job("a")["iterations"][0]
-        first_pid = holder_pid(cluster, "a")
-        kill(first_pid)
+        with cluster.held(4):
+            cluster.submit("a", iterations=30)
+            cluster.submit("b", iterations=6)
+            wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
+            done = cluster.job("a")["iterations"][0]
+            first_pid = holder_pid(cluster, "a")
+            kill(first_pid)
         wait_until(lambda: holder_pid(cluster, "a") != first_pid, "another attempt")
         again = [each for each in cluster.phases("a") if each["pid"] != first_pid]
         assert again[0]["phase"] == "rollout" and again[0]["iteration"] >= done
@@ -97,11 +98,12 @@ def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path) 
 
 def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> None:
     with ServedCluster(tmp_path, channel_url) as cluster:
-        for name in ("a", "b"):
-            cluster.submit(name, iterations=12)
-        wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
-        scheduler = cluster.status()["scheduler_pid"]
-        kill(scheduler)
+        with cluster.held(4):
+            for name in ("a", "b"):
+                cluster.submit(name, iterations=12)
+            wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
+            scheduler = cluster.status()["scheduler_pid"]
+            kill(scheduler)
         for name in ("a", "b"):
             job = cluster.wait_state(name, "done")
             assert (job["restarts"], job["attempt"]) == (0, 1)
@@ -112,11 +114,12 @@ def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> No
 
 def test_jobs_outlive_a_killed_redis(tmp_path: Path, redis_server: RedisServer) -> None:
     with ServedCluster(tmp_path, redis_server.url) as cluster:
-        for name in ("a", "b"):
-            cluster.submit(name, iterations=12)
-        wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
-        kill(redis_server.pid)
-        redis_server.start_again()
+        with cluster.held(4):
+            for name in ("a", "b"):
+                cluster.submit(name, iterations=12)
+            wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
+            kill(redis_server.pid)
+            redis_server.start_again()
         for name in ("a", "b"):
             assert cluster.wait_state(name, "done")["restarts"] == 0
             assert iterations_of(cluster, name, "train") == list(range(12))
@@ -124,7 +127,7 @@ def test_jobs_outlive_a_killed_redis(tmp_path: Path, redis_server: RedisServer) 
 
 
 def test_another_serve_goes_on_with_the_jobs_of_a_killed_one(tmp_path: Path) -> None:
-    with ServedCluster(tmp_path) as first:
+    with ServedCluster(tmp_path) as first, first.held(4):
         first.submit("a", iterations=8)
         wait_until(lambda: first.job("a")["iterations"][0] >= 2, "a's second iteration")
         pids = [holder_pid(first, "a"), first.status()["scheduler_pid"]]
@@ -163,7 +166,8 @@ def test_cancelling_ends_the_process_group_and_frees_the_nodes(shared: ServedClu
 
 
 def test_a_stopped_holder_loses_its_permit_after_the_lease(tmp_path: Path) -> None:
-    with ServedCluster(tmp_path, lease_s=1.0) as cluster:
+    # Longer than the machine may stall: b must keep its own.
+    with ServedCluster(tmp_path, lease_s=6.0) as cluster:
         cluster.submit("a", iterations=1000)
         cluster.submit("b", iterations=1000)
         pid = holder_pid(cluster, "a")
@@ -197,10 +201,10 @@ def test_a_neighbour_that_would_become_too_slow_refuses_a_job(shared: ServedClus
 
 
 def test_the_policy_packs_jobs_that_name_no_group(shared: ServedCluster) -> None:
-    for name in ("free-a", "free-b"):
-        # Long enough that the second one comes while the first one runs.
-        assert shared.submit(name, group=None, rollout_s=0.3, train_s=0.3, iterations=6).error is None
-    assert {shared.job(name)["group"] for name in ("free-a", "free-b")} == {"group-1"}
+    with shared.held(1):  # so that the second one comes while the first one runs
+        for name in ("free-a", "free-b"):
+            assert shared.submit(name, group=None, iterations=3).error is None
+        assert {shared.job(name)["group"] for name in ("free-a", "free-b")} == {"group-1"}
     for name in ("free-a", "free-b"):
         shared.wait_state(name, "done")
     assert overlap([*shared.phases("free-a"), *shared.phases("free-b")]) == []
