@@ -15,7 +15,7 @@ from typing import Self
 from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
 
-START_S = 60.0
+START_S = 300.0
 
 
 def why_no_redis(binary: str = "redis-server") -> str | None:

@@ -1,6 +1,9 @@
 """What every test shares: marks that skip where their machine is missing, and a private runtime."""
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -69,9 +72,10 @@ def _loading_vllm(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A private runtime directory, also for the processes that the test starts."""
-    path = tmp_path / "run"
-    path.mkdir(mode=0o700)
+def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A private runtime directory, also for the processes that the test starts. Short, as a socket's path may
+    have 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="rose-test-"))
     monkeypatch.setenv("ROSE_RUNTIME_DIR", str(path))
-    return path
+    yield path
+    shutil.rmtree(path, ignore_errors=True)  # whoever ends late may be removing its own files

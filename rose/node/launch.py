@@ -24,7 +24,7 @@ from rose.types import Role
 READY_TIMEOUT_S = 900.0
 """A large model's weights take minutes to load from disk."""
 POOL_READY_TIMEOUT_S = 120.0
-STATUS_TIMEOUT_S = 10.0
+STATUS_TIMEOUT_S = 60.0
 
 
 def engine_process(

@@ -26,7 +26,7 @@ from rose.node.pool_page import pools_page, sample_pools
 from rose.node.signals import StopOnSignals
 from rose.types import Deployment
 
-REQUEST_TIMEOUT_S = 2.0
+REQUEST_TIMEOUT_S = 10.0
 COLUMNS = ("worker", "role", "weights", "queue", "slabs", "pressure", "gate", "lost", "tok/s")
 
 

@@ -169,7 +169,7 @@ def test_a_refused_request_and_a_turn_without_end_are_worker_errors(
         refused(prompts, state)
     refused.close()
     server.status = 503
-    endless = rollouts_at(server.url, config, timeout_s=0.3)
+    endless = rollouts_at(server.url, config, timeout_s=4.0)
     with pytest.raises(WorkerError, match=r"not done in .* HTTP 503"):
         endless(prompts, state)
     endless.close()

@@ -154,10 +154,15 @@ def test_bad_sizes_are_refused_and_leave_nothing(
 
 
 def test_a_daemon_that_dies_before_it_answers_is_told_from_a_slow_one(
-    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(PoolError, match="the daemon of pool p did not start within 0 s"):
-        start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir, timeout_s=0)
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(slow))
+        with pytest.raises(PoolError, match="the daemon of pool p did not start within 0 s"):
+            start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir, timeout_s=0)
     monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no interpreter starts with that
     with pytest.raises(PoolError, match="the daemon of pool p ended at once with status 1"):
         start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir)

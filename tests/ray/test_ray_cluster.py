@@ -37,7 +37,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         local = Cluster(initialize_head=True, head_node_args={**nodes, "include_dashboard": False})
         try:
             for _ in range(2):
-                local.add_node(**nodes)
+                local.add_node(wait=False, **nodes)
+            local.wait_for_nodes(timeout=PATIENCE_S)
             services.connect(local.address)
             yield local.address
         finally:

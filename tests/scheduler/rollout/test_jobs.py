@@ -185,6 +185,8 @@ async def test_a_retry_with_the_same_key_shares_the_answer_while_it_is_in_flight
         first = asyncio.create_task(client.post("/v1/completions", BODY, Idempotency_Key="k"))
         await until(lambda: len(worker.requests) == 1)
         second = asyncio.create_task(client.post("/v1/completions", BODY, Idempotency_Key="k"))
+        (shared,) = client.router._service._in_flight._running.values()
+        await until(lambda: shared.num_waiting == 2)
         status, answer = await client.post("/v1/completions", {**BODY, "n": 2}, Idempotency_Key="k")
         assert (status, "another body" in answer["error"]["message"]) == (409, True)
         streamed = {**BODY, "stream": True}

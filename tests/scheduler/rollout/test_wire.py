@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from yarl import URL
 
+from rose.scheduler.rollout import wire as wire_module
 from rose.scheduler.rollout.wire import Answer, Wire
 
 pytestmark = pytest.mark.asyncio
@@ -67,7 +68,10 @@ async def ask(wire: Wire, url: URL, body: bytes = b"{}") -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-async def test_an_answer_is_whole_however_it_is_cut_and_its_connection_is_used_again(size: int) -> None:
+async def test_an_answer_is_whole_however_it_is_cut_and_its_connection_is_used_again(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_module, "KEEPALIVE_S", 3600.0)  # or a moment's stall opens another one
     pieces = [CHUNKED[i : i + size] for i in range(0, len(CHUNKED), size)]
     async with serving(lambda _: pieces) as (server, wire, url):
         for body in (b"{}", b"x" * 100_000):
