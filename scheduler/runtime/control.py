@@ -1,7 +1,8 @@
 """The scheduler's decisions: which call changes what, and what is answered.
 
-Owns: all jobs and the groups' permits, as one state machine. Promises: what a call changes is in the same
-batch as its answers, so a scheduler that ends anywhere loses nothing that it has answered; a call that
+Owns: all jobs and the groups' permits, as one state machine; leases that run out; nodes that are drained. Jobs'
+lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`. Promises: what a call changes is in the
+same batch as its answers, so a scheduler that ends anywhere loses nothing that it has answered; a call that
 arrives twice changes nothing the second time. Pure: takes ``now``, the scheduler's monotonic clock. Never:
 does I/O.
 """
@@ -12,10 +13,8 @@ from typing import Any
 
 import msgspec
 
-from rose.config import parse_config
-from rose.errors import ConfigError, JobRefused, PlacementError
-from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.runtime.channel import Batch
+from rose.scheduler.runtime.job_calls import JobCalls
 from rose.scheduler.runtime.messages import (
     AnyCall,
     Cancel,
@@ -30,16 +29,13 @@ from rose.scheduler.runtime.messages import (
     Release,
     Report,
     Request,
-    Start,
     Status,
     Stop,
     Submit,
 )
 from rose.scheduler.runtime.overview import overview
 from rose.scheduler.runtime.permit_calls import PermitCalls
-from rose.scheduler.runtime.placing import Placed
-from rose.scheduler.runtime.records import JobRecord, JobState
-from rose.scheduler.runtime.spec import RunSpec, ServeSpec
+from rose.scheduler.runtime.spec import ServeSpec
 from rose.scheduler.runtime.state import State
 from rose.scheduler.runtime.tail_calls import TailCalls
 
@@ -59,12 +55,12 @@ class Control:
 
         clock: names the one of all ``now``; on the same one it is known how long phases have been running.
         """
-        self._cluster = cluster
         self._pid = pid
         self._ticked_s = now
         self._state = State(cluster, rows, now, clock)
         self._permits = PermitCalls(self._state, cluster.lease_s)
         self._tails = TailCalls(self._state, self._permits)
+        self._jobs = JobCalls(self._state, self._permits)
 
     # The loop's side ----------------------------------------------------------------------------------------
 
@@ -84,20 +80,20 @@ class Control:
             case Moved():
                 self._tails.moved(client, call, now)
             case Submit():
-                self._submit(client, call, now)
+                self._jobs.submit(client, call, now)
             case Status():
                 self._status(client, call)
             case Overview():
                 body = overview(self._state, self._pid, now)
                 self._state.reply(client, call.seq, body=body)
             case Cancel():
-                self._cancel(client, call, now)
+                self._jobs.cancel(client, call, now)
             case Drain():
                 self._drain(client, call)
             case Hello():
-                self._hello(client, call, now)
+                self._jobs.hello(client, call, now)
             case Exited():
-                self._exited(client, call, now)
+                self._jobs.exited(client, call, now)
             case History():
                 raise ValueError("the history is the channel's, and no decision")
 
@@ -110,7 +106,7 @@ class Control:
                 turns.renew(now)
             for hold in turns.expired(now):
                 if hold.is_stopping:  # and no runner has answered for a whole lease: it is gone as well
-                    self._start_again(hold.job, "lease ran out, and the runner is gone", now)
+                    self._jobs.start_again(hold.job, "lease ran out, and the runner is gone", now)
                     continue
                 hold.is_stopping = True
                 hold.expires_s = now + turns.lease_s
@@ -136,156 +132,7 @@ class Control:
         """What has changed since the last call."""
         return self._state.take_batch()
 
-    # Jobs ---------------------------------------------------------------------------------------------------
-
-    def _submit(self, client: str, call: Submit, now: float) -> None:
-        caller = f"{client}#{call.seq}"
-        name = call.spec.get("name")
-        earlier = self._state.jobs.get(name) if isinstance(name, str) else None
-        if earlier is not None and earlier.submitted_by == caller:
-            self._state.reply(client, call.seq, body={"job": name, "state": earlier.state})
-            return
-        try:
-            spec = parse_config(call.spec, RunSpec, "job")
-            if earlier is not None and not earlier.state.is_over:
-                raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
-            placed, certificate = self._place(spec, now)
-        except (ConfigError, PlacementError, CertificateError) as error:
-            self._state.reply(client, call.seq, str(error))
-            return
-        member = next(each for each in placed.group.members if each.job.name == spec.name)
-        body = {
-            "job": spec.name,
-            "group": placed.group.name,
-            "rollout_nodes": list(member.rollout_nodes),
-            "why": placed.why,
-            "iteration_s": certificate.bounds[spec.name].longest_s,
-            "limit_s": certificate.bounds[spec.name].limit_s,
-        }
-        if call.dry_run:
-            self._state.reply(client, call.seq, body={**body, "state": "would run"})
-            return
-        record = JobRecord(
-            spec=call.spec,
-            group=placed.group.name,
-            rollout_nodes=member.rollout_nodes,
-            why=placed.why,
-            submitted_by=caller,
-            number=max((each.number for each in self._state.jobs.values()), default=0) + 1,
-        )
-        self._state.jobs[spec.name], self._state.specs[spec.name] = record, spec
-        self._state.meter.forget(spec.name)
-        self._state.forget_past(spec.name)
-        self._state.form(placed.group, certificate, now)
-        self._state.event("submitted", spec.name, group=placed.group.name)
-        self._start(spec.name)
-        self._state.reply(client, call.seq, body={**body, "state": record.state})
-
-    def _place(self, spec: RunSpec, now: float) -> tuple[Placed, Certificate]:
-        """A group whose order is certified, with what is held in it now held in turn."""
-        placed = self._state.groups.place(spec, self._state.drained, now)
-        try:
-            return placed, self._certify(placed)
-        except CertificateError:
-            if spec.group is not None:
-                raise
-            placed = self._state.groups.place_alone(spec, now)
-            return placed, self._certify(placed)
-
-    def _certify(self, placed: Placed) -> Certificate:
-        return certify(placed.group, self._state.turns_in(placed.group.name).order_for(placed.group))
-
-    def _start(self, name: str) -> None:
-        """A new attempt. Without a runner it waits for one's Hello."""
-        self._state.changed(name)
-        if self._state.runner is None:
-            return
-        record = self._state.jobs[name]
-        record.attempt += 1
-        self._state.event("started", name, attempt=record.attempt, iteration=record.num_done)
-        self._state.order(
-            Start(job=name, attempt=record.attempt, spec=record.spec, first_iteration=record.num_done)
-        )
-
-    def _start_again(self, name: str, why: str, now: float) -> None:
-        self._free(name, now)
-        self._state.jobs[name].num_restarts += 1
-        self._state.jobs[name].note = why
-        self._start(name)
-
-    def _free(self, name: str, now: float) -> None:
-        """Nobody of this attempt runs: its nodes go to the next."""
-        self._state.turns_of(name).drop(name, now)
-        self._state.meter.dropped(name)
-        self._state.jobs[name].waiting = None
-        self._state.progress.pop(name, None)
-        self._state.changed(name)
-        self._state.changed_group(self._state.jobs[name].group)
-        self._permits.grant(self._state.jobs[name].group, now)
-
-    def _hello(self, client: str, call: Hello, now: float) -> None:
-        self._state.runner, self._state.log_folder = client, call.log_folder
-        self._state.keep("runner:", msgspec.json.encode((client, call.log_folder)))
-        self._state.reply(client, call.seq)
-        for name, attempt in call.running.items():
-            record = self._state.jobs.get(name)
-            if record is None or record.attempt != attempt or record.state is not JobState.RUNNING:
-                self._state.order(Stop(job=name, attempt=attempt))
-        for name, record in self._state.jobs.items():
-            if record.state.is_over or call.running.get(name) == record.attempt:
-                continue
-            if record.state is JobState.CANCELLING:
-                self._end(name, JobState.CANCELLED, "", now)
-            elif record.attempt == 0:
-                self._start(name)
-            else:
-                self._start_again(name, "its runner was started again", now)
-
-    def _exited(self, client: str, call: Exited, now: float) -> None:
-        self._state.reply(client, call.seq)
-        record = self._state.jobs.get(call.job)
-        if record is None or record.attempt != call.attempt or record.state.is_over:
-            return
-        self._state.event("exited", call.job, attempt=call.attempt, exit_status=call.exit_status)
-        num_iterations = self._state.specs[call.job].iterations
-        how = f"attempt {call.attempt} ended with status {call.exit_status}"
-        if record.state is JobState.CANCELLING:
-            self._end(call.job, JobState.CANCELLED, "", now)
-        elif call.exit_status == 0 and record.num_done >= num_iterations:
-            self._end(call.job, JobState.DONE, "", now)
-        elif call.exit_status == 0:
-            note = f"{how} after {record.num_done} of {num_iterations} iterations"
-            self._end(call.job, JobState.FAILED, note, now)
-        elif record.num_crashes >= self._state.specs[call.job].max_restarts:
-            note = f"{how}, the {record.num_crashes + 1}th crash in iteration {record.num_done}"
-            self._end(call.job, JobState.FAILED, note, now)
-        else:
-            record.num_crashes += 1
-            self._start_again(call.job, how, now)
-
-    def _end(self, name: str, state: JobState, note: str, now: float) -> None:
-        record = self._state.jobs[name]
-        record.state, record.note = state, note
-        self._free(name, now)
-        self._state.groups.remove(name)
-        self._state.event(state.value, name)
-        self._state.order(Stop(job=name, attempt=record.attempt, forget=True))
-
-    def _cancel(self, client: str, call: Cancel, now: float) -> None:
-        record = self._state.jobs.get(call.job)
-        if record is None:
-            self._state.reply(client, call.seq, self._state.unknown(call.job))
-            return
-        if record.state is JobState.RUNNING:
-            record.state = JobState.CANCELLING
-            record.waiting = None
-            self._state.changed(call.job)
-            if call.job not in self._state.turns_of(call.job).holds:
-                self._state.turns_of(call.job).drop(call.job, now)  # what it waits for
-            self._state.order(Stop(job=call.job, attempt=record.attempt))
-            if record.attempt == 0:
-                self._end(call.job, JobState.CANCELLED, "", now)
-        self._state.reply(client, call.seq, body={"job": call.job, "state": record.state})
+    # Nodes and answers --------------------------------------------------------------------------------------
 
     def _drain(self, client: str, call: Drain) -> None:
         group = self._state.groups.by_name.get(call.group)
@@ -309,8 +156,6 @@ class Control:
             if call.node == "train" or int(call.node.removeprefix("rollout-")) in member.rollout_nodes
         ]
         self._state.reply(client, call.seq, body={"drained": sorted(drained), "still_used_by": users})
-
-    # Answers ------------------------------------------------------------------------------------------------
 
     def _status(self, client: str, call: Status) -> None:
         if call.job is not None and call.job not in self._state.jobs:

@@ -1,0 +1,180 @@
+"""A job's life: submitted and placed, started, started again after a crash, ended.
+
+Owns: the answers to those who submit and cancel jobs, and to the runner that starts their processes.
+Promises: a job runs only in a group whose order is certified; one that ended gives back its nodes and memory.
+Pure: takes ``now``. Never: starts a process; it tells the runner to.
+"""
+
+import msgspec
+
+from rose.config import parse_config
+from rose.errors import ConfigError, JobRefused, PlacementError
+from rose.scheduler.group.certificate import Certificate, CertificateError, certify
+from rose.scheduler.runtime.messages import Cancel, Exited, Hello, Start, Stop, Submit
+from rose.scheduler.runtime.permit_calls import PermitCalls
+from rose.scheduler.runtime.placing import Placed
+from rose.scheduler.runtime.records import JobRecord, JobState
+from rose.scheduler.runtime.spec import RunSpec
+from rose.scheduler.runtime.state import State
+
+
+class JobCalls:
+    """On one state."""
+
+    def __init__(self, state: State, permits: PermitCalls) -> None:
+        self._state = state
+        self._permits = permits
+
+    def submit(self, client: str, call: Submit, now: float) -> None:
+        """A new job, placed and started; or, dry, only where it would go."""
+        caller = f"{client}#{call.seq}"
+        name = call.spec.get("name")
+        earlier = self._state.jobs.get(name) if isinstance(name, str) else None
+        if earlier is not None and earlier.submitted_by == caller:
+            self._state.reply(client, call.seq, body={"job": name, "state": earlier.state})
+            return
+        try:
+            spec = parse_config(call.spec, RunSpec, "job")
+            if earlier is not None and not earlier.state.is_over:
+                raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
+            placed, certificate = self._place(spec, now)
+        except (ConfigError, PlacementError, CertificateError) as error:
+            self._state.reply(client, call.seq, str(error))
+            return
+        member = next(each for each in placed.group.members if each.job.name == spec.name)
+        body = {
+            "job": spec.name,
+            "group": placed.group.name,
+            "rollout_nodes": list(member.rollout_nodes),
+            "why": placed.why,
+            "iteration_s": certificate.bounds[spec.name].longest_s,
+            "limit_s": certificate.bounds[spec.name].limit_s,
+        }
+        if call.dry_run:
+            self._state.reply(client, call.seq, body={**body, "state": "would run"})
+            return
+        record = JobRecord(
+            spec=call.spec,
+            group=placed.group.name,
+            rollout_nodes=member.rollout_nodes,
+            why=placed.why,
+            submitted_by=caller,
+            number=max((each.number for each in self._state.jobs.values()), default=0) + 1,
+        )
+        self._state.jobs[spec.name], self._state.specs[spec.name] = record, spec
+        self._state.meter.forget(spec.name)
+        self._state.forget_past(spec.name)
+        self._state.form(placed.group, certificate, now)
+        self._state.event("submitted", spec.name, group=placed.group.name)
+        self._start(spec.name)
+        self._state.reply(client, call.seq, body={**body, "state": record.state})
+
+    def _place(self, spec: RunSpec, now: float) -> tuple[Placed, Certificate]:
+        """A group whose order is certified, with what is held in it now held in turn."""
+        placed = self._state.groups.place(spec, self._state.drained, now)
+        try:
+            return placed, self._certify(placed)
+        except CertificateError:
+            if spec.group is not None:
+                raise
+            placed = self._state.groups.place_alone(spec, now)
+            return placed, self._certify(placed)
+
+    def _certify(self, placed: Placed) -> Certificate:
+        return certify(placed.group, self._state.turns_in(placed.group.name).order_for(placed.group))
+
+    def _start(self, name: str) -> None:
+        """A new attempt. Without a runner it waits for one's Hello."""
+        self._state.changed(name)
+        if self._state.runner is None:
+            return
+        record = self._state.jobs[name]
+        record.attempt += 1
+        self._state.event("started", name, attempt=record.attempt, iteration=record.num_done)
+        self._state.order(
+            Start(job=name, attempt=record.attempt, spec=record.spec, first_iteration=record.num_done)
+        )
+
+    def start_again(self, name: str, why: str, now: float) -> None:
+        """A new attempt, behind the last completed iteration."""
+        self._free(name, now)
+        self._state.jobs[name].num_restarts += 1
+        self._state.jobs[name].note = why
+        self._start(name)
+
+    def _free(self, name: str, now: float) -> None:
+        """Nobody of this attempt runs: its nodes go to the next."""
+        self._state.turns_of(name).drop(name, now)
+        self._state.meter.dropped(name)
+        self._state.jobs[name].waiting = None
+        self._state.progress.pop(name, None)
+        self._state.changed(name)
+        self._state.changed_group(self._state.jobs[name].group)
+        self._permits.grant(self._state.jobs[name].group, now)
+
+    def hello(self, client: str, call: Hello, now: float) -> None:
+        """A runner is there: jobs that it does not have are started, what it should not have is stopped."""
+        self._state.runner, self._state.log_folder = client, call.log_folder
+        self._state.keep("runner:", msgspec.json.encode((client, call.log_folder)))
+        self._state.reply(client, call.seq)
+        for name, attempt in call.running.items():
+            record = self._state.jobs.get(name)
+            if record is None or record.attempt != attempt or record.state is not JobState.RUNNING:
+                self._state.order(Stop(job=name, attempt=attempt))
+        for name, record in self._state.jobs.items():
+            if record.state.is_over or call.running.get(name) == record.attempt:
+                continue
+            if record.state is JobState.CANCELLING:
+                self._end(name, JobState.CANCELLED, "", now)
+            elif record.attempt == 0:
+                self._start(name)
+            else:
+                self.start_again(name, "its runner was started again", now)
+
+    def exited(self, client: str, call: Exited, now: float) -> None:
+        """A process has ended: the job is over, or starts again."""
+        self._state.reply(client, call.seq)
+        record = self._state.jobs.get(call.job)
+        if record is None or record.attempt != call.attempt or record.state.is_over:
+            return
+        self._state.event("exited", call.job, attempt=call.attempt, exit_status=call.exit_status)
+        num_iterations = self._state.specs[call.job].iterations
+        how = f"attempt {call.attempt} ended with status {call.exit_status}"
+        if record.state is JobState.CANCELLING:
+            self._end(call.job, JobState.CANCELLED, "", now)
+        elif call.exit_status == 0 and record.num_done >= num_iterations:
+            self._end(call.job, JobState.DONE, "", now)
+        elif call.exit_status == 0:
+            note = f"{how} after {record.num_done} of {num_iterations} iterations"
+            self._end(call.job, JobState.FAILED, note, now)
+        elif record.num_crashes >= self._state.specs[call.job].max_restarts:
+            note = f"{how}, the {record.num_crashes + 1}th crash in iteration {record.num_done}"
+            self._end(call.job, JobState.FAILED, note, now)
+        else:
+            record.num_crashes += 1
+            self.start_again(call.job, how, now)
+
+    def _end(self, name: str, state: JobState, note: str, now: float) -> None:
+        record = self._state.jobs[name]
+        record.state, record.note = state, note
+        self._free(name, now)
+        self._state.groups.remove(name)
+        self._state.event(state.value, name)
+        self._state.order(Stop(job=name, attempt=record.attempt, forget=True))
+
+    def cancel(self, client: str, call: Cancel, now: float) -> None:
+        """Ends a job, as soon as its process has."""
+        record = self._state.jobs.get(call.job)
+        if record is None:
+            self._state.reply(client, call.seq, self._state.unknown(call.job))
+            return
+        if record.state is JobState.RUNNING:
+            record.state = JobState.CANCELLING
+            record.waiting = None
+            self._state.changed(call.job)
+            if call.job not in self._state.turns_of(call.job).holds:
+                self._state.turns_of(call.job).drop(call.job, now)  # what it waits for
+            self._state.order(Stop(job=call.job, attempt=record.attempt))
+            if record.attempt == 0:
+                self._end(call.job, JobState.CANCELLED, "", now)
+        self._state.reply(client, call.seq, body={"job": call.job, "state": record.state})
