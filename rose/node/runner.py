@@ -116,6 +116,8 @@ class Runner:
             attempt=order.attempt,
             first_iteration=order.first_iteration,
             num_iterations=spec.iterations,
+            group=order.group,
+            rollout_nodes=order.rollout_nodes,
             cache_folder=str(self._cache_root / spec.name),
             limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
         )

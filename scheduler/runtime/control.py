@@ -33,6 +33,7 @@ from rose.scheduler.runtime.messages import (
     Stop,
     Submit,
 )
+from rose.scheduler.runtime.move_calls import MoveCalls
 from rose.scheduler.runtime.overview import overview
 from rose.scheduler.runtime.permit_calls import PermitCalls
 from rose.scheduler.runtime.spec import ServeSpec
@@ -60,7 +61,8 @@ class Control:
         self._state = State(cluster, rows, now, clock)
         self._permits = PermitCalls(self._state, cluster.lease_s)
         self._tails = TailCalls(self._state, self._permits)
-        self._jobs = JobCalls(self._state, self._permits)
+        self._moves = MoveCalls(self._state, self._permits)
+        self._jobs = JobCalls(self._state, self._permits, self._moves)
 
     # The loop's side ----------------------------------------------------------------------------------------
 
@@ -68,13 +70,14 @@ class Control:
         """One call."""
         match call:
             case Request():
+                self._moves.arrived(call, now)
                 self._permits.request(client, call, now)
             case Heartbeat():
                 self._permits.heartbeat(client, call, now)
             case Release():
                 self._permits.release(client, call, now)
             case Completed():
-                self._permits.completed(client, call, now)
+                self._moves.completed(client, call, now)
             case Report():
                 self._tails.report(client, call, now)
             case Moved():
@@ -101,7 +104,7 @@ class Control:
         """Leases that ran out: the process is ended first; when it has, or a lease later, its nodes go on."""
         was_away = now - self._ticked_s > AWAY_S
         self._ticked_s = now
-        for group, turns in self._state.turns.items():
+        for group, turns in list(self._state.turns.items()):
             if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
                 turns.renew(now)
             for hold in turns.expired(now):

@@ -10,7 +10,9 @@ import msgspec
 from rose.config import parse_config
 from rose.errors import ConfigError, JobRefused, PlacementError
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
+from rose.scheduler.runtime import accounts
 from rose.scheduler.runtime.messages import Cancel, Exited, Hello, Start, Stop, Submit
+from rose.scheduler.runtime.move_calls import MoveCalls
 from rose.scheduler.runtime.permit_calls import PermitCalls
 from rose.scheduler.runtime.placing import Placed
 from rose.scheduler.runtime.records import JobRecord, JobState
@@ -21,9 +23,10 @@ from rose.scheduler.runtime.state import State
 class JobCalls:
     """On one state."""
 
-    def __init__(self, state: State, permits: PermitCalls) -> None:
+    def __init__(self, state: State, permits: PermitCalls, moves: MoveCalls) -> None:
         self._state = state
         self._permits = permits
+        self._moves = moves
 
     def submit(self, client: str, call: Submit, now: float) -> None:
         """A new job, placed and started; or, dry, only where it would go."""
@@ -66,33 +69,44 @@ class JobCalls:
         self._state.forget_past(spec.name)
         self._state.form(placed.group, certificate, now)
         self._state.event("submitted", spec.name, group=placed.group.name)
-        self._start(spec.name)
+        self._start(spec.name, now)
+        self._moves.rearrange(now)
         self._state.reply(client, call.seq, body={**body, "state": record.state})
 
     def _place(self, spec: RunSpec, now: float) -> tuple[Placed, Certificate]:
         """A group whose order is certified, with what is held in it now held in turn."""
-        placed = self._state.groups.place(spec, self._state.drained, now)
+        residents = self._state.residents(now)
+        placed = self._state.groups.place(spec, self._state.drained, residents, now)
         try:
             return placed, self._certify(placed)
         except CertificateError:
             if spec.group is not None:
                 raise
-            placed = self._state.groups.place_alone(spec, now)
+            placed = self._state.groups.place_alone(spec, residents, now)
             return placed, self._certify(placed)
 
     def _certify(self, placed: Placed) -> Certificate:
         return certify(placed.group, self._state.turns_in(placed.group.name).order_for(placed.group))
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, now: float) -> None:
         """A new attempt. Without a runner it waits for one's Hello."""
         self._state.changed(name)
         if self._state.runner is None:
             return
+        self._moves.switch(name, now, is_warm=False)
         record = self._state.jobs[name]
         record.attempt += 1
+        accounts.started(record, now, self._state.clock)
         self._state.event("started", name, attempt=record.attempt, iteration=record.num_done)
         self._state.order(
-            Start(job=name, attempt=record.attempt, spec=record.spec, first_iteration=record.num_done)
+            Start(
+                job=name,
+                attempt=record.attempt,
+                spec=record.spec,
+                first_iteration=record.num_done,
+                group=record.group,
+                rollout_nodes=list(record.rollout_nodes),
+            )
         )
 
     def start_again(self, name: str, why: str, now: float) -> None:
@@ -100,7 +114,7 @@ class JobCalls:
         self._free(name, now)
         self._state.jobs[name].num_restarts += 1
         self._state.jobs[name].note = why
-        self._start(name)
+        self._start(name, now)
 
     def _free(self, name: str, now: float) -> None:
         """Nobody of this attempt runs: its nodes go to the next."""
@@ -127,7 +141,7 @@ class JobCalls:
             if record.state is JobState.CANCELLING:
                 self._end(name, JobState.CANCELLED, "", now)
             elif record.attempt == 0:
-                self._start(name)
+                self._start(name, now)
             else:
                 self.start_again(name, "its runner was started again", now)
 
@@ -158,9 +172,11 @@ class JobCalls:
         record = self._state.jobs[name]
         record.state, record.note = state, note
         self._free(name, now)
-        self._state.groups.remove(name)
+        self._moves.forget(name)
+        self._state.groups.remove(name, record.group)
         self._state.event(state.value, name)
         self._state.order(Stop(job=name, attempt=record.attempt, forget=True))
+        self._moves.rearrange(now)
 
     def cancel(self, client: str, call: Cancel, now: float) -> None:
         """Ends a job, as soon as its process has."""

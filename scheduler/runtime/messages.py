@@ -133,7 +133,10 @@ class Moved(Call, frozen=True, kw_only=True):
 
 
 class Completed(Call, frozen=True, kw_only=True):
-    """An iteration's state is safe: after a crash the job starts behind it."""
+    """An iteration's state is safe: after a crash the job starts behind it.
+
+    The answer names the job's ``group`` and ``rollout_nodes`` from here on: it may have been moved.
+    """
 
     job: str
     attempt: int
@@ -167,6 +170,8 @@ class Start(Message, frozen=True, kw_only=True):
     attempt: int
     spec: dict[str, Any]
     first_iteration: int
+    group: str
+    rollout_nodes: list[int]
 
 
 class Stop(Message, frozen=True, kw_only=True):

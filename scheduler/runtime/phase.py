@@ -41,6 +41,15 @@ class Progress:
         """From 0. After a crash, the first one that was not completed."""
         self.num_iterations = num_iterations
 
+    @property
+    def rollout_nodes(self) -> tuple[int, ...] | None:
+        """The job's, by their numbers in its group; they change when it is moved, before an iteration.
+
+        None: no scheduler has started this process.
+        """
+        job = running_job()
+        return job.rollout_nodes if job is not None else None
+
     def report(
         self,
         phase: str,

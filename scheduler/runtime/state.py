@@ -14,7 +14,9 @@ import msgspec
 from rose.config import parse_config
 from rose.errors import ConfigError
 from rose.scheduler.cluster.model import Group, Member
+from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate
+from rose.scheduler.runtime import accounts
 from rose.scheduler.runtime.channel import Batch, Outgoing
 from rose.scheduler.runtime.messages import Message, Reply, Start, Stop, encode
 from rose.scheduler.runtime.meter import Meter
@@ -30,7 +32,7 @@ class State:
     def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, clock: str) -> None:
         """``rows``: what an earlier scheduler has committed. ``clock``: the name of that of ``now``."""
         self.cluster = cluster
-        self._clock = clock
+        self.clock = clock
         self.groups = Groups(cluster)
         self.turns: dict[str, Turns] = {}
         self.jobs: dict[str, JobRecord] = {}
@@ -66,6 +68,7 @@ class State:
             elif kind == "runner":
                 self.runner, self.log_folder = msgspec.json.decode(row, type=tuple[str, str])
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
+            accounts.adopted(record, now, clock)
             self._adopt(name, record)
         for group in list(self.groups.by_name.values()):
             turns = self.turns_in(group.name)
@@ -73,9 +76,9 @@ class State:
                 order = msgspec.json.decode(rows[f"order:{group.name}"], type=OrderRow)
                 turns.restore(order, msgspec.json.decode(rows[f"group:{group.name}"], type=TurnsRow), now)
             for member in group.members:
-                waiting = self.jobs[member.job.name].waiting
-                if waiting is not None:
-                    turns.ask(ask_of(member.job.name, waiting))
+                record = self.jobs[member.job.name]
+                if record.waiting is not None and record.group == group.name:
+                    turns.ask(ask_of(member.job.name, record.waiting))
 
     def _adopt(self, name: str, record: JobRecord) -> None:
         """A job of an earlier scheduler, where it was placed."""
@@ -83,10 +86,16 @@ class State:
         self.jobs[name], self.specs[name] = record, spec
         if record.state.is_over:
             return
-        member = Member(job=spec.to_job(self.cluster.pools.to_pools()), rollout_nodes=record.rollout_nodes)
-        num_rollout_nodes, num_train_nodes = self._nodes[record.group]
-        group = self.groups.by_name.get(record.group) or Group(
-            name=record.group, num_rollout_nodes=num_rollout_nodes, num_train_nodes=num_train_nodes
+        self._join(name, record.group, record.rollout_nodes)
+        if record.next_place is not None:
+            self.groups.leaving[name] = record.group
+            self._join(name, record.next_place.group, record.next_place.rollout_nodes)
+
+    def _join(self, name: str, to_group: str, rollout_nodes: tuple[int, ...]) -> None:
+        job = self.specs[name].to_job(self.cluster.pools.to_pools())
+        num_rollout_nodes, num_train_nodes = self._nodes[to_group]
+        group = self.groups.by_name.get(to_group) or Group(
+            name=to_group, num_rollout_nodes=num_rollout_nodes, num_train_nodes=num_train_nodes
         )
         if (group.num_rollout_nodes, group.num_train_nodes) != (num_rollout_nodes, num_train_nodes):
             raise ConfigError(
@@ -94,6 +103,7 @@ class State:
                 f"training nodes, the cluster's file says {group.num_rollout_nodes} and "
                 f"{group.num_train_nodes}; change that when the job is over"
             )
+        member = Member(job=job, rollout_nodes=rollout_nodes)
         self.groups.put(replace(group, members=(*group.members, member)))
 
     # Changes ------------------------------------------------------------------------------------------------
@@ -141,7 +151,22 @@ class State:
 
     def turns_in(self, group: str) -> Turns:
         """A group's permits."""
-        return self.turns.setdefault(group, Turns(self.cluster.lease_s, self._clock))
+        return self.turns.setdefault(group, Turns(self.cluster.lease_s, self.clock))
+
+    def residents(self, now: float) -> dict[str, Resident]:
+        """The jobs that run, as policies see them. A job that named its group stays there."""
+        pools, found = self.cluster.pools.to_pools(), {}
+        for name, record in self.jobs.items():
+            if not record.state.is_over:
+                spec = self.specs[name]
+                found[name] = accounts.resident(
+                    record,
+                    spec.to_job(pools),
+                    may_move=spec.group is None,
+                    pause_s=self.cluster.move_pause_s,
+                    now=now,
+                )
+        return found
 
     # Answers ------------------------------------------------------------------------------------------------
 
@@ -173,6 +198,18 @@ class State:
             "waits_for": record.waiting["phase"] if record.waiting is not None else None,
             "behind": self.turns_of(name).holders_before(name),
             "progress": list(progress) if progress is not None else None,
+            "moving_to": record.next_place.group if record.next_place is not None else None,
+            "moves": [
+                {
+                    "from": {"group": each.from_group, "rollout_nodes": list(each.from_nodes)},
+                    "to": {"group": each.to_group, "rollout_nodes": list(each.to_nodes)},
+                    "why": each.why,
+                    "iteration": each.iteration,
+                    "is_warm": each.is_warm,
+                    "pause_s": each.pause_s,
+                }
+                for each in record.moves
+            ],
             "note": record.note,
         }
 
