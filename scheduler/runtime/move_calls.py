@@ -81,7 +81,12 @@ class MoveCalls:
         self._state.changed(job)
         self._state.changed_group(old)
         self._state.event(
-            "move_begun", job, from_group=old, to_group=place.group, iteration=record.num_done, is_warm=is_warm
+            "move_begun",
+            job,
+            from_group=old,
+            to_group=place.group,
+            iteration=record.num_done,
+            is_warm=is_warm,
         )
         self._permits.grant(old, now)
 

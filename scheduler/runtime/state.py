@@ -68,7 +68,7 @@ class State:
             elif kind == "runner":
                 self.runner, self.log_folder = msgspec.json.decode(row, type=tuple[str, str])
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
-            accounts.adopted(record, now, clock)
+            accounts.adopted(record, now, self.clock)
             self._adopt(name, record)
         for group in list(self.groups.by_name.values()):
             turns = self.turns_in(group.name)
@@ -190,6 +190,7 @@ class State:
             "is_over": record.state.is_over,
             "log": f"{self.log_folder}/{name}.log",
             "group": record.group,
+            "rollout_nodes": list(record.rollout_nodes),
             "why": record.why,
             "iterations": [record.num_done, spec.iterations],
             "attempt": record.attempt,

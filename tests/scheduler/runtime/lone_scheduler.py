@@ -32,10 +32,12 @@ class Scheduler:
         self.seq = 0
         self.control = Control(self.cluster, {}, self.now, 1, "clock 1")
 
-    def restart(self, now: float) -> None:
+    def restart(self, now: float, clock: str | None = None) -> None:
         """A new scheduler, whose clock may be far from the old one's."""
         self.now = now
-        self.control = Control(self.cluster, self.rows, now, 2, f"clock of {now}")
+        self.control = Control(
+            self.cluster, self.rows, now, 2, clock if clock is not None else f"clock of {now}"
+        )
 
     def call(self, kind: type[AnyCall], client: str = "job", **fields: Any) -> list[AnyAnswer]:
         """What all clients are told."""

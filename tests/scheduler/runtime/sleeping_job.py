@@ -1,6 +1,6 @@
 """A job of the tests: phases that sleep, a log of who ran when, a checkpoint per iteration.
 
-``sleeping_job.py FOLDER ROLLOUT_S TRAIN_S``
+``sleeping_job.py FOLDER ROLLOUT_S TRAIN_S``. While there is a FOLDER/hold-NAME, its trainings don't end.
 """
 
 import json
@@ -23,9 +23,11 @@ weights = ArraySet()
 
 
 def note(phase: str, iteration: int, begin_s: float) -> None:
+    assert job is not None
     line = {
         "job": NAME,
         "pid": os.getpid(),
+        "group": job.group,
         "phase": phase,
         "iteration": iteration,
         "begin_s": begin_s,
@@ -48,6 +50,8 @@ def train(iteration: int) -> None:
     if not weights.arrays:
         weights.arrays = {"step": np.zeros(1, np.int64)}
     time.sleep(train_s)
+    while (folder / f"hold-{NAME}").exists():
+        time.sleep(0.01)
     weights.arrays["step"] += 1
     note("train", iteration, begin_s)
 
