@@ -5,6 +5,7 @@ is started again and its jobs don't notice, but for a wait; when this process en
 decides.
 """
 
+import argparse
 import logging
 import os
 import sys
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     with StopOnSignals():
         node.start()
         try:
-            _run(node, page, arguments.channel, folder, settings)
+            _run(node, page, arguments, folder, settings)
         finally:
             if page is not None:
                 page.stop()
@@ -91,8 +92,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(
-    node: ScheduledNode, page: DashboardProcess | None, channel: str, folder: Path, settings: Settings
+    node: ScheduledNode,
+    page: DashboardProcess | None,
+    arguments: argparse.Namespace,
+    folder: Path,
+    settings: Settings,
 ) -> None:
+    channel: str = arguments.channel
+
     def check() -> None:
         node.check()
         if page is not None:
@@ -100,13 +107,20 @@ def _run(
 
     with ControlClient(_joined(channel), START_S) as client:
         _wait_for(node, client)
-        # By channel: jobs of two schedulers on one host may have the same name.
-        cache_root = settings.staging_root / "jobs" / f"{zlib.crc32(channel.encode()):08x}"
-        runner = Runner(client, channel, folder, cache_root)
+        if arguments.agents:
+            while True:
+                check()
+                time.sleep(POLL_S)
+        runner = Runner(client, channel, folder, cache_root(settings, channel))
         try:
             runner.run(check)
         finally:
             runner.close()
+
+
+def cache_root(settings: Settings, channel: str, host: str = "") -> Path:
+    """By channel and host: jobs of two schedulers or agents on one machine may have the same name."""
+    return settings.staging_root / "jobs" / f"{zlib.crc32(f'{channel}{host}'.encode()):08x}"
 
 
 def _joined(channel: str) -> ClientSide:
@@ -142,6 +156,11 @@ def _parser(settings: Settings) -> CommandParser:
     )
     parser.add_argument(
         "--folder", type=Path, default=settings.runtime_dir / "jobs", help="job files and logs (%(default)s)"
+    )
+    parser.add_argument(
+        "--agents",
+        action="store_true",
+        help="run no job on this machine: on the nodes of `rose sched agent` on others",
     )
     parser.add_argument(
         "--http",

@@ -24,6 +24,7 @@ class Subcommand:
 _RUNTIME = "rose.scheduler.runtime.commands"
 SUBCOMMANDS = (
     Subcommand(name="serve", module="rose.node.sched", summary="schedule jobs, and run them on this machine"),
+    Subcommand(name="agent", module="rose.node.sched_agent", summary="run jobs on this host's nodes"),
     Subcommand(name="submit", module=_RUNTIME, function="submit", summary="place a job and start it"),
     Subcommand(name="status", module=_RUNTIME, function="status", summary="jobs, and what they wait for"),
     Subcommand(

@@ -130,7 +130,8 @@ class RunningJob:
         """The iteration's state is safe: the next attempt starts behind it. Waits until this is recorded.
 
         From here on, the job may be in another group: what its phases keep is in host memory, and the next
-        ones load it on the nodes of that. Raises: PermitLost if this attempt has been replaced.
+        ones load it on the nodes of that. Raises: SystemExit where those are on another host; PermitLost if
+        this attempt has been replaced.
         """
         reply = self._client.ask(
             Completed(
@@ -147,6 +148,8 @@ class RunningJob:
         if (group, nodes) != (self.group, self.rollout_nodes):
             logger.info("moved from=%s%s to=%s%s", self.group, self.rollout_nodes, group, nodes)
             self.group, self.rollout_nodes = group, nodes
+        if reply.body["ends"]:
+            raise SystemExit(0)
 
     def report(
         self,

@@ -17,7 +17,7 @@ from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.model import Group, SloKind
 from rose.scheduler.cluster.placements import EPSILON
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
-from rose.scheduler.runtime.messages import Completed, Request
+from rose.scheduler.runtime.messages import Completed, Request, Stop
 from rose.scheduler.runtime.permit_calls import PermitCalls
 from rose.scheduler.runtime.placing import Rearranged, Residents, Target
 from rose.scheduler.runtime.records import MoveRecord, NextPlace
@@ -49,11 +49,28 @@ class MoveCalls:
         if refusal is not None:
             self._state.reply(client, call.seq, refusal)
             return
-        if self._state.jobs[call.job].num_done < self._state.specs[call.job].iterations:
-            self.switch(call.job, now, is_warm=True)
         record = self._state.jobs[call.job]
-        body = {"group": record.group, "rollout_nodes": list(record.rollout_nodes)}
+        if record.num_done < self._state.specs[call.job].iterations:
+            self._leave(call.job, now)
+        body = {
+            "group": record.group,
+            "rollout_nodes": list(record.rollout_nodes),
+            "ends": record.is_leaving,
+        }
         self._state.reply(client, call.seq, body=body)
+
+    def _leave(self, job: str, now: float) -> None:
+        """A process stays on its host: on another one, the job's next attempt goes on."""
+        record = self._state.jobs[job]
+        if record.next_place is None:
+            return
+        hosts = self._state.hosts_of(record.next_place.group, record.next_place.rollout_nodes)
+        if hosts is None:  # none for its nodes there at the moment
+            return
+        record.is_leaving = hosts[0] != record.host
+        self.switch(job, now, is_warm=not record.is_leaving)
+        if record.is_leaving:
+            self._state.order(Stop(job=job, attempt=record.attempt, forget=True))
 
     def switch(self, job: str, now: float, *, is_warm: bool) -> None:
         """The job is between two iterations: if it is to move, it does now."""
@@ -133,7 +150,7 @@ class MoveCalls:
             self._state.event(
                 "move_decided", target.job, from_group=record.group, to_group=target.group.name, reason=why
             )
-            if record.attempt == 0:
+            if record.host is None:
                 self.switch(target.job, now, is_warm=False)
         return True
 

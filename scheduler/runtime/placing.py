@@ -61,6 +61,8 @@ class Groups:
     by_name: dict[str, Group] = field(default_factory=dict)
     leaving: dict[str, str] = field(default_factory=dict)
     """By job, the group that it is still in, and that it leaves for another one."""
+    offered: Mapping[str, int | None] = field(default_factory=dict)
+    """Nodes that hosts have, by kind; None: no end of them."""
 
     def __post_init__(self) -> None:
         for name, nodes in self.spec.groups.items():
@@ -146,7 +148,7 @@ class Groups:
         """What the policies look at: groups of these names, and of the pools what the others leave."""
         seen = [self._stay(self.by_name[name]) for name in names]
         others = [group for name, group in self.by_name.items() if name not in names and group.members]
-        cluster = Cluster(_without(self.spec.pools.to_pools(), others), pause_s=self.spec.move_pause_s)
+        cluster = Cluster(_without(self._pools(), others), pause_s=self.spec.move_pause_s)
         for group in seen:
             for member in group.members:
                 cluster.submit(member.job, now)
@@ -154,6 +156,19 @@ class Groups:
             if group.members:
                 cluster.apply(Plan(groups=(compact(group),)), now)
         return cluster
+
+    def _pools(self) -> Pools:
+        """As large as the file says, or as the hosts that live have nodes; never less than is in use."""
+        pools, groups = self.spec.pools.to_pools(), list(self.by_name.values())
+        used = {
+            "rollout": sum(group.num_rollout_nodes for group in groups if group.members),
+            "train": sum(group.num_train_nodes for group in groups if group.members),
+        }
+        sizes = {}
+        for kind, pool in (("rollout", pools.rollout), ("train", pools.train)):
+            known = [each for each in (pool.num_nodes, self.offered.get(kind)) if each is not None]
+            sizes[kind] = replace(pool, num_nodes=max(min(known), used[kind]) if known else None)
+        return replace(pools, rollout=sizes["rollout"], train=sizes["train"])
 
     def _stay(self, group: Group) -> Group:
         stay = (each for each in group.members if self.leaving.get(each.job.name) != group.name)

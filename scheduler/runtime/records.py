@@ -68,6 +68,10 @@ class JobRecord(msgspec.Struct, kw_only=True):
     state: JobState = JobState.RUNNING
     attempt: int = 0
     """0: never started."""
+    host: str | None = None
+    """Whose runner has its process; None: nobody's, it waits for nodes."""
+    is_leaving: bool = False
+    """Its process ends, for the job goes on on another host."""
     num_done: int = 0
     """Iterations that are safe."""
     num_crashes: int = 0

@@ -107,6 +107,8 @@ class ServeSpec(Section):
     groups: dict[str, GroupSpec] = Field(default_factory=dict)
     lease_s: float = Field(default=10.0, gt=0)
     """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
+    host_lease_s: float = Field(default=30.0, gt=0)
+    """An agent that has been silent for this long is dead, and its jobs go on on other hosts' nodes."""
 
     @field_validator("policy")
     @classmethod

@@ -18,6 +18,7 @@ from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate
 from rose.scheduler.runtime import accounts
 from rose.scheduler.runtime.channel import Batch, Outgoing
+from rose.scheduler.runtime.hosts import KINDS, Host, Hosts
 from rose.scheduler.runtime.messages import Message, Reply, Start, Stop, encode
 from rose.scheduler.runtime.meter import Meter
 from rose.scheduler.runtime.placing import Groups
@@ -40,8 +41,7 @@ class State:
         self.drained: dict[str, list[str]] = {}
         self._nodes: dict[str, tuple[int, int]] = {}
         """Of each group, for rollout and for training; kept when it is gone."""
-        self.runner: str | None = None
-        self.log_folder = ""
+        self.hosts = Hosts()
         self.meter = Meter(now)
         self.progress: dict[str, tuple[int, int]] = {}
         self.past: dict[str, list[list[int]]] = {}
@@ -65,11 +65,14 @@ class State:
                 self.drained[name] = msgspec.json.decode(row, type=list[str])
             elif kind == "past":
                 self.past[name] = msgspec.json.decode(row, type=list[list[int]])
-            elif kind == "runner":
-                self.runner, self.log_folder = msgspec.json.decode(row, type=tuple[str, str])
+            elif kind == "host":
+                self.hosts.by_name[name] = msgspec.json.decode(row, type=Host)
+            elif kind == "homes":
+                self.hosts.homes = msgspec.json.decode(row, type=dict[str, dict[str, str]])
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
             accounts.adopted(record, now, self.clock)
             self._adopt(name, record)
+        self.settle()
         for group in list(self.groups.by_name.values()):
             turns = self.turns_in(group.name)
             if f"group:{group.name}" in rows:
@@ -125,12 +128,23 @@ class State:
         if self.past.pop(job, None) is not None:
             self._batch.rows[f"past:{job}"] = None
 
+    def settle(self) -> None:
+        """Nodes that groups use get hosts, and those that they don't use lose theirs."""
+        if self.hosts.settle(self.groups.by_name):
+            self.keep("homes:", msgspec.json.encode(self.hosts.homes))
+        self.groups.offered = {kind: self.hosts.total(kind) for kind in KINDS}
+
+    def hosts_of(self, group: str, rollout_nodes: tuple[int, ...]) -> list[str] | None:
+        """Of a member's nodes, that of its process first; None: some of the nodes have none."""
+        return self.hosts.of_job(group, rollout_nodes, self.groups.by_name[group].num_train_nodes)
+
     def form(self, group: Group, certificate: Certificate, now: float) -> None:
         """The group has these members from now on, in the order that is certified."""
         self.groups.put(group)
         nodes = (group.num_rollout_nodes, group.num_train_nodes)
         self._nodes[group.name] = nodes
         self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
+        self.settle()
         self.turns_in(group.name).form(group, certificate, now)
         self._batch.rows[f"order:{group.name}"] = msgspec.json.encode(self.turns[group.name].rows()[0])
         self.changed_group(group.name)
@@ -188,7 +202,8 @@ class State:
             "name": name,
             "state": record.state,
             "is_over": record.state.is_over,
-            "log": f"{self.log_folder}/{name}.log",
+            "host": record.host,
+            "log": f"{self._log_folder(record.host)}/{name}.log",
             "group": record.group,
             "rollout_nodes": list(record.rollout_nodes),
             "why": record.why,
@@ -214,6 +229,9 @@ class State:
             "note": record.note,
         }
 
+    def _log_folder(self, host: str | None) -> str:
+        return self.hosts.by_name[host].log_folder if host is not None else ""
+
     def unknown(self, job: str) -> str:
         return f"no job {job!r}; there are {', '.join(self.jobs) or 'none'}"
 
@@ -223,8 +241,10 @@ class State:
         self.send(client, Reply(seq=seq, error=error, body=body if body is not None else {}))
 
     def order(self, order: Start | Stop) -> None:
-        if self.runner is not None:
-            self.send(self.runner, order)
+        """To the runner that has the job's process."""
+        host = self.jobs[order.job].host
+        if host is not None:
+            self.send(self.hosts.by_name[host].client, order)
 
     def send(self, client: str, message: Message) -> None:
         self._batch.outgoing.append(Outgoing(client=client, body=encode(message)))
