@@ -183,13 +183,24 @@ def _print(body: dict[str, Any]) -> None:
 
 def _table(jobs: Sequence[dict[str, Any]]) -> Table:
     table = Table(
-        "job", "state", "group", "iterations", "holds", "waits for", "behind", "restarts", "moves", "note"
+        "job",
+        "state",
+        "group",
+        "host",
+        "iterations",
+        "holds",
+        "waits for",
+        "behind",
+        "restarts",
+        "moves",
+        "note",
     )
     for job in jobs:
         table.add_row(
             job["name"],
             job["state"],
             job["group"],
+            job["host"] if job["host"] is not None else "",
             "{} of {}".format(*job["iterations"]),
             job["holds"] if job["holds"] is not None else "",
             job["waits_for"] if job["waits_for"] is not None else "",

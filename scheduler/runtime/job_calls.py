@@ -163,6 +163,7 @@ class JobCalls:
         self._state.hosts.by_name[call.host] = host
         self._state.hosts.heard_s[call.host] = now
         self._state.keep(f"host:{call.host}", msgspec.json.encode(host))
+        self._state.settle()
         self._state.reply(client, call.seq)
         for name, attempt in call.running.items():
             record = self._state.jobs.get(name)
@@ -198,6 +199,7 @@ class JobCalls:
         dead = self._state.hosts.by_name[host]
         dead.is_alive = False
         self._state.keep(f"host:{host}", msgspec.json.encode(dead))
+        self._state.settle()
         self._state.event("host_lost", "", host=host)
         logger.warning("host lost name=%s jobs=%s", host, ",".join(lost))
         for name in lost:

@@ -8,6 +8,7 @@ from rose.scheduler.runtime.messages import AnyAnswer, AnyCall, Reply, Request, 
 from rose.scheduler.runtime.spec import ServeSpec
 
 LEASE_S = 10.0
+HOUR_S = 3600.0
 
 
 def spec_of(name: str, rollout_s: float = 1.0) -> dict[str, Any]:
@@ -20,6 +21,12 @@ def spec_of(name: str, rollout_s: float = 1.0) -> dict[str, Any]:
         "max_tokens": 1024,
         "iterations": 3,
     }
+
+
+def long_job(name: str, slo: float = 1.2, **fields: Any) -> dict[str, Any]:
+    """Two of these fill a group's nodes."""
+    phases = {"rollout": {"seconds": HOUR_S}, "train": {"seconds": HOUR_S, "memory_gb": 100}}
+    return {**spec_of(name), "phases": phases, "group": None, "slo": slo, "iterations": 100, **fields}
 
 
 class Scheduler:

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from lone_scheduler import Scheduler, only, spec_of
+from lone_scheduler import HOUR_S, Scheduler, long_job, only
 
 from rose.scheduler.runtime.messages import (
     AnyAnswer,
@@ -20,14 +20,7 @@ from rose.scheduler.runtime.messages import (
     Status,
 )
 
-HOUR_S = 3600.0
 PAUSE_S = 60.0
-
-
-def long_job(name: str, slo: float = 1.2, **fields: Any) -> dict[str, Any]:
-    """Two of these fill a group's nodes."""
-    phases = {"rollout": {"seconds": HOUR_S}, "train": {"seconds": HOUR_S, "memory_gb": 100}}
-    return {**spec_of(name), "phases": phases, "group": None, "slo": slo, "iterations": 100, **fields}
 
 
 class Moving:
@@ -77,7 +70,7 @@ def test_a_job_ends_its_iteration_where_it_is_and_goes_on_in_the_other_group() -
     moving.run_phase(mover, "rollout")
     assert moving.groups()[old] == {mover: [0]}
     moving.run_phase(mover, "train")
-    assert moving.complete(mover) == {"group": new, "rollout_nodes": [0]}
+    assert moving.complete(mover) == {"group": new, "rollout_nodes": [0], "ends": False}
     assert moving.groups() == {new: {"a": [0], "b": [0]}}, "the other group's nodes are given back"
     moving.scheduler.wait(5.0)
     other = "b" if mover == "a" else "a"
@@ -115,7 +108,9 @@ def test_a_scheduler_that_is_killed_in_the_middle_of_a_move_goes_on_with_it(
     maybe_restart("trained")
     place = moving.complete(mover)
     maybe_restart("begun")
-    assert moving.complete(mover) == place == {"group": new, "rollout_nodes": [0]}, "asked again"
+    assert moving.complete(mover) == place == {"group": new, "rollout_nodes": [0], "ends": False}, (
+        "asked again"
+    )
     moving.scheduler.wait(2.0)
     only(Grant, moving.scheduler.request(mover, "rollout", 1))
     maybe_restart("arrived")
