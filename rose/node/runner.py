@@ -1,4 +1,4 @@
-"""The runner: starts and ends the processes of whole RL jobs, as the cluster scheduler orders.
+"""A host's runner: starts and ends the processes of whole RL jobs, as the cluster scheduler orders.
 
 Owns: one process group per attempt, its job file and its log, and the host memory of jobs that are over.
 Promises: a job's death is reported when all of its process group is gone, so that its nodes are free indeed;
@@ -21,7 +21,7 @@ from rose.config import parse_config
 from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.client import ControlClient
 from rose.scheduler.runtime.job import JobFile
-from rose.scheduler.runtime.messages import AnyAnswer, Exited, Hello, Start, Stop
+from rose.scheduler.runtime.messages import Alive, AnyAnswer, Exited, Hello, Reply, Start, Stop
 from rose.scheduler.runtime.recording import Recording
 from rose.scheduler.runtime.spec import RunSpec
 
@@ -31,6 +31,8 @@ POLL_S = 0.05
 """How late a job's death is noticed at most."""
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL of a job that is told to end."""
+BEAT_S = 1.0
+"""Of an agent; the scheduler's `host_lease_s` is many of these."""
 START_FAILED_STATUS = 127
 """What a shell reports for a command that could not be run."""
 
@@ -43,6 +45,14 @@ class _Attempt:
     """When it gets SIGKILL, once it was told to end."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A host's nodes, by kind, for groups to use."""
+
+    host: str
+    num_nodes: dict[str, int]
+
+
 class Runner:
     """All jobs of one host. One thread."""
 
@@ -52,14 +62,19 @@ class Runner:
         channel: str,
         folder: Path,
         cache_root: Path,
+        *,
+        offer: Offer | None = None,
         recording: Recording | None = None,
     ) -> None:
         """folder: job files and logs. cache_root: where suspended phases keep their state.
 
+        offer: of an agent; None: the scheduler's own runner, for all nodes that are asked for.
         recording: jobs are run for their profile.
         """
         self._client = client
         self._channel = channel
+        self._offer = offer
+        self._beaten_s = time.monotonic()
         self._folder = folder
         self._cache_root = cache_root
         self._recording = recording
@@ -77,11 +92,17 @@ class Runner:
         with contextlib.suppress(queue.Empty):
             self._follow(self._client.unasked.get(timeout=POLL_S))
         self._bury()
+        self._beat()
 
     def pid_of(self, job: str) -> int | None:
         """Of the leader of its process group; None: it does not run."""
         attempt = self._running.get(job)
         return attempt.process.pid if attempt is not None else None
+
+    def _beat(self) -> None:
+        if self._offer is not None and time.monotonic() - self._beaten_s >= BEAT_S:
+            self._beaten_s = time.monotonic()
+            self._client.tell(Alive(seq=self._client.next_seq(), host=self._offer.host))
 
     def close(self) -> None:
         """Ends all jobs' processes; the scheduler starts them again for the next runner."""
@@ -96,11 +117,14 @@ class Runner:
     def _hello(self) -> None:
         running = {name: attempt.number for name, attempt in self._running.items()}
         logs = str(self._folder / "logs")
-        self._client.tell(Hello(seq=self._client.next_seq(), running=running, log_folder=logs))
+        hello = Hello(seq=self._client.next_seq(), running=running, log_folder=logs)
+        if self._offer is not None:
+            hello = msgspec.structs.replace(hello, host=self._offer.host, num_nodes=self._offer.num_nodes)
+        self._client.tell(hello)
 
     def _follow(self, order: AnyAnswer | None) -> None:
         match order:
-            case None:  # orders may have been missed
+            case None | Reply():  # orders may have been missed; or the scheduler holds us for dead
                 self._hello()
             case Start():
                 self._start(order)
@@ -110,6 +134,7 @@ class Runner:
                 raise AssertionError(f"not an order: {order}")
 
     def _start(self, order: Start) -> None:
+        self._bury()  # what was to end at once may be on the same nodes
         before = self._running.get(order.job)
         if before is not None:
             if before.number == order.attempt:
@@ -139,6 +164,8 @@ class Runner:
             attempt=order.attempt,
             first_iteration=order.first_iteration,
             num_iterations=spec.iterations,
+            group=order.group,
+            rollout_nodes=order.rollout_nodes,
             cache_folder=str(self._cache_root / spec.name),
             limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
             recording=self._recording,

@@ -5,6 +5,7 @@ is started again and its jobs don't notice, but for a wait; when this process en
 decides.
 """
 
+import argparse
 import logging
 import os
 import sys
@@ -86,11 +87,6 @@ class ScheduledNode:
         self._scheduler.stop()
 
 
-def cache_root(settings: Settings, channel: str) -> Path:
-    """Where the jobs of this channel keep their suspended state: on one host, two may have the same name."""
-    return settings.staging_root / "jobs" / f"{zlib.crc32(channel.encode()):08x}"
-
-
 def main(argv: Sequence[str]) -> int:
     """``rose sched serve [CLUSTER.yaml]``."""
     settings = Settings.from_environment()
@@ -102,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     with StopOnSignals():
         node.start()
         try:
-            _run(node, page, arguments.channel, folder, settings)
+            _run(node, page, arguments, folder, settings)
         finally:
             if page is not None:
                 page.stop()
@@ -111,8 +107,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(
-    node: ScheduledNode, page: DashboardProcess | None, channel: str, folder: Path, settings: Settings
+    node: ScheduledNode,
+    page: DashboardProcess | None,
+    arguments: argparse.Namespace,
+    folder: Path,
+    settings: Settings,
 ) -> None:
+    channel: str = arguments.channel
+
     def check() -> None:
         node.check()
         if page is not None:
@@ -120,11 +122,20 @@ def _run(
 
     with ControlClient(joined(channel), START_S) as client:
         node.wait_ready(client)
+        if arguments.agents:
+            while True:
+                check()
+                time.sleep(POLL_S)
         runner = Runner(client, channel, folder, cache_root(settings, channel))
         try:
             runner.run(check)
         finally:
             runner.close()
+
+
+def cache_root(settings: Settings, channel: str, host: str = "") -> Path:
+    """By channel and host: jobs of two schedulers or agents on one machine may have the same name."""
+    return settings.staging_root / "jobs" / f"{zlib.crc32(f'{channel}{host}'.encode()):08x}"
 
 
 def joined(channel: str) -> ClientSide:
@@ -146,6 +157,11 @@ def _parser(settings: Settings) -> CommandParser:
     )
     parser.add_argument(
         "--folder", type=Path, default=settings.runtime_dir / "jobs", help="job files and logs (%(default)s)"
+    )
+    parser.add_argument(
+        "--agents",
+        action="store_true",
+        help="run no job on this machine: on the nodes of `rose sched agent` on others",
     )
     parser.add_argument(
         "--http",

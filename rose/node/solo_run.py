@@ -57,7 +57,7 @@ def measure(spec: RunSpec, num_iterations: int, *, timeout_s: float, settings: S
             with ControlClient(joined(channel), START_S) as client:
                 node.wait_ready(client)
                 with closing(
-                    Runner(client, channel, folder, cache_root(settings, channel), recording)
+                    Runner(client, channel, folder, cache_root(settings, channel), recording=recording)
                 ) as runner:
                     run = _Run(spec, num_iterations, node, client, runner, Path(recording.path), log)
                     return run.to_the_end(timeout_s)

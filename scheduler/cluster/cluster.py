@@ -27,6 +27,8 @@ class Plan:
 
     groups: tuple[Group, ...]
     moved: tuple[str, ...] = ()
+    gain_dollars: float = 0.0
+    """Of the moves, until all whom they concern have left; their pauses are paid."""
 
 
 class Cluster:

@@ -25,6 +25,7 @@ _RUNTIME = "rose.scheduler.runtime.commands"
 SUBCOMMANDS = (
     Subcommand(name="serve", module="rose.node.sched", summary="schedule jobs, and run them on this machine"),
     Subcommand(name="profile", module="rose.node.job_profile", summary="measure a job's phases for its file"),
+    Subcommand(name="agent", module="rose.node.sched_agent", summary="run jobs on this host's nodes"),
     Subcommand(name="submit", module=_RUNTIME, function="submit", summary="place a job and start it"),
     Subcommand(name="status", module=_RUNTIME, function="status", summary="jobs, and what they wait for"),
     Subcommand(

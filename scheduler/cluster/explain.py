@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose.arguments import CommandParser
-from rose.config import load_yaml
+from rose.config import Settings, load_yaml
 from rose.errors import ConfigError
 from rose.scheduler.cluster.borrowed import lend
 from rose.scheduler.cluster.choice import POLICIES
@@ -21,17 +21,31 @@ from rose.scheduler.cluster.spec import ClusterSpec
 
 
 def main(argv: Sequence[str]) -> int:
-    """Places the file's jobs in order, and explains the last or the named one."""
+    """Places the file's jobs in order, and explains the last or the named one; or explains one that runs."""
     parser = CommandParser(
         "rose sched explain",
-        "Place the jobs of a file in order; say of one why it goes where it goes.",
-        "rose sched explain cluster.yaml --job math-7b",
+        "Why a job runs where it runs, and how it came there; or, of the jobs in a file, where one would go.",
+        "rose sched explain --job math-7b",
     )
-    parser.add_argument("cluster", type=Path, metavar="CLUSTER.yaml")
-    parser.add_argument("--job", metavar="NAME", help="this one instead of the last")
+    parser.add_argument(
+        "cluster", nargs="?", type=Path, metavar="CLUSTER.yaml", help="place these jobs, in order"
+    )
+    parser.add_argument("--job", metavar="NAME", help="of a file: this one instead of the last")
+    parser.add_argument(
+        "--channel",
+        default=Settings.from_environment().channel_url,
+        help="of the scheduler that runs the job, without a file (%(default)s, from ROSE_CHANNEL)",
+    )
     parser.add_argument("--policy", choices=sorted(set(POLICIES) - {"exact"}), default="lifetime")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(list(argv))
+    if arguments.cluster is None:
+        if arguments.job is None:
+            parser.error("which job? name one that runs with --job, or a CLUSTER.yaml")
+        # A running scheduler stands above the policies.
+        from rose.scheduler.runtime.commands import explain_running
+
+        return explain_running(arguments.job, arguments.channel, as_json=arguments.json)
     spec = load_yaml(arguments.cluster, ClusterSpec)
     jobs = spec.to_jobs()
     names = [job.name for job in jobs]

@@ -72,7 +72,7 @@ class Lifetime:
                 # What a pair saves is known only when both have gone.
                 most = cost if is_pair else saved - best_gain
                 paused = mover.at(now_s).paused(cluster.pause_s)
-                if most <= 0 or paused.limit_s < mover.job.solo_s:
+                if mover.stays or most <= 0 or paused.limit_s < mover.job.solo_s:
                     continue
                 target = self._best(cluster, paused, now_s, most, leave=group.name)
                 if target is None:
@@ -80,14 +80,19 @@ class Lifetime:
                 targets.append(target)
                 if saved - target.dollars > best_gain:
                     best_gain = saved - target.dollars
-                    best = Plan(groups=(target.placement.group, rest), moved=(mover.job.name,))
+                    best = Plan(
+                        groups=(target.placement.group, rest),
+                        moved=(mover.job.name,),
+                        gain_dollars=best_gain,
+                    )
             if is_pair and len(targets) == 2 and cost - sum(each.dollars for each in targets) > best_gain:
                 after = [target.placement.group for target in targets]
                 given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0, periods_s=())
                 moved = tuple(target.placement.job.name for target in targets)
-                pair = Plan(groups=(*after, given_back), moved=moved)
+                gain = cost - sum(each.dollars for each in targets)
+                pair = Plan(groups=(*after, given_back), moved=moved, gain_dollars=gain)
                 if after[0].name != after[1].name and cluster.has_nodes_for(pair):
-                    best_gain, best = cost - sum(each.dollars for each in targets), pair
+                    best_gain, best = gain, pair
         return best
 
     # Where to ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ class Resident:
     """A job as of `since_s`: `work_s` of solo time are left, and the SLO allows `bank_s` more than was used.
 
     `slowdown`: seconds of time per second of solo work, as promised by its group. `keeps_end`: the job leaves
-    at a fixed time whatever its slowdown, as the papers' simulations have it.
+    at a fixed time whatever its slowdown, as the papers' simulations have it. `stays`: it is not to be moved.
     """
 
     job: Job
@@ -28,6 +28,7 @@ class Resident:
     bank_s: float = 0.0
     slowdown: float = 1.0
     keeps_end: bool = False
+    stays: bool = False
 
     @property
     def pace(self) -> float:

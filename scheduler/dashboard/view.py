@@ -122,7 +122,7 @@ def _job(
         "holds",
         "held_s",
     )
-    more = ("waits_for", "waited_s", "behind", "progress", "note", "log")
+    more = ("waits_for", "waited_s", "behind", "progress", "note", "log", "moving_to", "moves")
     return {
         **{key: facts[key] for key in (*kept, *more)},
         "solo_s": job.solo_s,

@@ -59,6 +59,30 @@ def status(argv: Sequence[str]) -> int:
     return 0
 
 
+def explain_running(job: str, channel: str, *, as_json: bool) -> int:
+    """``rose sched explain --job JOB``."""
+    with _client(channel) as client:
+        [found] = _ask(client, Status(seq=client.next_seq(), job=job))["jobs"]
+    report = {
+        key: found[key] for key in ("name", "state", "group", "rollout_nodes", "why", "moving_to", "moves")
+    }
+    if as_json:
+        _print(report)
+        return 0
+    nodes = ", ".join(map(str, found["rollout_nodes"]))
+    print(f"{job} is {found['state']} in {found['group']}, on rollout nodes {nodes}: {found['why']}")
+    for move in found["moves"]:
+        pause = f"{move['pause_s']:.1f} s" if move["pause_s"] is not None else "not over yet"
+        start = "warm" if move["is_warm"] else "cold"
+        print(
+            f"  before iteration {move['iteration']} from {move['from']['group']} to {move['to']['group']}, "
+            f"{start}, pause {pause}: {move['why']}"
+        )
+    if found["moving_to"] is not None:
+        print(f"  goes to {found['moving_to']} when its iteration {found['iterations'][0]} is done")
+    return 0
+
+
 def events(argv: Sequence[str]) -> int:
     """``rose sched events``."""
     parser = _parser("events", "What has happened, one JSON object a line.", "rose sched events --last 100")
@@ -158,17 +182,43 @@ def _print(body: dict[str, Any]) -> None:
 
 
 def _table(jobs: Sequence[dict[str, Any]]) -> Table:
-    table = Table("job", "state", "group", "iterations", "holds", "waits for", "behind", "restarts", "note")
+    table = Table(
+        "job",
+        "state",
+        "group",
+        "host",
+        "iterations",
+        "holds",
+        "waits for",
+        "behind",
+        "restarts",
+        "moves",
+        "note",
+    )
     for job in jobs:
         table.add_row(
             job["name"],
             job["state"],
             job["group"],
+            job["host"] if job["host"] is not None else "",
             "{} of {}".format(*job["iterations"]),
             job["holds"] if job["holds"] is not None else "",
             job["waits_for"] if job["waits_for"] is not None else "",
             ", ".join(job["behind"]),
             str(job["restarts"]),
+            "\n".join(_moves(job)),
             job["note"],
         )
     return table
+
+
+def _moves(job: dict[str, Any]) -> list[str]:
+    """One line for each move, the one that is to come last."""
+    lines = []
+    for move in job["moves"]:
+        pause_s = move["pause_s"]
+        pause = f"{pause_s:.1f} s" if pause_s is not None else "on its way"
+        lines.append(f"{move['from']['group']} -> {move['to']['group']} ({pause})")
+    if job["moving_to"] is not None:
+        lines.append(f"{job['group']} -> {job['moving_to']} (after this iteration)")
+    return lines

@@ -1,10 +1,10 @@
 """The scheduler's decisions: which call changes what, and what is answered.
 
 Owns: all jobs and the groups' permits, as one state machine; leases that run out; nodes that are drained.
-Jobs' lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`. Promises: what a call changes
-is in the same batch as its answers, so a scheduler that ends anywhere loses nothing that it has answered; a
-call that arrives twice changes nothing the second time. Pure: takes ``now``, the scheduler's monotonic clock.
-Never: does I/O.
+Jobs' lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`, moves in `MoveCalls`. Promises:
+what a call changes is in the same batch as its answers, so a scheduler that ends anywhere loses nothing that
+it has answered; a call that arrives twice changes nothing the second time. Pure: takes ``now``, the
+scheduler's monotonic clock. Never: does I/O.
 """
 
 import logging
@@ -16,6 +16,7 @@ import msgspec
 from rose.scheduler.runtime.channel import Batch
 from rose.scheduler.runtime.job_calls import JobCalls
 from rose.scheduler.runtime.messages import (
+    Alive,
     AnyCall,
     Cancel,
     Completed,
@@ -33,6 +34,7 @@ from rose.scheduler.runtime.messages import (
     Stop,
     Submit,
 )
+from rose.scheduler.runtime.move_calls import MoveCalls
 from rose.scheduler.runtime.overview import overview
 from rose.scheduler.runtime.permit_calls import PermitCalls
 from rose.scheduler.runtime.spec import ServeSpec
@@ -60,7 +62,8 @@ class Control:
         self._state = State(cluster, rows, now, clock)
         self._permits = PermitCalls(self._state, cluster.lease_s)
         self._tails = TailCalls(self._state, self._permits)
-        self._jobs = JobCalls(self._state, self._permits)
+        self._moves = MoveCalls(self._state, self._permits)
+        self._jobs = JobCalls(self._state, self._permits, self._moves)
 
     # The loop's side ----------------------------------------------------------------------------------------
 
@@ -68,13 +71,14 @@ class Control:
         """One call."""
         match call:
             case Request():
+                self._moves.arrived(call, now)
                 self._permits.request(client, call, now)
             case Heartbeat():
                 self._permits.heartbeat(client, call, now)
             case Release():
                 self._permits.release(client, call, now)
             case Completed():
-                self._permits.completed(client, call, now)
+                self._moves.completed(client, call, now)
             case Report():
                 self._tails.report(client, call, now)
             case Moved():
@@ -92,6 +96,8 @@ class Control:
                 self._drain(client, call)
             case Hello():
                 self._jobs.hello(client, call, now)
+            case Alive():
+                self._jobs.alive(client, call, now)
             case Exited():
                 self._jobs.exited(client, call, now)
             case History():
@@ -101,7 +107,12 @@ class Control:
         """Leases that ran out: the process is ended first; when it has, or a lease later, its nodes go on."""
         was_away = now - self._ticked_s > AWAY_S
         self._ticked_s = now
-        for group, turns in self._state.turns.items():
+        if was_away:
+            self._state.hosts.heard_s.clear()
+        for host in self._state.hosts.silent(now, self._state.cluster.host_lease_s):
+            self._jobs.lose(host, now)
+        self._jobs.start_waiting(now)
+        for group, turns in list(self._state.turns.items()):
             if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
                 turns.renew(now)
             for hold in turns.expired(now):
@@ -172,4 +183,8 @@ class Control:
         }
         if call.job is None:
             body["groups"] = {name: self._state.describe_group(name) for name in self._state.groups.by_name}
+            body["hosts"] = {
+                name: {"is_alive": host.is_alive, "num_nodes": host.num_nodes}
+                for name, host in self._state.hosts.by_name.items()
+            }
         self._state.reply(client, call.seq, body=body)

@@ -49,6 +49,9 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     first_iteration: int
     num_iterations: int
+    group: str
+    rollout_nodes: list[int]
+    """By their numbers in the group, as the attempt starts."""
     cache_folder: str
     limit_bytes: dict[str, int]
     """Host memory of each phase's suspended state, on each of its nodes."""
@@ -72,6 +75,8 @@ class RunningJob:
         self.recorder = Recorder(file.recording) if file.recording is not None else None
         channel = ChannelUrl.parse(file.channel).join(f"job:{file.name}:{file.attempt}")
         self._client = ControlClient(channel, CONNECT_TIMEOUT_S)
+        self.group, self.rollout_nodes = file.group, tuple(file.rollout_nodes)
+        """Where it runs; may change with `complete`."""
         self._held: Grant | None = None
         self._is_held = threading.Condition()
         threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
@@ -128,7 +133,9 @@ class RunningJob:
     def complete(self, iteration: int) -> None:
         """The iteration's state is safe: the next attempt starts behind it. Waits until this is recorded.
 
-        Raises: PermitLost if this attempt has been replaced.
+        From here on, the job may be in another group: what its phases keep is in host memory, and the next
+        ones load it on the nodes of that. Raises: SystemExit where those are on another host; PermitLost if
+        this attempt has been replaced.
         """
         reply = self._client.ask(
             Completed(
@@ -141,6 +148,12 @@ class RunningJob:
         assert isinstance(reply, Reply), reply
         if reply.error is not None:
             raise PermitLost(f"{self.file.name}: iteration {iteration} is not recorded: {reply.error}")
+        group, nodes = reply.body["group"], tuple(reply.body["rollout_nodes"])
+        if (group, nodes) != (self.group, self.rollout_nodes):
+            logger.info("moved from=%s%s to=%s%s", self.group, self.rollout_nodes, group, nodes)
+            self.group, self.rollout_nodes = group, nodes
+        if reply.body["ends"]:
+            raise SystemExit(0)
 
     def report(
         self,

@@ -1,29 +1,38 @@
 """A job's life: submitted and placed, started, started again after a crash, ended.
 
-Owns: the answers to those who submit and cancel jobs, and to the runner that starts their processes.
+Owns: the answers to those who submit and cancel jobs, and to the runners that start their
+processes; which jobs a dead host had.
 Promises: a job runs only in a group whose order is certified; one that ended gives back its nodes and memory.
 Pure: takes ``now``. Never: starts a process; it tells the runner to.
 """
+
+import logging
 
 import msgspec
 
 from rose.config import parse_config
 from rose.errors import ConfigError, JobRefused, PlacementError
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
-from rose.scheduler.runtime.messages import Cancel, Exited, Hello, Start, Stop, Submit
+from rose.scheduler.runtime import accounts
+from rose.scheduler.runtime.hosts import KINDS, Host
+from rose.scheduler.runtime.messages import Alive, Cancel, Exited, Hello, Start, Stop, Submit
+from rose.scheduler.runtime.move_calls import MoveCalls
 from rose.scheduler.runtime.permit_calls import PermitCalls
 from rose.scheduler.runtime.placing import Placed
 from rose.scheduler.runtime.records import JobRecord, JobState
 from rose.scheduler.runtime.spec import RunSpec
 from rose.scheduler.runtime.state import State
 
+logger = logging.getLogger(__name__)
+
 
 class JobCalls:
     """On one state."""
 
-    def __init__(self, state: State, permits: PermitCalls) -> None:
+    def __init__(self, state: State, permits: PermitCalls, moves: MoveCalls) -> None:
         self._state = state
         self._permits = permits
+        self._moves = moves
 
     def submit(self, client: str, call: Submit, now: float) -> None:
         """A new job, placed and started; or, dry, only where it would go."""
@@ -66,33 +75,66 @@ class JobCalls:
         self._state.forget_past(spec.name)
         self._state.form(placed.group, certificate, now)
         self._state.event("submitted", spec.name, group=placed.group.name)
-        self._start(spec.name)
+        self._start(spec.name, now)
+        self._moves.rearrange(now)
         self._state.reply(client, call.seq, body={**body, "state": record.state})
 
     def _place(self, spec: RunSpec, now: float) -> tuple[Placed, Certificate]:
         """A group whose order is certified, with what is held in it now held in turn."""
-        placed = self._state.groups.place(spec, self._state.drained, now)
+        residents = self._state.residents(now)
+        placed = self._state.groups.place(spec, self._state.drained, residents, now)
         try:
             return placed, self._certify(placed)
         except CertificateError:
             if spec.group is not None:
                 raise
-            placed = self._state.groups.place_alone(spec, now)
+            placed = self._state.groups.place_alone(spec, residents, now)
             return placed, self._certify(placed)
 
     def _certify(self, placed: Placed) -> Certificate:
         return certify(placed.group, self._state.turns_in(placed.group.name).order_for(placed.group))
 
-    def _start(self, name: str) -> None:
-        """A new attempt. Without a runner it waits for one's Hello."""
+    def start_waiting(self, now: float) -> None:
+        """Starts the jobs that had no nodes and have some now."""
+        waiting = [
+            name
+            for name, record in self._state.jobs.items()
+            if record.state is JobState.RUNNING and record.host is None
+        ]
+        if waiting:
+            self._state.settle()
+        for name in waiting:
+            record = self._state.jobs[name]
+            if self._state.hosts_of(record.group, record.rollout_nodes) is not None:
+                self._start(name, now)
+
+    def _start(self, name: str, now: float) -> None:
+        """A new attempt, where its nodes are. If there are none it waits for them."""
         self._state.changed(name)
-        if self._state.runner is None:
-            return
+        self._moves.switch(name, now, is_warm=False)
         record = self._state.jobs[name]
-        record.attempt += 1
-        self._state.event("started", name, attempt=record.attempt, iteration=record.num_done)
+        self._state.settle()
+        hosts = self._state.hosts_of(record.group, record.rollout_nodes)
+        host = hosts[0] if hosts is not None else None
+        if record.host is not None and host != record.host:  # else its runner ends what it has
+            self._state.order(Stop(job=name, attempt=record.attempt, is_lost=True, forget=True))
+        record.host, record.is_leaving = host, False
+        if host is None and record.attempt == 0:
+            return
+        record.attempt += 1  # also without a host: what may still run of the last attempt is nobody's
+        if host is None:
+            return
+        accounts.started(record, now, self._state.clock)
+        self._state.event("started", name, attempt=record.attempt, iteration=record.num_done, host=host)
         self._state.order(
-            Start(job=name, attempt=record.attempt, spec=record.spec, first_iteration=record.num_done)
+            Start(
+                job=name,
+                attempt=record.attempt,
+                spec=record.spec,
+                first_iteration=record.num_done,
+                group=record.group,
+                rollout_nodes=list(record.rollout_nodes),
+            )
         )
 
     def start_again(self, name: str, why: str, now: float) -> None:
@@ -100,7 +142,7 @@ class JobCalls:
         self._free(name, now)
         self._state.jobs[name].num_restarts += 1
         self._state.jobs[name].note = why
-        self._start(name)
+        self._start(name, now)
 
     def _free(self, name: str, now: float) -> None:
         """Nobody of this attempt runs: its nodes go to the next."""
@@ -114,22 +156,57 @@ class JobCalls:
 
     def hello(self, client: str, call: Hello, now: float) -> None:
         """A runner is there: jobs that it does not have are started, what it should not have is stopped."""
-        self._state.runner, self._state.log_folder = client, call.log_folder
-        self._state.keep("runner:", msgspec.json.encode((client, call.log_folder)))
+        num_nodes = (
+            {kind: call.num_nodes.get(kind, 0) for kind in KINDS} if call.num_nodes is not None else None
+        )
+        host = Host(client=client, log_folder=call.log_folder, num_nodes=num_nodes)
+        self._state.hosts.by_name[call.host] = host
+        self._state.hosts.heard_s[call.host] = now
+        self._state.keep(f"host:{call.host}", msgspec.json.encode(host))
+        self._state.settle()
         self._state.reply(client, call.seq)
         for name, attempt in call.running.items():
             record = self._state.jobs.get(name)
-            if record is None or record.attempt != attempt or record.state is not JobState.RUNNING:
-                self._state.order(Stop(job=name, attempt=attempt))
+            is_its_own = record is not None and (record.host, record.attempt) == (call.host, attempt)
+            if record is None or not is_its_own or record.state is not JobState.RUNNING:
+                self._state.send(client, Stop(job=name, attempt=attempt, is_lost=True))
         for name, record in self._state.jobs.items():
-            if record.state.is_over or call.running.get(name) == record.attempt:
+            if record.state.is_over or record.host != call.host or call.running.get(name) == record.attempt:
                 continue
             if record.state is JobState.CANCELLING:
                 self._end(name, JobState.CANCELLED, "", now)
-            elif record.attempt == 0:
-                self._start(name)
             else:
                 self.start_again(name, "its runner was started again", now)
+        self.start_waiting(now)
+
+    def alive(self, client: str, call: Alive, now: float) -> None:
+        """An agent's heartbeat; one that counts as dead has to say what it runs."""
+        self._state.reply(client, call.seq)
+        host = self._state.hosts.by_name.get(call.host)
+        if host is None or host.client != client or not host.is_alive:
+            self._state.reply(client, 0)
+            return
+        self._state.hosts.heard_s[call.host] = now
+
+    def lose(self, host: str, now: float) -> None:
+        """A host was silent for its lease: what ran on its nodes goes on on others, or waits for them."""
+        running = {name: each for name, each in self._state.jobs.items() if not each.state.is_over}
+        lost = [
+            name
+            for name, record in running.items()
+            if record.host == host or host in (self._state.hosts_of(record.group, record.rollout_nodes) or ())
+        ]
+        dead = self._state.hosts.by_name[host]
+        dead.is_alive = False
+        self._state.keep(f"host:{host}", msgspec.json.encode(dead))
+        self._state.settle()
+        self._state.event("host_lost", "", host=host)
+        logger.warning("host lost name=%s jobs=%s", host, ",".join(lost))
+        for name in lost:
+            if running[name].state is JobState.CANCELLING:
+                self._end(name, JobState.CANCELLED, "", now)
+            else:
+                self.start_again(name, f"host {host} has been silent", now)
 
     def exited(self, client: str, call: Exited, now: float) -> None:
         """A process has ended: the job is over, or starts again."""
@@ -142,6 +219,9 @@ class JobCalls:
         how = f"attempt {call.attempt} ended with status {call.exit_status}"
         if record.state is JobState.CANCELLING:
             self._end(call.job, JobState.CANCELLED, "", now)
+        elif record.is_leaving:
+            self._free(call.job, now)
+            self._start(call.job, now)
         elif call.exit_status == 0 and record.num_done >= num_iterations:
             self._end(call.job, JobState.DONE, "", now)
         elif call.exit_status == 0:
@@ -158,9 +238,11 @@ class JobCalls:
         record = self._state.jobs[name]
         record.state, record.note = state, note
         self._free(name, now)
-        self._state.groups.remove(name)
+        self._moves.forget(name)
+        self._state.groups.remove(name, record.group)
         self._state.event(state.value, name)
         self._state.order(Stop(job=name, attempt=record.attempt, forget=True))
+        self._moves.rearrange(now)
 
     def cancel(self, client: str, call: Cancel, now: float) -> None:
         """Ends a job, as soon as its process has."""
@@ -175,6 +257,6 @@ class JobCalls:
             if call.job not in self._state.turns_of(call.job).holds:
                 self._state.turns_of(call.job).drop(call.job, now)  # what it waits for
             self._state.order(Stop(job=call.job, attempt=record.attempt))
-            if record.attempt == 0:
+            if record.host is None:
                 self._end(call.job, JobState.CANCELLED, "", now)
         self._state.reply(client, call.seq, body={"job": call.job, "state": record.state})

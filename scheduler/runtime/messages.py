@@ -63,10 +63,22 @@ class Drain(Call, frozen=True, kw_only=True):
 
 
 class Hello(Call, frozen=True, kw_only=True):
-    """The runner is there, with these attempts running."""
+    """A host's runner is there, with these attempts running.
+
+    ``num_nodes``: what the host offers, by kind (rollout, train); None: it is the scheduler's own, and has as
+    many as are asked for.
+    """
 
     running: dict[str, int]
     log_folder: str
+    host: str = "local"
+    num_nodes: dict[str, Count] | None = None
+
+
+class Alive(Call, frozen=True, kw_only=True):
+    """An agent's heartbeat. A reply without a number: the scheduler doesn't know it, say Hello again."""
+
+    host: str
 
 
 class Exited(Call, frozen=True, kw_only=True):
@@ -133,7 +145,11 @@ class Moved(Call, frozen=True, kw_only=True):
 
 
 class Completed(Call, frozen=True, kw_only=True):
-    """An iteration's state is safe: after a crash the job starts behind it."""
+    """An iteration's state is safe: after a crash the job starts behind it.
+
+    The answer names the job's ``group`` and ``rollout_nodes`` from here on: it may have been moved. With
+    ``ends``, to another host: this process has nothing more to do.
+    """
 
     job: str
     attempt: int
@@ -167,6 +183,8 @@ class Start(Message, frozen=True, kw_only=True):
     attempt: int
     spec: dict[str, Any]
     first_iteration: int
+    group: str
+    rollout_nodes: list[int]
 
 
 class Stop(Message, frozen=True, kw_only=True):
@@ -189,6 +207,7 @@ AnyCall = (
     | Cancel
     | Drain
     | Hello
+    | Alive
     | Exited
     | Request
     | Heartbeat

@@ -93,6 +93,11 @@ class Meter:
         seen.sum_s += seen.last_s
         seen.worst_s = max(seen.worst_s, seen.last_s)
 
+    def paused(self, job: str, pause_s: float) -> None:
+        """It was moved between two iterations: that is none of theirs."""
+        if job in self._completed_s:
+            self._completed_s[job] += pause_s
+
     def dropped(self, job: str) -> None:
         """The attempt has ended: what it held and asked for is no wait and no hold of a phase."""
         self._asked.pop(job, None)

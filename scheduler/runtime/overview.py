@@ -25,7 +25,7 @@ def overview(state: State, pid: int, now: float) -> dict[str, Any]:
         "scheduler_pid": pid,
         "uptime_s": now - state.meter.started_s,
         "policy": cluster.policy,
-        "has_runner": state.runner is not None,
+        "has_runner": any(host.is_alive for host in state.hosts.by_name.values()),
         "pools": {"rollout": _pool(pools.rollout), "train": _pool(pools.train)},
         "groups": {name: _group(state, name) for name in state.groups.by_name},
         "states": dict(Counter(record.state.value for record in state.jobs.values())),

@@ -7,6 +7,7 @@ under the epoch of its permit. Pure: takes ``now``. Never: starts or ends a job.
 from collections.abc import Mapping
 from typing import Any
 
+from rose.scheduler.runtime import accounts
 from rose.scheduler.runtime.job import POOL_PHASES
 from rose.scheduler.runtime.messages import Completed, Grant, Heartbeat, Release, Request
 from rose.scheduler.runtime.records import JobState
@@ -106,18 +107,19 @@ class PermitCalls:
             refusal = _fenced(call.phase, call.epoch)
         self._state.reply(client, call.seq, refusal)
 
-    def completed(self, client: str, call: Completed, now: float) -> None:
-        """An iteration is safe."""
+    def completed(self, call: Completed, now: float) -> str | None:
+        """An iteration is safe. Why the call is refused, if so; answering it is the caller's."""
         refusal = self.why_not(call.job, call.attempt)
         if refusal is None:
             record = self._state.jobs[call.job]
             if call.iteration >= record.num_done:  # else a second time, after a restart
                 self._state.meter.completed(call.job, now)
+                accounts.completed(record, now)
             record.num_done = max(record.num_done, call.iteration + 1)
             record.num_crashes = 0
             self._state.changed(call.job)
             self._state.event("completed", call.job, iteration=call.iteration)
-        self._state.reply(client, call.seq, refusal)
+        return refusal
 
     def why_not(self, job: str, attempt: int) -> str | None:
         """Why a call of this attempt is refused."""

@@ -53,6 +53,15 @@ class Progress:
         job = running_job()
         return job.recorder.forced_tokens() if job is not None and job.recorder is not None else None
 
+    @property
+    def rollout_nodes(self) -> tuple[int, ...] | None:
+        """The job's, by their numbers in its group; they change when it is moved, before an iteration.
+
+        None: no scheduler has started this process.
+        """
+        job = running_job()
+        return job.rollout_nodes if job is not None else None
+
     def report(
         self,
         phase: str,

@@ -26,8 +26,34 @@ class JobState(StrEnum):
         return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
 
+class NextPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a running job goes at its next boundary between two iterations; it is a member there already."""
+
+    group: str
+    rollout_nodes: tuple[int, ...]
+    why: str
+
+
+class MoveRecord(msgspec.Struct, kw_only=True):
+    """One move of a running job that has happened."""
+
+    from_group: str
+    from_nodes: tuple[int, ...]
+    to_group: str
+    to_nodes: tuple[int, ...]
+    why: str
+    iteration: int
+    """The first one that runs there."""
+    is_warm: bool
+    """The process has gone on, with its state in host memory; else it was started anew from a checkpoint."""
+    pause_s: float | None = None
+    """From the end of the iteration before to the first request there; None: that has not come yet."""
+    left_s: float | None = None
+    """When the pause began, until it ends; of the job's `clock`."""
+
+
 class JobRecord(msgspec.Struct, kw_only=True):
-    """One job. Times are left out: they would mean nothing to the next scheduler."""
+    """One job. Its times are of `clock`: they mean nothing to a scheduler that has another one."""
 
     spec: dict[str, Any]
     group: str
@@ -42,6 +68,10 @@ class JobRecord(msgspec.Struct, kw_only=True):
     state: JobState = JobState.RUNNING
     attempt: int = 0
     """0: never started."""
+    host: str | None = None
+    """Whose runner has its process; None: nobody's, it waits for nodes."""
+    is_leaving: bool = False
+    """Its process ends, for the job goes on on another host."""
     num_done: int = 0
     """Iterations that are safe."""
     num_crashes: int = 0
@@ -53,6 +83,14 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """The last permit that was given back: giving it back again changes nothing."""
     waiting: dict[str, Any] | None = None
     """The request that has no grant yet: phase, iteration, client, seq."""
+    next_place: NextPlace | None = None
+    """It is being moved."""
+    moves: list[MoveRecord] = msgspec.field(default_factory=list)
+    spent_s: float = 0.0
+    """What completed iterations have taken, crashes and pauses included: see Resident's bank."""
+    since_s: float | None = None
+    """When the iteration that it is in began; None: the job has never been started."""
+    clock: str = ""
 
     def to_row(self) -> bytes:
         """For the channel."""

@@ -8,6 +8,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from rose.config import Section
+from rose.scheduler.cluster.cluster import PAUSE_S
 from rose.scheduler.cluster.spec import JobSpec, PoolsSpec
 from rose.scheduler.group.tail import RolloutSpeed
 
@@ -100,15 +101,19 @@ class ServeSpec(Section):
 
     pools: PoolsSpec = PoolsSpec()
     policy: str = "lifetime-static"
-    """Places the jobs that name no group. It never moves one that runs."""
+    """Places the jobs that name no group. `lifetime` also moves them, at the end of an iteration."""
+    move_pause_s: float = Field(default=PAUSE_S, ge=0)
+    """What a move is reckoned to cost the job: its SLO and the gain have to bear it."""
     groups: dict[str, GroupSpec] = Field(default_factory=dict)
     lease_s: float = Field(default=10.0, gt=0)
     """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
+    host_lease_s: float = Field(default=30.0, gt=0)
+    """An agent that has been silent for this long is dead, and its jobs go on on other hosts' nodes."""
 
     @field_validator("policy")
     @classmethod
     def _is_known(cls, policy: str) -> str:
-        known = ("lifetime-static", "weave", "solo")
+        known = ("lifetime", "lifetime-static", "weave", "solo")
         if policy not in known:
             raise ValueError(f"{policy!r}: a running cluster knows {', '.join(known)}")
         return policy

@@ -14,8 +14,11 @@ import msgspec
 from rose.config import parse_config
 from rose.errors import ConfigError
 from rose.scheduler.cluster.model import Group, Member
+from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate
+from rose.scheduler.runtime import accounts
 from rose.scheduler.runtime.channel import Batch, Outgoing
+from rose.scheduler.runtime.hosts import KINDS, Host, Hosts
 from rose.scheduler.runtime.messages import Message, Reply, Start, Stop, encode
 from rose.scheduler.runtime.meter import Meter
 from rose.scheduler.runtime.placing import Groups
@@ -30,7 +33,7 @@ class State:
     def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, clock: str) -> None:
         """``rows``: what an earlier scheduler has committed. ``clock``: the name of that of ``now``."""
         self.cluster = cluster
-        self._clock = clock
+        self.clock = clock
         self.groups = Groups(cluster)
         self.turns: dict[str, Turns] = {}
         self.jobs: dict[str, JobRecord] = {}
@@ -38,8 +41,7 @@ class State:
         self.drained: dict[str, list[str]] = {}
         self._nodes: dict[str, tuple[int, int]] = {}
         """Of each group, for rollout and for training; kept when it is gone."""
-        self.runner: str | None = None
-        self.log_folder = ""
+        self.hosts = Hosts()
         self.meter = Meter(now)
         self.progress: dict[str, tuple[int, int]] = {}
         self.past: dict[str, list[list[int]]] = {}
@@ -63,19 +65,23 @@ class State:
                 self.drained[name] = msgspec.json.decode(row, type=list[str])
             elif kind == "past":
                 self.past[name] = msgspec.json.decode(row, type=list[list[int]])
-            elif kind == "runner":
-                self.runner, self.log_folder = msgspec.json.decode(row, type=tuple[str, str])
+            elif kind == "host":
+                self.hosts.by_name[name] = msgspec.json.decode(row, type=Host)
+            elif kind == "homes":
+                self.hosts.homes = msgspec.json.decode(row, type=dict[str, dict[str, str]])
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
+            accounts.adopted(record, now, self.clock)
             self._adopt(name, record)
+        self.settle()
         for group in list(self.groups.by_name.values()):
             turns = self.turns_in(group.name)
             if f"group:{group.name}" in rows:
                 order = msgspec.json.decode(rows[f"order:{group.name}"], type=OrderRow)
                 turns.restore(order, msgspec.json.decode(rows[f"group:{group.name}"], type=TurnsRow), now)
             for member in group.members:
-                waiting = self.jobs[member.job.name].waiting
-                if waiting is not None:
-                    turns.ask(ask_of(member.job.name, waiting))
+                record = self.jobs[member.job.name]
+                if record.waiting is not None and record.group == group.name:
+                    turns.ask(ask_of(member.job.name, record.waiting))
 
     def _adopt(self, name: str, record: JobRecord) -> None:
         """A job of an earlier scheduler, where it was placed."""
@@ -83,10 +89,16 @@ class State:
         self.jobs[name], self.specs[name] = record, spec
         if record.state.is_over:
             return
-        member = Member(job=spec.to_job(self.cluster.pools.to_pools()), rollout_nodes=record.rollout_nodes)
-        num_rollout_nodes, num_train_nodes = self._nodes[record.group]
-        group = self.groups.by_name.get(record.group) or Group(
-            name=record.group, num_rollout_nodes=num_rollout_nodes, num_train_nodes=num_train_nodes
+        self._join(name, record.group, record.rollout_nodes)
+        if record.next_place is not None:
+            self.groups.leaving[name] = record.group
+            self._join(name, record.next_place.group, record.next_place.rollout_nodes)
+
+    def _join(self, name: str, to_group: str, rollout_nodes: tuple[int, ...]) -> None:
+        job = self.specs[name].to_job(self.cluster.pools.to_pools())
+        num_rollout_nodes, num_train_nodes = self._nodes[to_group]
+        group = self.groups.by_name.get(to_group) or Group(
+            name=to_group, num_rollout_nodes=num_rollout_nodes, num_train_nodes=num_train_nodes
         )
         if (group.num_rollout_nodes, group.num_train_nodes) != (num_rollout_nodes, num_train_nodes):
             raise ConfigError(
@@ -94,6 +106,7 @@ class State:
                 f"training nodes, the cluster's file says {group.num_rollout_nodes} and "
                 f"{group.num_train_nodes}; change that when the job is over"
             )
+        member = Member(job=job, rollout_nodes=rollout_nodes)
         self.groups.put(replace(group, members=(*group.members, member)))
 
     # Changes ------------------------------------------------------------------------------------------------
@@ -115,12 +128,23 @@ class State:
         if self.past.pop(job, None) is not None:
             self._batch.rows[f"past:{job}"] = None
 
+    def settle(self) -> None:
+        """Nodes that groups use get hosts, and those that they don't use lose theirs."""
+        if self.hosts.settle(self.groups.by_name):
+            self.keep("homes:", msgspec.json.encode(self.hosts.homes))
+        self.groups.offered = {kind: self.hosts.total(kind) for kind in KINDS}
+
+    def hosts_of(self, group: str, rollout_nodes: tuple[int, ...]) -> list[str] | None:
+        """Of a member's nodes, that of its process first; None: some of the nodes have none."""
+        return self.hosts.of_job(group, rollout_nodes, self.groups.by_name[group].num_train_nodes)
+
     def form(self, group: Group, certificate: Certificate, now: float) -> None:
         """The group has these members from now on, in the order that is certified."""
         self.groups.put(group)
         nodes = (group.num_rollout_nodes, group.num_train_nodes)
         self._nodes[group.name] = nodes
         self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
+        self.settle()
         self.turns_in(group.name).form(group, certificate, now)
         self._batch.rows[f"order:{group.name}"] = msgspec.json.encode(self.turns[group.name].rows()[0])
         self.changed_group(group.name)
@@ -141,7 +165,22 @@ class State:
 
     def turns_in(self, group: str) -> Turns:
         """A group's permits."""
-        return self.turns.setdefault(group, Turns(self.cluster.lease_s, self._clock))
+        return self.turns.setdefault(group, Turns(self.cluster.lease_s, self.clock))
+
+    def residents(self, now: float) -> dict[str, Resident]:
+        """The jobs that run, as policies see them. A job that named its group stays there."""
+        pools, found = self.cluster.pools.to_pools(), {}
+        for name, record in self.jobs.items():
+            if not record.state.is_over:
+                spec = self.specs[name]
+                found[name] = accounts.resident(
+                    record,
+                    spec.to_job(pools),
+                    may_move=spec.group is None,
+                    pause_s=self.cluster.move_pause_s,
+                    now=now,
+                )
+        return found
 
     # Answers ------------------------------------------------------------------------------------------------
 
@@ -163,8 +202,10 @@ class State:
             "name": name,
             "state": record.state,
             "is_over": record.state.is_over,
-            "log": f"{self.log_folder}/{name}.log",
+            "host": record.host,
+            "log": f"{self._log_folder(record.host)}/{name}.log",
             "group": record.group,
+            "rollout_nodes": list(record.rollout_nodes),
             "why": record.why,
             "iterations": [record.num_done, spec.iterations],
             "attempt": record.attempt,
@@ -173,8 +214,23 @@ class State:
             "waits_for": record.waiting["phase"] if record.waiting is not None else None,
             "behind": self.turns_of(name).holders_before(name),
             "progress": list(progress) if progress is not None else None,
+            "moving_to": record.next_place.group if record.next_place is not None else None,
+            "moves": [
+                {
+                    "from": {"group": each.from_group, "rollout_nodes": list(each.from_nodes)},
+                    "to": {"group": each.to_group, "rollout_nodes": list(each.to_nodes)},
+                    "why": each.why,
+                    "iteration": each.iteration,
+                    "is_warm": each.is_warm,
+                    "pause_s": each.pause_s,
+                }
+                for each in record.moves
+            ],
             "note": record.note,
         }
+
+    def _log_folder(self, host: str | None) -> str:
+        return self.hosts.by_name[host].log_folder if host is not None else ""
 
     def unknown(self, job: str) -> str:
         return f"no job {job!r}; there are {', '.join(self.jobs) or 'none'}"
@@ -185,8 +241,10 @@ class State:
         self.send(client, Reply(seq=seq, error=error, body=body if body is not None else {}))
 
     def order(self, order: Start | Stop) -> None:
-        if self.runner is not None:
-            self.send(self.runner, order)
+        """To the runner that has the job's process."""
+        host = self.jobs[order.job].host
+        if host is not None:
+            self.send(self.hosts.by_name[host].client, order)
 
     def send(self, client: str, message: Message) -> None:
         self._batch.outgoing.append(Outgoing(client=client, body=encode(message)))

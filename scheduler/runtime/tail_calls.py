@@ -65,7 +65,7 @@ class TailCalls:
         past = [*self._state.past.get(job, []), lengths][-NUM_PAST:]
         self._state.past[job] = past
         self._state.keep(f"past:{job}", msgspec.json.encode(past))
-        for member in self._state.groups.of(job).members:
+        for member in self._state.groups.by_name[self._state.jobs[job].group].members:
             self._thresholds.pop(member.job.name, None)
 
     def _keep(self, call: Report, now: float) -> tuple[int, ...] | None:

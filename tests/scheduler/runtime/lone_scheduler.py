@@ -8,6 +8,7 @@ from rose.scheduler.runtime.messages import AnyAnswer, AnyCall, Reply, Request, 
 from rose.scheduler.runtime.spec import ServeSpec
 
 LEASE_S = 10.0
+HOUR_S = 3600.0
 
 
 def spec_of(name: str, rollout_s: float = 1.0) -> dict[str, Any]:
@@ -22,6 +23,12 @@ def spec_of(name: str, rollout_s: float = 1.0) -> dict[str, Any]:
     }
 
 
+def long_job(name: str, slo: float = 1.2, **fields: Any) -> dict[str, Any]:
+    """Two of these fill a group's nodes."""
+    phases = {"rollout": {"seconds": HOUR_S}, "train": {"seconds": HOUR_S, "memory_gb": 100}}
+    return {**spec_of(name), "phases": phases, "group": None, "slo": slo, "iterations": 100, **fields}
+
+
 class Scheduler:
     """A control whose batches become rows at once, as a channel's would."""
 
@@ -32,10 +39,12 @@ class Scheduler:
         self.seq = 0
         self.control = Control(self.cluster, {}, self.now, 1, "clock 1")
 
-    def restart(self, now: float) -> None:
+    def restart(self, now: float, clock: str | None = None) -> None:
         """A new scheduler, whose clock may be far from the old one's."""
         self.now = now
-        self.control = Control(self.cluster, self.rows, now, 2, f"clock of {now}")
+        self.control = Control(
+            self.cluster, self.rows, now, 2, clock if clock is not None else f"clock of {now}"
+        )
 
     def call(self, kind: type[AnyCall], client: str = "job", **fields: Any) -> list[AnyAnswer]:
         """What all clients are told."""

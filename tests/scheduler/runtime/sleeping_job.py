@@ -2,6 +2,7 @@
 
 ``sleeping_job.py FOLDER ROLLOUT_S TRAIN_S``. While FOLDER has a file named ``hold``, no rollout of the
 iteration that it names or of a later one ends: whatever a test does meanwhile, it does to jobs that run.
+While there is a FOLDER/hold-NAME, that job's trainings don't end.
 """
 
 import json
@@ -25,9 +26,11 @@ weights = ArraySet()
 
 
 def note(phase: str, iteration: int, begin_s: float) -> None:
+    assert job is not None
     line = {
         "job": NAME,
         "pid": os.getpid(),
+        "group": job.group,
         "phase": phase,
         "iteration": iteration,
         "begin_s": begin_s,
@@ -59,6 +62,8 @@ def train(iteration: int) -> None:
     if not weights.arrays:
         weights.arrays = {"step": np.zeros(1, np.int64)}
     time.sleep(train_s)
+    while (folder / f"hold-{NAME}").exists():
+        time.sleep(0.01)
     weights.arrays["step"] += 1
     note("train", iteration, begin_s)
 

@@ -1,0 +1,115 @@
+"""Which host each node of a group is on, and which hosts there are: those whose runners have said so.
+
+Owns: hosts, what they offer, when they were last heard of; the homes of groups' nodes. Promises: a host has
+no more nodes in use than it offers; a node stays where it is while its host lives; a group's nodes get homes
+all at once, on one host if one has room. Pure: takes ``now``. Never: starts anything, or chooses a group.
+
+A runner beside the scheduler (`rose sched serve`) offers as many nodes as are asked for, and lives while the
+scheduler does. Agents (`rose sched agent`) offer those of their hosts, and are dead once they were silent for
+a lease.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rose.scheduler.cluster.model import Group
+
+KINDS = ("rollout", "train")
+
+
+class Host(msgspec.Struct, kw_only=True):
+    """One host, as its runner has told."""
+
+    client: str
+    log_folder: str
+    num_nodes: dict[str, int] | None
+    """By kind; None: no limit, and no heartbeat."""
+    is_alive: bool = True
+
+
+@dataclass(slots=True)
+class Hosts:
+    """Of one cluster."""
+
+    by_name: dict[str, Host] = field(default_factory=dict)
+    homes: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By group and node (rollout-0, train-0), the host."""
+    heard_s: dict[str, float] = field(default_factory=dict)
+
+    def silent(self, now: float, lease_s: float) -> list[str]:
+        """Agents that have not been heard of for a lease and were alive before."""
+        return [
+            name
+            for name, host in self.by_name.items()
+            if host.is_alive
+            and host.num_nodes is not None
+            and now - self.heard_s.setdefault(name, now) > lease_s
+        ]
+
+    def total(self, kind: str) -> int | None:
+        """Nodes that the living offer; None: no end of them, or nobody has said so yet."""
+        alive = [host for host in self.by_name.values() if host.is_alive]
+        if not self.by_name or any(host.num_nodes is None for host in alive):
+            return None
+        return sum(host.num_nodes[kind] for host in alive if host.num_nodes is not None)
+
+    def settle(self, groups: Mapping[str, Group]) -> bool:
+        """Homes for all nodes that members are pinned to, where there is room. Whether anything changed."""
+        before = {name: dict(homes) for name, homes in self.homes.items()}
+        self.homes = {
+            name: {
+                node: host
+                for node, host in self.homes.get(name, {}).items()
+                if node in _nodes(group) and self.by_name[host].is_alive
+            }
+            for name, group in groups.items()
+            if group.members
+        }
+        for name, homes in self.homes.items():
+            missing = [node for node in _nodes(groups[name]) if node not in homes]
+            homes.update(self._homes_for(missing, set(homes.values())))
+        return self.homes != before
+
+    def of_job(self, group: str, rollout_nodes: Iterable[int], num_train_nodes: int) -> list[str] | None:
+        """The hosts of a member's nodes, its leader's first; None: some have no home."""
+        homes = self.homes.get(group, {})
+        nodes = [f"rollout-{node}" for node in rollout_nodes]
+        nodes += [f"train-{node}" for node in range(num_train_nodes)]
+        return [homes[node] for node in nodes] if all(node in homes for node in nodes) else None
+
+    def _homes_for(self, nodes: list[str], known: set[str]) -> dict[str, str]:
+        """On one host, one of the group's own before others; else on several; {}: no room."""
+        free = {name: self._free(name) for name, host in self.by_name.items() if host.is_alive}
+        by_room = sorted(free, key=lambda name: (name not in known, -sum(free[name].values()), name))
+        for name in by_room:
+            if all(_count(nodes, kind) <= free[name][kind] for kind in KINDS):
+                return dict.fromkeys(nodes, name)
+        found: dict[str, str] = {}
+        for node in nodes:
+            kind = node.partition("-")[0]
+            name = next((name for name in by_room if free[name][kind] > 0), None)
+            if name is None:
+                return {}
+            free[name][kind] -= 1
+            found[node] = name
+        return found
+
+    def _free(self, name: str) -> dict[str, float]:
+        offered = self.by_name[name].num_nodes
+        used = [node for homes in self.homes.values() for node, host in homes.items() if host == name]
+        return {
+            kind: offered[kind] - _count(used, kind) if offered is not None else float("inf")
+            for kind in KINDS
+        }
+
+
+def _nodes(group: Group) -> list[str]:
+    """Those that are in use."""
+    used = sorted({node for member in group.members for node in member.rollout_nodes})
+    return [*(f"rollout-{node}" for node in used), *(f"train-{n}" for n in range(group.num_train_nodes))]
+
+
+def _count(nodes: Iterable[str], kind: str) -> int:
+    return sum(node.startswith(kind) for node in nodes)

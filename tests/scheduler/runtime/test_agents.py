@@ -1,0 +1,154 @@
+"""Jobs on several hosts: agents that come, fall silent and come back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lone_scheduler import Scheduler, long_job, only, spec_of
+from redis_server import RedisServer
+from served_cluster import ServedCluster, kill, wait_until
+
+from rose.node import watcher
+from rose.scheduler.runtime.messages import (
+    Alive,
+    AnyAnswer,
+    Cancel,
+    Completed,
+    Exited,
+    Hello,
+    Reply,
+    Start,
+    Status,
+    Stop,
+)
+
+LEASE_S = 20.0
+
+
+def hello(scheduler: Scheduler, host: str, num_nodes: int = 1, **running: int) -> list[AnyAnswer]:
+    nodes = {"rollout": num_nodes, "train": num_nodes}
+    return scheduler.call(
+        Hello, client=host, host=host, num_nodes=nodes, running=running, log_folder=f"/{host}/logs"
+    )
+
+
+def silence_of(scheduler: Scheduler, host: str, *others: str) -> list[AnyAnswer]:
+    """The others' agents are heard, this one's is not; what everybody is told when its lease ends."""
+    answers: list[AnyAnswer] = []
+    for _ in range(int(LEASE_S) + 1):
+        for other in others:
+            scheduler.call(Alive, client=other, host=other)
+        answers += scheduler.wait(1.0)
+    reply = only(Reply, scheduler.call(Status))
+    assert [name for name, each in reply.body["hosts"].items() if not each["is_alive"]] == [host]
+    return answers
+
+
+def two_hosts(**cluster: Any) -> Scheduler:
+    scheduler = Scheduler(policy="solo", groups={}, host_lease_s=LEASE_S, lease_s=1e6, **cluster)
+    hello(scheduler, "one")
+    assert only(Start, scheduler.submit("a", **{**spec_of("a"), "group": None})).job == "a"
+    hello(scheduler, "two")
+    assert only(Start, scheduler.submit("b", **{**spec_of("b"), "group": None})).job == "b"
+    assert [scheduler.job(name)["host"] for name in "ab"] == ["one", "two"]
+    return scheduler
+
+
+def test_the_jobs_of_a_silent_host_wait_for_nodes_and_no_other_job_notices() -> None:
+    scheduler = two_hosts()
+    scheduler.call(Completed, job="a", attempt=1, iteration=0)
+    answers = silence_of(scheduler, "one", "two")
+    assert not [each for each in answers if isinstance(each, Start)], "two has no node left"
+    assert scheduler.job("a")["host"] is None and scheduler.job("b")["attempt"] == 1
+    scheduler.restart(scheduler.now, "clock 1")
+    start = only(Start, hello(scheduler, "three"))
+    assert (start.job, start.first_iteration) == ("a", 1)
+    assert scheduler.job("a")["host"] == "three" and scheduler.job("b")["restarts"] == 0
+
+
+def test_a_waiting_job_gets_the_nodes_of_one_that_ends() -> None:
+    scheduler = two_hosts()
+    silence_of(scheduler, "one", "two")
+    scheduler.call(Cancel, job="b")
+    scheduler.call(Exited, job="b", attempt=1, exit_status=-15, client="two")
+    answers = scheduler.wait(0.5)
+    assert only(Start, answers).job == "a" and scheduler.job("a")["host"] == "two"
+
+
+def test_a_host_that_comes_back_ends_what_it_should_not_run() -> None:
+    scheduler = two_hosts()
+    silence_of(scheduler, "one", "two")
+    late = scheduler.call(Completed, job="a", attempt=1, iteration=0)
+    assert "attempt 1 was replaced" in str(only(Reply, late).error)
+    replies = scheduler.call(Alive, client="one", host="one")
+    assert [each.seq for each in replies if isinstance(each, Reply)][-1] == 0, "it is to say hello"
+    answers = hello(scheduler, "one", a=1)
+    stop = only(Stop, answers)
+    assert (stop.job, stop.attempt, stop.is_lost) == ("a", 1, True)
+    start = only(Start, answers)
+    assert (start.job, start.first_iteration) == ("a", 0) and start.attempt > 1
+
+
+def test_a_host_without_room_is_not_given_jobs() -> None:
+    scheduler = two_hosts()
+    [reply] = scheduler.submit("c", **{**spec_of("c"), "group": None})
+    assert isinstance(reply, Reply) and "nodes needed" in str(reply.error)
+    phases = {"rollout": {"seconds": 1.0, "nodes": 2}, "train": {"seconds": 1.0}}
+    hello(scheduler, "three")
+    hello(scheduler, "four")
+    assert only(Start, scheduler.submit("d", **{**spec_of("d"), "group": None, "phases": phases}))
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_move_to_another_host_starts_the_job_there_behind_its_last_iteration(is_killed: bool) -> None:
+    scheduler = Scheduler(policy="lifetime", groups={}, move_pause_s=60.0, lease_s=1e6)
+    for host in ("one", "two"):
+        hello(scheduler, host)
+    for name in ("a", "x", "b"):
+        assert only(Start, scheduler.submit(name, **long_job(name))).job == name
+    scheduler.call(Cancel, job="x")
+    scheduler.call(Exited, job="x", attempt=1, exit_status=-15, client="one")
+    [mover] = [name for name in "ab" if scheduler.job(name)["moving_to"] is not None]
+    old, [new] = scheduler.job(mover)["host"], {"one", "two"} - {scheduler.job(mover)["host"]}
+    answers = scheduler.call(Completed, job=mover, attempt=1, iteration=0)
+    assert only(Reply, answers).body["ends"] and only(Stop, answers).job == mover
+    if is_killed:
+        scheduler.restart(5.0)
+    again = scheduler.call(Completed, job=mover, attempt=1, iteration=0)
+    assert only(Reply, again).body["ends"], "asked again"
+    answers = scheduler.call(Exited, job=mover, attempt=1, exit_status=0, client=old)
+    start = only(Start, answers)
+    assert (start.job, start.attempt, start.first_iteration) == (mover, 2, 1)
+    scheduler.wait(3.0)
+    scheduler.request(mover, "rollout", 1, attempt=2)
+    job = scheduler.job(mover)
+    assert (job["host"], job["restarts"]) == (new, 0)
+    [move] = job["moves"]
+    assert (move["is_warm"], move["pause_s"]) == (False, 3.0)
+
+
+def test_a_killed_agents_job_resumes_on_another_host(tmp_path: Path, redis_server: RedisServer) -> None:
+    with ServedCluster(
+        tmp_path, redis_server.url, has_agents=True, groups={}, policy="solo", host_lease_s=15.0
+    ) as cluster:
+        assert cluster.submit("a", group=None, iterations=100_000).error is None
+        assert cluster.job("a")["host"] is None, "no agent yet"
+        with cluster.agent("one", 1) as one:
+            wait_until(lambda: cluster.job("a")["host"] == "one", "the first agent")
+            with cluster.agent("two", 2):
+                wait_until(lambda: len(cluster.status()["hosts"]) == 2, "the second agent")
+                assert cluster.submit("b", group=None, iterations=100_000).error is None
+                for name in "ab":
+                    wait_until(lambda name=name: cluster.job(name)["iterations"][0] >= 2, name)
+                done, pid = cluster.job("a")["iterations"][0], cluster.phases("a")[-1]["pid"]
+                kill(one.pid)
+                wait_until(lambda: watcher.group_members(pid) == [], "its job's end")
+                wait_until(lambda: cluster.job("a")["host"] == "two", "the lease's end")
+                wait_until(lambda: cluster.job("a")["iterations"][0] >= done + 3, "a to go on")
+                again = [each for each in cluster.phases("a") if each["pid"] != pid]
+                assert again[0]["phase"] == "rollout" and again[0]["iteration"] >= done
+                trained = [each["iteration"] for each in again if each["phase"] == "train"]
+                assert trained == list(range(trained[0], trained[0] + len(trained)))
+                assert (cluster.job("a")["restarts"], cluster.job("b")["restarts"]) == (1, 0)
+                assert len({each["pid"] for each in cluster.phases("b")}) == 1
+                assert "one has been silent" in cluster.job("a")["note"]
