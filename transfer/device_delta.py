@@ -89,6 +89,15 @@ class DeviceDeltas:
             call.restype = ctypes.c_char_p
             call.argtypes = types if name != "rose_delta_add" else [*types, pointer, pointer]
 
+    def zeros(self, size: int, width: int, device: Any) -> Any:
+        """A vector that the calls here take. Raises: MemoryError."""
+        torch = self._torch
+        dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # few operations know other unsigned ones
+        try:
+            return torch.zeros(size, dtype=dtypes[width], device=device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"{size * width} bytes on {device}: {error}") from error
+
     def between(self, old: Any, new: Any, first_index: int) -> tuple[_delta.Delta, Lanes]:
         """Like rose._delta.Delta.between(), of tensors. Raises: ValueError, RuntimeError."""
         size, width = self._require_vector(old), old.element_size()

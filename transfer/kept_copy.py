@@ -50,12 +50,10 @@ def open_kept_copy(source: TorchSource, planes: WeightPlanes, library: Path) -> 
     deltas = device_deltas(device, library)
     if deltas is None:
         return HostCopy(source, planes)
-    import torch
-
     try:
         return DeviceCopy(source, planes, deltas, device)
-    except torch.OutOfMemoryError as error:
-        logger.warning("codec=processor: no room for a copy of the weights on %s: %s", device, error)
+    except MemoryError as error:
+        logger.warning("codec=processor: no room for a copy of the weights: %s", error)
         return HostCopy(source, planes)
 
 
@@ -79,22 +77,19 @@ class HostCopy:
 class DeviceCopy:
     """Compared on the weights' device, with a second copy of the held buckets there.
 
-    Only changes cross to the host. Raises: torch.OutOfMemoryError.
+    Only changes cross to the host. Raises: MemoryError.
     """
 
     def __init__(self, source: TorchSource, planes: WeightPlanes, deltas: DeviceDeltas, device: Any) -> None:
-        import torch
-
         self._source = source
         self.planes = planes
         self._deltas = deltas
-        dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # few operations know other unsigned ones
         self._kept: dict[int, Any] = {}
         for index in sorted(planes.held):
             bits = planes.bits(planes.layout.buckets[index])
-            self._kept[index] = torch.zeros(bits.size, dtype=dtypes[bits.itemsize], device=device)
+            self._kept[index] = deltas.zeros(bits.size, bits.itemsize, device)
         most_bytes = max((kept.nbytes for kept in self._kept.values()), default=0)
-        self._make_room = partial(torch.empty, most_bytes, dtype=torch.uint8, device=device)
+        self._make_room = partial(deltas.zeros, most_bytes, 1, device)
         self._scratch = threading.local()
 
     def fill(self, bucket: Bucket) -> None:

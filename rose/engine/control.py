@@ -132,10 +132,10 @@ class EngineControl:
         """Load a staged checkpoint between two steps; the KV of the old weights is dropped with them.
 
         The file is checked, and compared with the one in use, while the engine still runs, so that it pauses
-        for the writing of what changed, or for the loading alone (weights.py). Requests in
-        flight keep their tokens and are computed again under the new weights. Where loading fails, the old
-        version goes on serving. An inactive engine keeps the checkpoint at hand: it has no KV, and gets these
-        weights when it is activated.
+        for writing what changed, or for the loading alone (weights.py). Requests in flight keep their tokens
+        and are computed again under the new weights. Where loading fails, the old version goes on serving. An
+        inactive engine keeps the checkpoint at hand: it has no KV, and gets these weights when it is
+        activated.
         """
         async with self._exclusive:
             is_compared = self._activation.is_active and await self._begin_comparison(update.path)

@@ -1,9 +1,10 @@
 """vLLM's weight-transfer backend ``rose``: loads a checkpoint that the subscriber staged in shared memory.
 
 Owns the step from a staged file to live weights, whole or in place (in_place.py), and where the weights come
-from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process, off the engine's path. Promises that the
-file's content is checked against the expected state hash *before* the first parameter changes, so a bad file
-leaves the old weights serving; check_staged() does that in the API server, ahead of the engine's pause.
+from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process, off the
+engine's path. Promises that the file's content is checked against the expected state hash *before* the first
+parameter changes, so a bad file leaves the old weights serving; check_staged() does that in the API server,
+ahead of the engine's pause.
 """
 
 from __future__ import annotations
