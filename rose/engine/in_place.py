@@ -69,11 +69,21 @@ class InPlaceWriter:
             return False
         before, after = read_checkpoint(old), read_checkpoint(new)
         if self._plan is None:
-            from rose.engine.shard_recorder import record_shard_plan
-
-            self._plan = record_shard_plan(self._vllm_config, [spec for spec, _ in before.values()])
+            self._plan = self._record_plan([spec for spec, _ in before.values()])
+        if self._plan is None:
+            return False
         self._comparison = identity, self._thread.submit(compare, before, after, self._plan)
         return True
+
+    def _record_plan(self, specs: list[TensorSpec]) -> ShardPlan | None:
+        from rose.engine.shard_recorder import record_shard_plan
+
+        try:
+            return record_shard_plan(self._vllm_config, specs)
+        except Exception as error:  # a model's loader may fail in any way; loading whole files goes on
+            logger.warning("weight updates load whole files: no plan of this model: %r", error)
+            self._deltas = None
+            return None
 
     def is_done(self) -> bool:
         """Whether take() returns at once."""
@@ -86,7 +96,7 @@ class InPlaceWriter:
             return None
         try:
             return comparison[1].result()
-        except (FrameError, ValueError) as error:
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
             logger.info("weights are loaded whole: %s", error)
             return None
 

@@ -143,6 +143,20 @@ def test_a_file_that_changes_too_much_or_is_none_is_loaded_or_refused(
     engine.shutdown()
 
 
+def test_a_model_without_a_plan_goes_on_loading_whole_files(
+    engine: StagedWeightEngine, in_place: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_place._plan = None  # and this configuration builds no model
+    for value in (1.0, 2.0, 3.0):
+        update = stage(tmp_path, first=torch.full((4, 4), value), second=torch.zeros(4, 4))
+        assert not engine.begin_comparison(update.path)
+        assert engine.has_compared()
+        engine.receive_weights(update)
+        assert engine.model.values() == [value, 0.0]
+    assert caplog.text.count("no plan of this model") == 1
+    engine.shutdown()
+
+
 def test_only_the_very_file_that_was_checked_is_not_hashed_again(
     engine: StagedWeightEngine, tmp_path: Path
 ) -> None:
