@@ -6,8 +6,9 @@ PYTHON_BIN := .venv/bin/python
 CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.h csrc/*/*.cu tests/*/*.cpp)
 CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
+DELTA_LIBRARY ?= rose/librose_delta_cuda.so
 
-.PHONY: help setup demo test lint style formatting cxx types contracts format bench clean
+.PHONY: help setup demo test lint style formatting cxx types contracts format bench cuda clean
 
 help:
 	@echo "make demo       run the main job on this machine (rose demo)"
@@ -15,6 +16,7 @@ help:
 	@echo "make lint       style, formatting, types, import contracts"
 	@echo "make format     rewrite the files as lint wants them"
 	@echo "make bench      run every benchmark's quick form; one table against the targets"
+	@echo "make cuda       build the delta codec's CUDA kernels, with nvcc (nothing needs them)"
 	@echo "make setup      only make the environment (.venv)"
 	@echo "make clean      remove the environment and build outputs"
 
@@ -51,6 +53,10 @@ format: setup
 
 bench: setup
 	@$(PYTHON_BIN) benchmarks/run_all.py $(ARGS)
+
+# One instruction set, older than any GPU that vLLM runs on; the driver compiles it for its own at first use.
+cuda:
+	nvcc -std=c++20 -O3 --shared -Xcompiler -fPIC,-fvisibility=hidden -o $(DELTA_LIBRARY) csrc/delta/delta_cuda.cu
 
 clean:
 	rm -rf .venv .venv-uv build *.egg-info rose/*.so

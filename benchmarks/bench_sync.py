@@ -16,8 +16,9 @@ bytes over one TCP connection, and how many of the machine's cores were busy, wh
 bytes as looking at both versions once: no sync of a delta can be shorter here, however fast the link.
 `sync_over_floor[...]`: a delta's sync over that or the link's time, whichever is longer.
 `slow_link_copies[n]`: bytes over the link in both directions, with all headers, over one encoded copy, for n
-relays that hold the same objects with a follower of all weights each; beside it the interfaces' own count,
-which has a burst's headers once, and the same with one relay at the trainer, whence each follower fetches.
+relays that hold the same objects with a follower of all weights each, also for two Mooncake stores; beside
+it the interfaces' own count, which has a burst's headers once, and the same with one relay at the trainer,
+from which each follower fetches.
 `projected_sync_s[...]` is arithmetic from this run's rates, not a measurement.
 
     python benchmarks/bench_sync.py --json sync.json
@@ -33,6 +34,7 @@ from sync_cluster import Cluster, Run, Setup, Sync
 from sync_worker import model_specs
 
 from rose.demo.figures import Figure
+from rose.transfer.mooncake_relay import mooncake_available
 
 LINKS_GBPS = (0.2, 1.0, 5.0, 20.0)
 ABLATION_GBPS = 1.0
@@ -82,6 +84,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
                 run.close()
         plain = {gbps: _plain_over_ideal(cluster, gbps) for gbps in LINKS_GBPS}
         copies = [_copies_figure(cluster, replicas, repeats) for replicas in REPLICAS]
+        if mooncake_available()[0]:
+            copies.append(_copies_figure(cluster, 2, repeats, "mooncake"))
     return [
         *_ablation(syncs),
         *_sensitivity(syncs),
@@ -99,12 +103,12 @@ def _plain_over_ideal(cluster: Cluster, gbps: float) -> float:
     return taken_s / _ideal_s(num_bytes, gbps)
 
 
-def _copies_figure(cluster: Cluster, replicas: int, repeats: int) -> Figure:
-    near = _copies(cluster, replicas, SERVING, repeats)
-    far = _copies(cluster, replicas, TRAINER, repeats)
+def _copies_figure(cluster: Cluster, replicas: int, repeats: int, kind: str = "embedded") -> Figure:
+    near = _copies(cluster, replicas, SERVING, repeats, kind)
+    far = _copies(cluster, replicas, TRAINER, repeats, kind)
     by_interface = [sync.link_bytes.by_interface / sync.encoded_bytes for sync in near]
     return median_figure(
-        f"slow_link_copies[{replicas}]",
+        f"slow_link_copies[{replicas}]" if kind == "embedded" else f"slow_link_copies[{replicas}, {kind}]",
         [sync.link_bytes.on_wire / sync.encoded_bytes for sync in near],
         "encoded copies",
         target="<= 1.02",
@@ -117,7 +121,7 @@ def _copies_figure(cluster: Cluster, replicas: int, repeats: int) -> Figure:
     )
 
 
-def _copies(cluster: Cluster, replicas: int, side: str, repeats: int) -> list[Sync]:
+def _copies(cluster: Cluster, replicas: int, side: str, repeats: int, kind: str) -> list[Sync]:
     setup = Setup(
         codec=None,
         trainer_ranks=1,
@@ -126,6 +130,7 @@ def _copies(cluster: Cluster, replicas: int, side: str, repeats: int) -> list[Sy
         is_pipelined=True,
         relays=replicas if side == SERVING else 1,
         relay_side=side,
+        relay_kind=kind,
     )
     run = cluster.open(setup)
     cluster.link.limit(ABLATION_GBPS)

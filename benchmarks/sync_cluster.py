@@ -46,6 +46,8 @@ class Setup:
     relays: int = 1
     """Each rank talks to its peer among them, and holds the others in reserve."""
     relay_side: str = SERVING
+    relay_kind: str = "embedded"
+    """Or mooncake: stores, of which each copies frames from the first."""
     bucket_bytes: int = BUCKET_BYTES
     is_acknowledged: bool = False
     """Whether the trainer waits until all followers have said that they hold a version."""
@@ -111,7 +113,7 @@ class Cluster:
         self._seed = seed
         self._stack = ExitStack()
         self._processes: dict[tuple[str, str], list[Process]] = {}
-        self._relay_urls: dict[str, list[str]] = {SERVING: [], TRAINER: []}
+        self._relay_urls: dict[tuple[str, str], list[str]] = {}
         self._run_ids = (f"run{number}" for number in itertools.count())
 
     def __enter__(self) -> "Cluster":
@@ -170,11 +172,13 @@ class Cluster:
         return processes[:count]
 
     def _relays(self, setup: Setup) -> list[str]:
-        side = setup.relay_side
+        side, kind = setup.relay_side, setup.relay_kind
         argv = [sys.executable, "-m", "rose.transfer.relay_server", "--host", self.link.address(side)]
-        urls = self._relay_urls[side]
+        argv += ["--kind", kind, "--capacity-bytes", str(RELAY_BYTES)]
+        urls = self._relay_urls.setdefault((side, kind), [])
         while len(urls) < setup.relays:
-            process = self._start(side, [*argv, "--capacity-bytes", str(RELAY_BYTES)])
+            beside = ["--beside", urls[0]] if kind == "mooncake" and urls else []
+            process = self._start(side, [*argv, *beside])
             urls.append(process.answer()["url"])
         return urls[: setup.relays]
 

@@ -23,6 +23,9 @@ from rose.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 
+DELTA_LIBRARY = Path(__file__).with_name("librose_delta_cuda.so")
+"""Where `make cuda` puts the kernels; nobody has to build them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -44,6 +47,8 @@ class Settings:
     """Control channel of the cluster scheduler (ROSE_CHANNEL); None: this user's own, on this host."""
     job_file: Path | None = None
     """What a job's process was started for (ROSE_JOB): set by the runner, not by users."""
+    delta_library: Path = DELTA_LIBRARY
+    """The delta codec's CUDA kernels, as `make cuda` builds them (ROSE_DELTA_LIBRARY)."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -59,6 +64,7 @@ class Settings:
             worker_api_key=variables.get("ROSE_WORKER_API_KEY") or None,
             channel=variables.get("ROSE_CHANNEL") or None,
             job_file=Path(variables["ROSE_JOB"]) if variables.get("ROSE_JOB") else None,
+            delta_library=Path(variables.get("ROSE_DELTA_LIBRARY") or DELTA_LIBRARY),
         )
 
     def key_variables(self) -> dict[str, str]:

@@ -11,12 +11,11 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from rose.transfer.codec import Codec, Encoded, Patch, pack_followed
+from rose.transfer.codec import Codec, Encoded, SparsePatch, pack_followed
 from rose.transfer.codec_choice import pack_for_link
+from rose.transfer.kept_copy import KeptCopy
 from rose.transfer.layout import Bucket
-from rose.transfer.planes import WeightPlanes
 from rose.transfer.state_hash import StateHash
-from rose.transfer.torch_source import TorchSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,26 +32,25 @@ class EncodedBucket:
 
 
 class BucketEncoder:
-    """codec: one for all buckets; None chooses for each by its density and by the link.
+    """kept: what is compared with, on the processor or on a device. codec: one for all buckets; None chooses
+    for each by its density and by the link.
 
     num_threads: buckets that are encoded at the same time.
     """
 
     def __init__(
         self,
-        source: TorchSource,
-        planes: WeightPlanes,
+        kept: KeptCopy,
         codec: Codec | None,
         link_bytes_per_s: float,
         num_threads: int,
     ) -> None:
-        self._source = source
-        self._planes = planes
+        self._kept = kept
         self._codec = codec
         self._link_bytes_per_s = link_bytes_per_s
         self._num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="rose-encode")
-        self._ahead: list[tuple[Bucket, Patch, StateHash]] = []
+        self._ahead: list[tuple[Bucket, SparsePatch, StateHash]] = []
         """What the kept copy has of the version under way, with the hashes before."""
 
     def encode(self, buckets: Sequence[Bucket]) -> Generator[EncodedBucket, None, None]:
@@ -75,7 +73,7 @@ class BucketEncoder:
     def take_back(self) -> None:
         """What was encoded since the last settle() is not committed."""
         for bucket, patch, before in self._ahead:
-            self._planes.revert(bucket, patch, before)
+            self._kept.revert(bucket, patch, before)
         self._ahead = []
 
     def close(self) -> None:
@@ -83,9 +81,9 @@ class BucketEncoder:
         self._executor.shutdown()
 
     def _encode(self, bucket: Bucket) -> EncodedBucket:
-        new = self._source.read(self._planes.layout, bucket)
-        before, kept = self._planes.bucket_hash(bucket), self._planes.bits(bucket)
-        patch, change = self._planes.follow(bucket, new)
+        planes = self._kept.planes
+        before, kept = planes.bucket_hash(bucket), planes.bits(bucket)
+        patch, change = self._kept.follow(bucket)
         self._ahead.append((bucket, patch, before))
         if self._codec is not None:
             codec, payload = self._codec, pack_followed(self._codec, patch, kept, bucket.dtype)

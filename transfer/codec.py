@@ -76,30 +76,30 @@ class SparsePatch:
     """A wrap difference in memory, 2 bytes and an element for each change."""
 
     def __init__(self, delta: _delta.Delta) -> None:
-        self._delta = delta
+        self.delta = delta
 
     @property
     def num_changed(self) -> int:
-        return self._delta.num_changed
+        return self.delta.num_changed
 
     def apply_to(self, base: Bits, first_index: int) -> StateHash:
-        return StateHash(*self._delta.apply(base, first_index))
+        return StateHash(*self.delta.apply(base, first_index))
 
     def revert(self, base: Bits) -> None:
-        self._delta.revert(base, 0)
+        self.delta.revert(base, 0)
 
     def then(self, following: "SparsePatch") -> "SparsePatch":
         """Both patches as one. Raises: ValueError when they are for buckets of unequal size or width."""
-        return SparsePatch(self._delta.then(following._delta))
+        return SparsePatch(self.delta.then(following.delta))
 
     def pack(self, codec: Codec, old: Bits, dtype: str) -> bytes:
         """The payload of a sparse codec. old: the bits this patch is for; only EXPONENT reads them."""
         if codec is Codec.COO:
-            return self._delta.coo()
+            return self.delta.coo()
         if codec is Codec.EXPONENT:
             shift = _MANTISSA_BITS.get(dtype, _MANTISSA_BITS_BY_WIDTH[old.itemsize])
-            return pack_streams(self._delta.exponents(old, shift), is_compressed=True)
-        return pack_streams(self._delta.g8s(), is_compressed=codec is Codec.G8S_ZSTD)
+            return pack_streams(self.delta.exponents(old, shift), is_compressed=True)
+        return pack_streams(self.delta.g8s(), is_compressed=codec is Codec.G8S_ZSTD)
 
 
 class DensePatch:

@@ -1,18 +1,23 @@
 """The delta codec where the tensors lie: compare, compact and apply on a CUDA device.
 
-Owns: the loading of the kernels' library (csrc/delta/delta_cuda.h) and the buffers of a call. What comes out
-is the same rose._delta.Delta that the processor makes, so every codec's bytes are the same; only the changes
-cross to the host. Promises: the bits and hashes of csrc/delta/sparse.hpp. Imports torch when a library is
-loaded; never needed to build or import ROSE.
+Owns: the choice between the processor and the device (device_deltas), the loading of the kernels' library
+(csrc/delta/delta_cuda.h) and the buffers of a call. What comes out is the same rose._delta.Delta that the
+processor makes, so every codec's bytes are the same; only the changes cross to the host. Promises: the bits
+and hashes of csrc/delta/sparse.hpp. Imports torch when a library is loaded; never needed to build or import
+ROSE.
 """
 
 import ctypes
+import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from rose import _delta
+
+logger = logging.getLogger(__name__)
 
 Lanes = tuple[int, int]
 
@@ -20,6 +25,46 @@ _BLOCK = 65536
 _GROUP = 32
 _RUN = 2048
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+class TensorDeltas(Protocol):
+    """Applies differences to tensors where they lie."""
+
+    def apply(self, delta: _delta.Delta, base: Any, first_index: int) -> Lanes:
+        """Like rose._delta.Delta.apply(), to a contiguous vector of integers. Raises: ValueError."""
+
+
+def tensor_deltas(device: Any, library: Path) -> TensorDeltas | None:
+    """For tensors on a torch device: the processor's codec in host memory, the kernels on a CUDA device.
+
+    None where they are not built, or for other devices.
+    """
+    return HostDeltas() if device.type == "cpu" else device_deltas(device, library)
+
+
+class HostDeltas:
+    """The processor's codec, for tensors in host memory."""
+
+    def apply(self, delta: _delta.Delta, base: Any, first_index: int) -> Lanes:
+        return delta.apply(base.numpy().view(_BITS[base.element_size()]), first_index)
+
+
+def device_deltas(device: Any, library: Path) -> "DeviceDeltas | None":
+    """The codec for tensors on a torch device; None: the processor's (rose.transfer.codec).
+
+    For CUDA devices the kernels, where somebody has built them; what was chosen there is logged.
+    """
+    if device is None or device.type != "cuda":
+        return None
+    try:
+        deltas = DeviceDeltas(library)
+    except OSError as error:
+        logger.info(
+            "codec=processor: weights are on %s, but its kernels (make cuda) don't load: %s", device, error
+        )
+        return None
+    logger.info("codec=%s: kernels of %s", device, library)
+    return deltas
 
 
 class DeviceDeltas:
@@ -44,11 +89,26 @@ class DeviceDeltas:
             call.restype = ctypes.c_char_p
             call.argtypes = types if name != "rose_delta_add" else [*types, pointer, pointer]
 
+    def zeros(self, size: int, width: int, device: Any) -> Any:
+        """A vector that the calls here take. Raises: MemoryError."""
+        torch = self._torch
+        dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # few operations know other unsigned ones
+        try:
+            return torch.zeros(size, dtype=dtypes[width], device=device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"{size * width} bytes on {device}: {error}") from error
+
     def between(self, old: Any, new: Any, first_index: int) -> tuple[_delta.Delta, Lanes]:
         """Like rose._delta.Delta.between(), of tensors. Raises: ValueError, RuntimeError."""
         size, width = self._require_vector(old), old.element_size()
         if (self._require_vector(new), new.element_size(), new.device) != (size, width, old.device):
             raise ValueError(f"old has {size} elements of {width} bytes on {old.device}, new is {new.shape}")
+        with self._on(old.device):
+            return self._between(old, new, first_index, size, width)
+
+    def _between(
+        self, old: Any, new: Any, first_index: int, size: int, width: int
+    ) -> tuple[_delta.Delta, Lanes]:
         torch, device, num_runs = self._torch, old.device, -(-size // _RUN)
         masks = torch.empty(-(-size // _GROUP), dtype=torch.int32, device=device)
         counts = torch.zeros(-(-size // _BLOCK) * (_BLOCK // _RUN), dtype=torch.int32, device=device)
@@ -80,6 +140,11 @@ class DeviceDeltas:
         """Takes back what apply() added."""
         return self._add(delta, base, first_index, is_reverse=True)
 
+    def wait(self, device: Any) -> None:
+        """Returns when the calling thread's stream is done: then other threads' streams may go on."""
+        if device.type == "cuda":
+            self._torch.cuda.current_stream(device).synchronize()
+
     def _add(self, delta: _delta.Delta, base: Any, first_index: int, *, is_reverse: bool) -> Lanes:
         size, width, device = self._require_vector(base), base.element_size(), base.device
         if (size, width) != (delta.num_elements, delta.width):
@@ -94,19 +159,18 @@ class DeviceDeltas:
             self._torch.from_numpy(part.view(np.uint8)).to(device) for part in (starts, places, differences)
         ]
         addresses = [part.data_ptr() for part in parts]
-        self._check(
-            self._calls.rose_delta_add(
-                width,
-                base.data_ptr(),
-                size,
-                first_index,
-                *addresses,
-                is_reverse,
-                change.data_ptr(),
-                self._stream(device),
-            )
-        )
+        where = (width, base.data_ptr(), size, first_index)
+        with self._on(device):
+            stream = self._stream(device)
+            self._check(self._calls.rose_delta_add(*where, *addresses, is_reverse, change.data_ptr(), stream))
         return _lanes(change)
+
+    def _on(self, device: Any) -> AbstractContextManager[Any]:
+        """Kernels start on the calling thread's device, which need not be the tensors'."""
+        context: AbstractContextManager[Any] = (
+            self._torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        )
+        return context
 
     def _stream(self, device: Any) -> int | None:
         return self._torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None

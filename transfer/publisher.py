@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from rose.config import Settings
 from rose.errors import RelayError, WorkerError
 from rose.transfer import manifest as keys
 from rose.transfer.bucket_encoder import BucketEncoder
 from rose.transfer.chain import VersionChain, claim_run
 from rose.transfer.codec import Codec
+from rose.transfer.kept_copy import open_kept_copy
 from rose.transfer.layout import BUCKET_BYTES
 from rose.transfer.manifest import Ack, BucketEntry, Manifest, unpack_body
 from rose.transfer.planes import WeightPlanes
@@ -123,7 +122,8 @@ class WeightPublisher:
         self._source = TorchSource(weights, dtype)
         self._full_wait_s = full_wait_s
         self._number = -1
-        self._relay = open_relay(relay_url, key if key is not None else Settings.from_environment().key)
+        settings = Settings.from_environment()
+        self._relay = open_relay(relay_url, key if key is not None else settings.key)
         self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
         try:
             self._ranks = TrainerRanks(self._relay, self.run_id, rank, num_ranks, ranks_timeout_s)
@@ -144,7 +144,8 @@ class WeightPublisher:
         """Whether a version was begun of which no commit was heard of yet."""
         self._dense: dict[int, BucketEntry] = {}
         """The last delta's frames that hold all bits of their bucket: a snapshot need not send them again."""
-        self._encoder = BucketEncoder(self._source, self._planes, codec, link_gbps * 1e9 / 8, encode_threads)
+        self._kept = open_kept_copy(self._source, self._planes, settings.delta_library)
+        self._encoder = BucketEncoder(self._kept, codec, link_gbps * 1e9 / 8, encode_threads)
 
     @property
     def version(self) -> WeightVersion | None:
@@ -242,7 +243,7 @@ class WeightPublisher:
     def _put_first(self, writer: VersionWriter) -> None:
         for bucket in self._buckets:
             with writer.encoding():
-                self._planes.fill(bucket, np.concatenate(self._source.read(self.layout, bucket)))
+                self._kept.fill(bucket)
         self._is_under_way = True
         self._move_to(self._put_snapshot(writer))
 

@@ -7,14 +7,14 @@ Never keeps a copy of the weights, never writes to a trainer's.
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rose.transfer.codec import Bits
-from rose.transfer.layout import Bucket, Layout, TensorSpec
+from rose.transfer.layout import Bucket, Layout, Piece, TensorSpec
 from rose.transfer.planes import WeightPlanes, bits_dtype
 from rose.transfer.shard_plan import Box
 
@@ -91,9 +91,17 @@ class TorchSource:
         """The region of each tensor that is here."""
         return {name: [shard.box for shard in shards] for name, shards in self._shards.items()}
 
+    def device(self) -> Any:
+        """The device that all tensors lie on; None where they lie on several."""
+        devices = self._devices()
+        return next(iter(devices)) if len(devices) == 1 else None
+
+    def _devices(self) -> set[Any]:
+        return {shard.tensor.device for shards in self._shards.values() for shard in shards}
+
     def wait(self) -> None:
         """Returns when the calling thread's streams are done with the weights: then any thread may read."""
-        for device in {shard.tensor.device for shards in self._shards.values() for shard in shards}:
+        for device in self._devices():
             if device.type == "cuda":
                 self._torch.cuda.current_stream(device).synchronize()
 
@@ -111,15 +119,9 @@ class TorchSource:
             memory = self._scratch.memory = np.empty(num_bytes, np.uint8)
         scratch = memory[:num_bytes].view(dtype)
         pieces: list[Bits] = []
-        for piece in layout.pieces(bucket):
-            ends = piece.part.box
-            shards = self._shards.get(piece.tensor.name, [])
-            shards = [shard for shard in shards if Box.of(ends).lies_in(shard.box)]
-            if not shards:
-                raise ValueError(f"no shard holds {ends} of tensor {piece.tensor.name}")
-            region = shards[0].region(ends)
+        for piece, region in self._regions(layout, bucket):
             flat = region.reshape(-1)[piece.begin : piece.end]
-            bits = self._raw(flat, dtype.itemsize)
+            bits: Bits = self._raw(flat, dtype.itemsize).cpu().numpy()
             if not self._is_as_published(region):
                 copied = scratch[piece.at : piece.at + bits.size]
                 copied[:] = bits
@@ -127,14 +129,34 @@ class TorchSource:
             pieces.append(bits)
         return pieces
 
+    def gather(self, layout: Layout, bucket: Bucket, bits: Any) -> None:
+        """Copies the bits that the bucket's elements have now into a vector of integers of their width, a
+        tensor on their device; nothing crosses to the host.
+
+        Raises: ValueError: not all are here.
+        """
+        for piece, region in self._regions(layout, bucket):
+            flat = region.reshape(-1)[piece.begin : piece.end]
+            raw = self._raw(flat, bits.element_size()).view(bits.dtype)
+            bits[piece.at : piece.at + flat.numel()].copy_(raw)
+
+    def _regions(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[Piece, Any]]:
+        """The bucket's pieces, each with the part of a tensor that it is cut from."""
+        for piece in layout.pieces(bucket):
+            ends = piece.part.box
+            shards = self._shards.get(piece.tensor.name, [])
+            shards = [shard for shard in shards if Box.of(ends).lies_in(shard.box)]
+            if not shards:
+                raise ValueError(f"no shard holds {ends} of tensor {piece.tensor.name}")
+            yield piece, shards[0].region(ends)
+
     def _is_as_published(self, region: Any) -> bool:
         """Whether flattening and reading these elements as bits copies nothing."""
         return region.device.type == "cpu" and self._target(region) is None and region.is_contiguous()
 
-    def _raw(self, flat: Any, width: int) -> Bits:
+    def _raw(self, flat: Any, width: int) -> Any:
         cast = flat if self._target(flat) is None else flat.to(self._target(flat))
-        raw: Bits = cast.contiguous().cpu().view(self._views[width]).numpy()
-        return raw
+        return cast.contiguous().view(self._views[width])
 
     def _target(self, tensor: Any) -> Any:
         is_wide_float = tensor.is_floating_point() and tensor.element_size() >= 2

@@ -1,6 +1,4 @@
-// Owns the CUDA kernels of delta_cuda.h, made of device_steps.hpp. Build:
-//
-//   nvcc -std=c++20 -O3 --shared -Xcompiler -fPIC,-fvisibility=hidden -o librose_delta_cuda.so delta_cuda.cu
+// Owns the CUDA kernels of delta_cuda.h, made of device_steps.hpp. `make cuda` builds them.
 //
 // Compiled with nvcc 13.0; has not run on a GPU.
 

@@ -7,6 +7,7 @@
 
 #include <variant>
 
+#include "apply.hpp"
 #include "coo.hpp"
 #include "exponent.hpp"
 #include "g8s.hpp"

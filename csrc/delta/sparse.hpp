@@ -1,7 +1,7 @@
 // Owns the sparse difference between two vectors of raw bits, in memory: for each block of 64 Ki elements the
 // places that changed, in rising order, and the wrap differences new - old (mod 2^n), none of them zero.
-// Promises: exact for every bit pattern (NaN, Inf, -0); add() undoes itself when called in reverse; compose()
-// of a -> b and b -> c is a -> c. Never checks that a base is the right one: hashes do.
+// Promises: exact for every bit pattern (NaN, Inf, -0); compose() of a -> b and b -> c is a -> c. Applied by
+// apply.hpp.
 #pragma once
 
 #include <algorithm>
@@ -278,44 +278,6 @@ SparseDelta<T> scan(const T* before, const std::vector<Piece<T>>& after, std::si
     delta.differences.grow(count);
   }
   return delta;
-}
-
-// Adds the differences to one block, or takes them away, and notes what its elements were and are.
-template <typename T>
-void add_block(T* data, const std::uint16_t* places, const T* differences, std::size_t count, bool is_reverse,
-               Values<T>& values) {
-  // Changes lie so far apart that each would wait for memory of its own.
-  constexpr std::size_t ahead = 32;
-  const T flip = is_reverse ? static_cast<T>(-1) : 0;  // (d ^ -1) + 1 is -d
-  T* before = values.before;
-  T* after = values.after;
-  const auto add_one = [&](std::size_t k) {
-    const T old = data[places[k]];
-    before[k] = old;
-    data[places[k]] = after[k] = static_cast<T>(old + static_cast<T>((differences[k] ^ flip) - flip));
-  };
-  std::size_t k = 0;
-  for (; k + ahead < count; ++k) {
-    __builtin_prefetch(data + places[k + ahead], 1);
-    add_one(k);
-  }
-  for (; k < count; ++k) {
-    add_one(k);
-  }
-}
-
-// Adds the differences in place (or takes them away again); returns the change of the state hash.
-// One block is changed and hashed at a time, so that it is fetched from memory once.
-template <typename T>
-StateHash add(const SparseDelta<T>& delta, T* base, std::uint64_t first_index, bool is_reverse) {
-  StateHash change;
-  Values<T> values;
-  for_each_block(
-      delta, [&](std::size_t block, const std::uint16_t* places, const T* differences, std::size_t count) {
-        add_block(base + block * kBlock, places, differences, count, is_reverse, values);
-        change.add(hash_change(places, values.before, values.after, count, first_index + block * kBlock));
-      });
-  return change;
 }
 
 // a -> c from a -> b and b -> c: places of both, differences added; what cancels out is dropped.

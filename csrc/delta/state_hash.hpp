@@ -64,26 +64,45 @@ ROSE_AVX512 std::size_t hash_range_avx512(const T* data, std::size_t n, std::uin
   return i;
 }
 
-template <typename T>
-ROSE_AVX512 std::size_t hash_change_avx512(const std::uint16_t* places, const T* before, const T* after,
-                                           std::size_t count, std::uint64_t first_index, StateHash& change) {
-  const __m512i start = _mm512_set1_epi64(static_cast<long long>(first_index + 1));
-  __m512i sum_first = _mm512_setzero_si512();
-  __m512i sum_second = _mm512_setzero_si512();
-  std::size_t k = 0;
-  for (; k + 8 <= count; k += 8) {
-    const __m512i raw = times(_mm512_add_epi64(start, load8(places + k)), kPlaceFactor);
+// The change of the hash, summed over eight changes at a time.
+class ChangeSum {
+ public:
+  ROSE_AVX512 explicit ChangeSum(std::uint64_t first_index)
+      : start_(_mm512_set1_epi64(static_cast<long long>(first_index + 1))),
+        first_(_mm512_setzero_si512()),
+        second_(_mm512_setzero_si512()) {}
+
+  template <typename T>
+  ROSE_AVX512 void add8(const std::uint16_t* places, const T* before, const T* after) {
+    const __m512i raw = times(_mm512_add_epi64(start_, load8(places)), kPlaceFactor);
     const __m512i place = xor_shifted(raw, 29);
     __m512i old_first;
     __m512i old_second;
     __m512i new_first;
     __m512i new_second;
-    hash8(place, load8(before + k), old_first, old_second);
-    hash8(place, load8(after + k), new_first, new_second);
-    sum_first = _mm512_add_epi64(sum_first, _mm512_sub_epi64(new_first, old_first));
-    sum_second = _mm512_add_epi64(sum_second, _mm512_sub_epi64(new_second, old_second));
+    hash8(place, load8(before), old_first, old_second);
+    hash8(place, load8(after), new_first, new_second);
+    first_ = _mm512_add_epi64(first_, _mm512_sub_epi64(new_first, old_first));
+    second_ = _mm512_add_epi64(second_, _mm512_sub_epi64(new_second, old_second));
   }
-  change.add(reduce(sum_first, sum_second));
+
+  ROSE_AVX512 StateHash total() const { return reduce(first_, second_); }
+
+ private:
+  __m512i start_;
+  __m512i first_;
+  __m512i second_;
+};
+
+template <typename T>
+ROSE_AVX512 std::size_t hash_change_avx512(const std::uint16_t* places, const T* before, const T* after,
+                                           std::size_t count, std::uint64_t first_index, StateHash& change) {
+  ChangeSum sum(first_index);
+  std::size_t k = 0;
+  for (; k + 8 <= count; k += 8) {
+    sum.add8(places + k, before + k, after + k);
+  }
+  change.add(sum.total());
   return k;
 }
 

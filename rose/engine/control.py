@@ -33,6 +33,8 @@ from rose.messages import ActivationChange, GateStatus, Profile, WeightUpdate, W
 from rose.types import GateMode, Role
 
 GATE_MODES = list(GateMode)
+COMPARE_POLL_S = 0.02
+"""Each look goes through the engine's loop, between two steps."""
 
 
 class EngineControl:
@@ -129,19 +131,27 @@ class EngineControl:
     async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
         """Load a staged checkpoint between two steps; the KV of the old weights is dropped with them.
 
-        The file is checked while the engine still runs, so that it pauses for the loading alone. Requests in
-        flight keep their tokens and are computed again under the new weights. Where loading fails, the old
-        version goes on serving. An inactive engine keeps the checkpoint at hand: it has no KV, and gets these
-        weights when it is activated.
+        The file is checked, and compared with the one in use, while the engine still runs, so that it pauses
+        for writing what changed, or for the loading alone (weights.py). Requests in flight keep their tokens
+        and are computed again under the new weights. Where loading fails, the old version goes on serving. An
+        inactive engine keeps the checkpoint at hand: it has no KV, and gets these weights when it is
+        activated.
         """
         async with self._exclusive:
+            is_compared = self._activation.is_active and await self._begin_comparison(update.path)
             checked = await asyncio.to_thread(check_staged, update.path, update.state_hash)
+            while is_compared and not all(await self._client.collective_rpc("has_compared_weights")):
+                await asyncio.sleep(COMPARE_POLL_S)
             if not self._activation.is_active:
                 await self._update_weights(update, checked)
                 self._weight_version = update.version
             else:
                 await self._update_between_steps(update, checked)
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
+
+    async def _begin_comparison(self, path: str) -> bool:
+        """True when all ranks compare."""
+        return all(await self._client.collective_rpc("begin_weight_comparison", args=(path,)))
 
     async def _update_between_steps(self, update: WeightUpdate, checked: str) -> None:
         # Told before the first step is held back, so that nobody takes the pause for a stall.

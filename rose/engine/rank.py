@@ -10,12 +10,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from vllm.config import set_current_vllm_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from rose.engine.kv_range import KVRange, SlabOps
 from rose.engine.settings import EngineSettings
+from rose.engine.weights import StagedWeightEngine
 
 
 class RoseWorker(Worker):
@@ -39,6 +41,19 @@ class RoseWorker(Worker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         self._rose.apply(scheduler_output)
         return super().execute_model(scheduler_output)
+
+    def begin_weight_comparison(self, path: str) -> bool:
+        """Called through vLLM's collective_rpc: StagedWeightEngine.begin_comparison()."""
+        with set_current_vllm_config(self.vllm_config):
+            return self._staged_weights().begin_comparison(path)
+
+    def has_compared_weights(self) -> bool:
+        """As begin_weight_comparison()."""
+        return self._staged_weights().has_compared()
+
+    def _staged_weights(self) -> StagedWeightEngine:
+        assert isinstance(self.weight_transfer_engine, StagedWeightEngine)
+        return self.weight_transfer_engine
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -1,16 +1,19 @@
 """vLLM's weight-transfer backend ``rose``: loads a checkpoint that the subscriber staged in shared memory.
 
-Owns the step from a staged file to live weights, and where the weights come from when they are needed again
-(sleep.py). Fetching and decoding happen in the subscriber's process, off the engine's path. Promises that the
-file's content is checked against the expected state hash *before* the first parameter changes, so a bad file
-leaves the old weights serving; check_staged() does that in the API server, ahead of the engine's pause.
+Owns the step from a staged file to live weights, whole or in place (in_place.py), and where the weights come
+from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process, off the
+engine's path. Promises that the file's content is checked against the expected state hash *before* the first
+parameter changes, so a bad file leaves the old weights serving; check_staged() does that in the API server,
+ahead of the engine's pause.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rose.config import Settings
+from rose.engine.in_place import InPlaceWriter
 from rose.errors import FrameError
 from rose.transfer.checkpoint import checkpoint_state_hash
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -44,10 +51,11 @@ class StagedUpdate(WeightTransferUpdateInfo):
 
 
 class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
-    """Applies one staged checkpoint per update, through vLLM's layerwise reload.
+    """Applies one staged checkpoint per update: in place what changed since the last one, where the model
+    computes with its parameters, else all of it through vLLM's layerwise reload.
 
-    Layerwise reload because the CPU backend replaces linear weights by prepacked copies: patching the live
-    parameters would answer success and change nothing (notes: transfer).
+    The CPU backend replaces linear weights by prepacked copies: patching the live parameters would answer
+    success and change nothing (notes: transfer).
     """
 
     init_info_cls = StagedInit
@@ -58,12 +66,37 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self.is_resident = True
         """Whether the device holds the weights now; set by sleep.py."""
         self._staged: _StagedFile | None = None
+        self._in_place: InPlaceWriter | None = None
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """No rendezvous is needed."""
 
     def start_weight_update(self) -> None:
         """Layerwise reload starts in :meth:`receive_weights`, once the file is known to be good."""
+
+    def begin_comparison(self, path: str) -> bool:
+        """Begins to find out what the staged checkpoint changes, beside the engine's steps.
+
+        False: it has to be loaded whole, by this rank's account.
+        """
+        if self._staged is None or not self.is_resident:
+            return False
+        if self._in_place is None:
+            library = Settings.from_environment().delta_library
+            self._in_place = InPlaceWriter(self.model, self.vllm_config, library)
+        try:
+            coming = _StagedFile(path)
+            try:
+                return self._in_place.begin(self._staged.path, coming.path, coming.identity)
+            finally:
+                coming.close()
+        except (OSError, FrameError, ValueError) as error:
+            logger.warning("can't compare %s with the weights in use: %s", path, error)
+            return False
+
+    def has_compared(self) -> bool:
+        """Whether receive_weights() would not have to wait for a comparison."""
+        return self._in_place is None or self._in_place.is_done()
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
         """Check, then load, every tensor of the staged checkpoint; an inactive engine loads it later.
@@ -74,7 +107,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         """
         staged = _checked_by_all_ranks(update_info)
         try:
-            if self.is_resident:
+            if self.is_resident and not self._write_in_place(staged):
                 _on_all_ranks(lambda: self._load(staged.tensors()))
         except Exception:
             staged.close()
@@ -82,6 +115,21 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             raise
         self._forget_staged()
         self._staged = staged
+
+    def _write_in_place(self, staged: _StagedFile) -> bool:
+        """Writes what changes towards the file, on all ranks or none; False: it is to be loaded whole, which
+        also mends what a rank has written by then."""
+        changes = self._in_place.take(staged.identity) if self._in_place is not None else None
+        if any(_gather(None if changes is not None else "has no changes")):
+            return False
+        assert self._in_place is not None and changes is not None
+        try:
+            _on_all_ranks(partial(self._in_place.write, changes))
+        except Exception as error:  # raised on all ranks, each as it failed
+            logger.warning("weights are loaded whole, they can't be changed in place: %s", error)
+            return False
+        logger.info("weights changed in place elements=%d", changes.num_changed)
+        return True
 
     def load(self) -> None:
         """Load the last update again, or the model's own files where there was none."""
@@ -113,6 +161,8 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         """Nothing is left to do: :meth:`receive_weights` finalizes."""
 
     def shutdown(self) -> None:
+        if self._in_place is not None:
+            self._in_place.close()
         self._forget_staged()
 
     def _forget_staged(self) -> None:
@@ -128,7 +178,8 @@ class _StagedFile:
         """Raises: OSError."""
         self._name = path
         self._fd = os.open(path, os.O_RDONLY)
-        self._path = Path(f"/proc/self/fd/{self._fd}")
+        self.path = Path(f"/proc/self/fd/{self._fd}")
+        """As long as it is open."""
 
     @property
     def identity(self) -> str:
@@ -138,12 +189,12 @@ class _StagedFile:
 
     def check(self, state_hash: str) -> None:
         """Raises: FrameError."""
-        found = str(checkpoint_state_hash(self._path))
+        found = str(checkpoint_state_hash(self.path))
         if found != state_hash:
             raise FrameError(f"{self._name}: state hash {found}, expected {state_hash}; weights kept")
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with safe_open(self._path, framework="pt", device="cpu") as checkpoint:
+        with safe_open(self.path, framework="pt", device="cpu") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118 - safe_open is no mapping
                 yield name, checkpoint.get_tensor(name)
 

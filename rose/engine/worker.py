@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rose.engine.rank import RoseWorker
-from rose.engine.weights import StagedWeightEngine, device_bytes
+from rose.engine.weights import device_bytes
 from rose.types import Role
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
 
         backend = self.sleep_mode_backend
         assert isinstance(backend, HostWeightsBackend)
-        assert isinstance(self.weight_transfer_engine, StagedWeightEngine)
-        backend.attach(self.weight_transfer_engine)
+        backend.attach(self._staged_weights())
         return backend
 
     def _pin_to_compute_cpus(self) -> None:

@@ -1,12 +1,16 @@
-"""Real relays for the transfer tests, each in its own process."""
+"""Real relays for the transfer tests, each in its own process; the device's codec, built where it can be."""
 
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from relay_process import RelayProcess
 
 from rose.transfer.relay import Relay, open_relay
 
+ROOT = Path(__file__).parents[2]
 KINDS = ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)]
 
 
@@ -56,3 +60,23 @@ def relay(relay_url: str) -> Iterator[Relay]:
     client = open_relay(relay_url)
     yield client
     client.close()
+
+
+@pytest.fixture(scope="session")
+def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels, built as an operator does."""
+    if shutil.which("nvcc") is None or shutil.which("make") is None:
+        pytest.skip("no nvcc and make here")
+    library = tmp_path_factory.mktemp("cuda") / "librose_delta_cuda.so"
+    subprocess.run(["make", "-C", ROOT, "cuda", f"DELTA_LIBRARY={library}"], check=True)
+    return library
+
+
+@pytest.fixture(scope="session")
+def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the kernels' threads do, on the processor."""
+    library = tmp_path_factory.mktemp("host") / "libgrid_on_host.so"
+    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    source = Path(__file__).with_name("grid_on_host.cpp")
+    subprocess.run(["g++", *options, "-o", library, source], check=True)
+    return library

@@ -8,22 +8,38 @@ import torch
 
 from rose.transfer.bucket_encoder import BucketEncoder
 from rose.transfer.codec import Codec, decode
+from rose.transfer.device_delta import DeviceDeltas
+from rose.transfer.kept_copy import DeviceCopy, HostCopy
 from rose.transfer.layout import Layout
 from rose.transfer.planes import WeightPlanes
 from rose.transfer.torch_source import TorchSource
 
 
+@pytest.fixture(params=["host", "steps on the host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def place(request):
+    """The device that the weights are on, and how its kept copy is made."""
+    if request.param == "host":
+        return "cpu", HostCopy
+    is_gpu = request.param == "gpu"
+    device = torch.device("cuda" if is_gpu else "cpu")
+    deltas = DeviceDeltas(request.getfixturevalue("cuda_library" if is_gpu else "host_library"))
+    return device, lambda source, planes: DeviceCopy(source, planes, deltas, device)
+
+
 @pytest.fixture(params=[1, 3])
-def world(request):
+def world(request, place):
     """Weights after a step, the planes from before it, and an encoder with that many threads."""
-    weight = torch.randn(50_000, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    device, make_copy = place
+    weight = torch.randn(50_000, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     # Of the second one bits must be copied to be read, into the reading thread's memory.
     source = TorchSource({"a": weight, "b": weight.view(200, 250).t()}, None)
     planes = WeightPlanes(Layout(source.specs(), bucket_bytes=8000))
+    kept = make_copy(source, planes)
     for bucket in planes.layout.buckets:
-        planes.fill(bucket, np.concatenate(source.read(planes.layout, bucket)))
+        kept.fill(bucket)
+    planes.check_integrity()
     weight[::17] *= 1.01
-    encoder = BucketEncoder(source, planes, None, 125e6, request.param)
+    encoder = BucketEncoder(kept, None, 125e6, request.param)
     yield source, planes, encoder
     encoder.close()
 
@@ -59,6 +75,9 @@ def test_what_is_not_committed_is_taken_back(world, num_taken):
     encoder.take_back()
     np.testing.assert_array_equal(bits_of(planes), old)
     assert planes.state_hash == old_hash
+    planes.check_integrity()
+    with closing(encoder.encode(planes.layout.buckets)) as steps:
+        assert sum(step.encoded.num_changed for step in steps) > 0
     planes.check_integrity()
 
 

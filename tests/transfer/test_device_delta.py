@@ -1,39 +1,16 @@
 """The device's kernels give the processor's bits: on a GPU, or thread by thread on the processor."""
 
-import shutil
-import subprocess
-from pathlib import Path
+import logging
 
 import numpy as np
 import pytest
 import torch
 
 from rose import _delta
-from rose.transfer.device_delta import DeviceDeltas
+from rose.transfer.device_delta import DeviceDeltas, device_deltas
 
-CSRC = Path(__file__).parents[2] / "csrc" / "delta"
 WIDTHS = {np.uint8: torch.uint8, np.uint16: torch.int16, np.uint32: torch.int32}
 SIZES = (1, 31, 2049, 65_536, 200_003)
-
-
-@pytest.fixture(scope="module")
-def cuda_library(tmp_path_factory):
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc here")
-    library = tmp_path_factory.mktemp("cuda") / "librose_delta_cuda.so"
-    options = ["-std=c++20", "-O3", "--shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-    subprocess.run([nvcc, *options, "-o", library, CSRC / "delta_cuda.cu"], check=True)
-    return library
-
-
-@pytest.fixture(scope="module")
-def host_library(tmp_path_factory):
-    library = tmp_path_factory.mktemp("host") / "libgrid_on_host.so"
-    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    source = Path(__file__).with_name("grid_on_host.cpp")
-    subprocess.run(["g++", *options, "-o", library, source], check=True)
-    return library
 
 
 @pytest.fixture(params=["steps on the host", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -91,6 +68,25 @@ def test_what_does_not_fit_is_refused_before_a_kernel_runs(world):
 
 def test_the_kernels_compile_and_export_their_calls(cuda_library):
     DeviceDeltas(cuda_library)
+
+
+def test_the_processor_is_chosen_for_its_own_tensors(host_library):
+    assert device_deltas(torch.device("cpu"), host_library) is None
+    assert device_deltas(None, host_library) is None
+
+
+def test_a_device_with_kernels_is_chosen(host_library, caplog):
+    caplog.set_level(logging.INFO)
+    assert isinstance(device_deltas(torch.device("cuda", 1), host_library), DeviceDeltas)
+    assert f"codec=cuda:1: kernels of {host_library}" in caplog.text
+
+
+def test_without_kernels_the_processor_is_chosen_and_one_line_says_so(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    assert device_deltas(torch.device("cuda", 0), tmp_path / "missing.so") is None
+    (record,) = caplog.records
+    assert "codec=processor" in record.message and "make cuda" in record.message
+    assert "cuda:0" in record.message and "missing.so" in record.message
 
 
 def test_parts_that_are_no_difference_are_refused():

@@ -1,0 +1,103 @@
+// Owns writing a sparse difference into the bits that it was made for, and what that does to the state hash.
+// Promises: exact for every bit pattern; add() undoes itself when called in reverse; vectors and portable
+// code give the same bits and sums. Never checks that the bits are the right ones: hashes do.
+//
+// Each part alone waits for something else: changing for memory, hashing for the multiplier. So eight changes
+// are written, an earlier eight are hashed, and the memory of later ones is asked for, in the same breath:
+//
+//   changes   ... | hashed | 32 written before | written | 96 on their way | asked for | ... next block's
+#pragma once
+
+#include "sparse.hpp"
+
+namespace rose {
+
+// What one change does, and notes for its hash.
+template <typename T>
+struct Adder {
+  T* data;
+  const std::uint16_t* places;
+  const T* differences;
+  T* before;
+  T* after;
+  T flip;  // (d ^ -1) + 1 is -d
+
+  void operator()(std::size_t k) const {
+    const T old = data[places[k]];
+    before[k] = old;
+    data[places[k]] = after[k] = static_cast<T>(old + static_cast<T>((differences[k] ^ flip) - flip));
+  }
+};
+
+#ifdef ROSE_X86
+
+// How many changes are on their way from memory, and how many have left the store buffer before their hash
+// reads them as vectors.
+constexpr std::size_t kAskAhead = 128;
+constexpr std::size_t kHashBehind = 32;
+
+// All but the last count % 8 changes of a block; returns how many. num_left: of this block and the next one,
+// whose places follow this one's, and whose elements this one's.
+template <typename T>
+ROSE_AVX512 std::size_t add_block_avx512(const Adder<T> add_one, std::size_t count, std::size_t num_left,
+                                         std::uint64_t first_index, StateHash& change) {
+  ChangeSum sum(first_index);
+  std::size_t k = 0;
+  std::size_t hashed = 0;
+  const auto hash = [&]() ROSE_AVX512 {
+    sum.add8(add_one.places + hashed, add_one.before + hashed, add_one.after + hashed);
+    hashed += 8;
+  };
+  for (; k + 8 <= count; k += 8) {
+    const std::size_t asked = k + kAskAhead;
+    if (asked + 8 <= num_left) {
+      const T* const ahead = asked < count ? add_one.data : add_one.data + kBlock;
+      for (std::size_t i = 0; i < 8; ++i) {
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + add_one.places[asked + i]), _MM_HINT_T0);
+      }
+    }
+    for (std::size_t i = 0; i < 8; ++i) {
+      add_one(k + i);
+    }
+    if (k >= kHashBehind) {
+      hash();
+    }
+  }
+  while (hashed < k) {
+    hash();
+  }
+  change.add(sum.total());
+  return k;
+}
+
+#endif  // ROSE_X86
+
+// Adds the differences in place (or takes them away again); returns the change of the state hash.
+template <typename T>
+StateHash add(const SparseDelta<T>& delta, T* base, std::uint64_t first_index, bool is_reverse) {
+  StateHash change;
+  Values<T> values;
+  for_each_block(
+      delta, [&](std::size_t block, const std::uint16_t* places, const T* differences, std::size_t count) {
+        const std::uint64_t first = first_index + block * kBlock;
+        const Adder<T> add_one{base + block * kBlock, places,
+                               differences,           values.before,
+                               values.after,          is_reverse ? static_cast<T>(-1) : static_cast<T>(0)};
+        std::size_t k = 0;
+#ifdef ROSE_X86
+        if (use_avx512) {
+          const std::size_t num_next = block + 1 < delta.counts.size() ? delta.counts[block + 1] : 0;
+          k = add_block_avx512(add_one, count, count + num_next, first, change);
+        }
+#endif
+        const std::size_t begin = k;
+        for (; k < count; ++k) {
+          add_one(k);
+        }
+        change.add(
+            hash_change(places + begin, values.before + begin, values.after + begin, count - begin, first));
+      });
+  return change;
+}
+
+}  // namespace rose
