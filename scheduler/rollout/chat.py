@@ -116,7 +116,7 @@ class ChatGeneration(Accumulated):
             return
         if not self.token_ids:
             self.prompt_token_ids = chunk.prompt_token_ids
-        elif chunk.prompt_token_ids != self.so_far():
+        elif chunk.prompt_token_ids.listed() != self.so_far().listed():
             self.prompt_token_ids = None  # so it must restart
             raise ValueError("it took the messages instead of the token ids, as vLLM before 0.32 may")
 
