@@ -18,6 +18,7 @@ from rose.errors import RoseError, WorkerError
 from rose.scheduler.rollout.aborts import abortable
 from rose.scheduler.rollout.attempt import Attempt
 from rose.scheduler.rollout.bodies import TokenIds
+from rose.scheduler.rollout.boundary import decoder, end_on_character
 from rose.scheduler.rollout.completions import Call, Single
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.cost import CostPolicy
@@ -29,7 +30,7 @@ from rose.scheduler.rollout.journey import Journey, Refused, Route
 from rose.scheduler.rollout.placement import Place, probably_cached
 from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
 from rose.scheduler.rollout.registry import Registry
-from rose.scheduler.rollout.resume import Chunk
+from rose.scheduler.rollout.resume import Accumulated, Chunk
 from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
 from rose.scheduler.rollout.traces import open_traces
 from rose.scheduler.rollout.versions import VersionMode, VersionRule
@@ -224,6 +225,11 @@ class DataPlane:
             elif sink is not None and (chunk.token_ids or chunk.text):
                 await sink.chunk(single, chunk, model)
 
+        if generation.num_tokens:
+            try:
+                await self._end_on_character(generation, worker, is_streamed=sink is not None)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                return Ending(kind=EndKind.LOST, detail=f"{worker.id}: {type(error).__name__}: {error}"), None
         span, before = journey.span, generation.num_tokens
         parent = span.begin_attempt(worker.id) if span is not None else None
         is_pinned = self.versions.mode is VersionMode.PINNED
@@ -239,6 +245,11 @@ class DataPlane:
             worker.found_cached(place.turn.cached_tokens.get(worker.id, 0.0), attempt.cached_tokens)
             generation.cached_tokens = (generation.cached_tokens or 0) + attempt.cached_tokens
         return ending, model
+
+    async def _end_on_character(self, generation: Accumulated, worker: Worker, is_streamed: bool) -> None:
+        has_tokens = generation.logprobs is not None or bool(generation.request.get("return_token_ids"))
+        decode = decoder(self.http, self.config, worker, generation.request.get("model"))
+        await end_on_character(generation, decode, is_shown=is_streamed and has_tokens)
 
     def rerouted(self, ending: Ending, worker: Worker, journey: Journey) -> None:
         """Draw the consequences of an attempt that did not finish.

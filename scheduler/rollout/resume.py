@@ -7,7 +7,7 @@ Never does: I/O, choosing workers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from rose.scheduler.rollout.bodies import Json, TokenIds
@@ -145,6 +145,20 @@ class Accumulated:
     def _forget(self) -> None:
         self.text, self.token_ids, self.logprobs, self.spans = "", [], None, []
         self.num_printed = 0
+
+    def drop_last(self, count: int) -> None:
+        """Take back so many tokens, none of which has given text."""
+        if not count:
+            return
+        del self.token_ids[-count:]
+        for values in (self.logprobs or {}).values():
+            del values[-count:]
+        self.num_printed = sum(len(token) for token in (self.logprobs or {}).get("tokens", ()))
+        while count:
+            last = self.spans.pop()
+            if last.num_tokens > count:
+                self.spans.append(replace(last, num_tokens=last.num_tokens - count))
+            count -= min(count, last.num_tokens)
 
     def add(self, epoch: int, chunk: Chunk, worker: str, version: WeightVersion | None) -> bool:
         """Take one chunk in; False if it came too late, from an attempt that was given up."""
