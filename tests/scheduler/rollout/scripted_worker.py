@@ -63,6 +63,8 @@ class ScriptedWorker:
     parses_chat: bool = False
     """As with a reasoning parser."""
     takes_chat_ids: bool = True
+    unfinished: frozenset[int] = frozenset()
+    """Tokens that are part of a character, which is finished by the next other one."""
     url: str = ""
     _may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -73,6 +75,7 @@ class ScriptedWorker:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/pause", self._health)
         if self.has_rose_routes:
             app.router.add_get("/rose/v1/status", self._status)
@@ -119,6 +122,13 @@ class ScriptedWorker:
     async def _rl_step(self, request: web.Request) -> web.Response:
         self.steps.append((await request.json())["step"])
         return web.json_response({})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        tokens = (await request.json())["tokens"]
+        return web.json_response({"prompt": "".join(map(self._text, tokens))})
+
+    def _text(self, token: int) -> str:
+        return "\N{REPLACEMENT CHARACTER}" if token in self.unfinished else f"<{token}>"
 
     async def _take(self, request: web.Request) -> dict[str, Any]:
         body: dict[str, Any] = await request.json()
@@ -191,21 +201,17 @@ class ScriptedWorker:
     def _speaker(self, prompt: list[int]) -> dict[str, Any]:
         """The first event of a chat."""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        usage = {"prompt_tokens": len(prompt)}
-        details = {"completion_tokens_details": {"reasoning_tokens": 0}} if self.parses_chat else {}
-        return {
-            "model": "scripted",
-            "choices": [choice],
-            "prompt_token_ids": prompt,
-            "usage": usage | details,
-        }
+        usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
+        if self.parses_chat:
+            usage["completion_tokens_details"] = {"reasoning_tokens": 0}
+        return {"model": "scripted", "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
 
     def _chunk(
         self, body: dict[str, Any], prompt: list[int], token: int, position: int, finish: str | None
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": 0,
-            "text": f"<{token}>",
+            "text": "" if token in self.unfinished else f"<{token}>",
             "token_ids": [token],
             "finish_reason": finish,
         }
