@@ -51,9 +51,8 @@ async def test_cut_after_any_token_both_parts_make_the_whole_text() -> None:
 async def test_tokens_of_an_unfinished_character_are_made_again(start_router: StartRouter) -> None:
     async with ScriptedWorker(unfinished=frozenset(TOKENS[3:5])) as worker, start_router(worker) as client:
         worker.faults.append(Fault(kind="abort_reclaimed", after_tokens=5))
-        choice = (await client.complete({**BODY, "logprobs": 0, "return_tokens_as_token_ids": True}))[
-            "choices"
-        ][0]
+        logprobs = {"logprobs": 0, "return_tokens_as_token_ids": True}
+        choice = (await client.complete({**BODY, **logprobs}))["choices"][0]
         assert worker.requests[1]["prompt"] == PROMPT + TOKENS[:3]
         assert (choice["token_ids"], choice["rose"]["resumes"]) == (TOKENS, 1)
         assert choice["text"] == "".join(f"<{t}>" for t in TOKENS if t not in TOKENS[3:5])

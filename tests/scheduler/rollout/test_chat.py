@@ -35,7 +35,7 @@ async def test_a_cut_chat_goes_on_from_its_tokens(start_router: StartRouter, kin
     assert (choice.message.role, choice.message.content) == ("assistant", TEXT)
     assert (choice.token_ids, answer.prompt_token_ids) == (TOKENS, rendered(MESSAGES))
     assert [entry.token for entry in choice.logprobs.content] == [f"<{token}>" for token in TOKENS]
-    assert (choice.finish_reason, choice.rose["resumes"]) == ("length", 1)
+    assert (choice.finish_reason, choice.rose["resumes"], choice.rose["restarts"]) == ("length", 1, 0)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 9)
     (continued,) = good.requests
     assert continued["kv_transfer_params"]["prompt_token_ids"] == rendered(MESSAGES) + TOKENS[:4]
