@@ -19,17 +19,55 @@ from rose.scheduler.rollout.events import CHAT_PATH
 from rose.scheduler.rollout.resume import Accumulated, Chunk
 
 _RENDERING = frozenset(
-    "messages chat_template chat_template_kwargs documents reasoning_effort add_special_tokens".split()
+    (
+        "messages",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "reasoning_effort",
+        "add_special_tokens",
+    )
 )
 """Decide over the prompt alone, whose ids a continuation is given."""
 _SAMPLING = frozenset(
-    "max_tokens max_completion_tokens min_tokens n seed temperature top_p top_k min_p repetition_penalty"
-    " logit_bias allowed_token_ids stop_token_ids ignore_eos logprobs top_logprobs".split()
+    (
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "seed",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "stop_token_ids",
+        "ignore_eos",
+        "logprobs",
+        "top_logprobs",
+    )
 )
 _ANSWERING = frozenset(
-    "model stream stream_options stream_interval return_token_ids return_tokens_as_token_ids"
-    " skip_special_tokens spaces_between_special_tokens include_stop_str_in_output include_reasoning"
-    " parallel_tool_calls request_id session_id cache_salt priority user".split()
+    (
+        "model",
+        "stream",
+        "stream_options",
+        "stream_interval",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "include_reasoning",
+        "parallel_tool_calls",
+        "request_id",
+        "session_id",
+        "cache_salt",
+        "priority",
+        "user",
+    )
 )
 _KEPT = _RENDERING | _SAMPLING | _ANSWERING
 """Fields that mean the same to a continuation. With any other the chat goes to one worker whole: tools, stop

@@ -2,7 +2,7 @@
 
 Owns: forwarding a body and its answer as they are, streamed or not.
 Promises: tried again elsewhere as long as the client has received nothing.
-Never does: resume (the tokens of such an answer aren't ours to cut), expose any path it isn't given.
+Never does: resume (chat.py and completions.py say why these can't be), expose any path it isn't given.
 """
 
 import json
