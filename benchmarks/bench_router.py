@@ -11,7 +11,11 @@ Peers pass an answer through; the router streams from its worker and keeps the t
 elsewhere. Bodies: token ids, 0.7 KB, 48 KB (8k ids), 190 KB (32k ids). The stub answers 64 tokens in 4
 chunks; it echoes the prompt's ids to the router, as vLLM does with return_token_ids.
 
-  added_latency[decision_p99]   a turn's placement among 16 workers, queue and fairness included
+Beside ours stands what a bare pass-through of the same bytes costs, aiohttp on both sides and nothing
+in between (bare_passthrough.py): "aiohttp floor".
+
+  added_latency[decision_p99]   a turn's placement among 16 workers, as the router asks for it
+  added_latency[decision_p99,queued]   the same by way of the queue and its fair order
   added_latency[p99,48KB]       P99 through the router less P99 direct, 50 req/s each, interleaved
   cpu_ms[0.7KB], [48KB], cpu_ms_32k   CPU of the router process per request, 8 at a time
   cpu_us_chunk                  CPU per chunk of 16 tokens to streaming clients, 384 streams at a time, all of
@@ -55,8 +59,11 @@ from rose.scheduler.rollout.views import Turn
 from rose.scheduler.rollout.worker import Worker
 
 STUB = Path(__file__).with_name("stub_worker.py")
+PASSTHROUGH = Path(__file__).with_name("bare_passthrough.py")
+FLOOR = "aiohttp floor"
 BODIES = {"0.7KB": 120, "48KB": 8_192, "190KB": 32_768}
 """Prompt tokens."""
+LONG_BODIES = ("48KB", "190KB")
 NUM_STREAMS = 384
 START_S = 30.0
 
@@ -73,13 +80,18 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 
 def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
-    figures = [_decision(2_000 if args.quick else 20_000)]
+    num_decisions, num_latencies = (2_000, 150) if args.quick else (20_000, 1_500)
+    figures = [_decision(num_decisions, is_queued=is_queued) for is_queued in (False, True)]
     rng = random.Random(args.seed)
-    with _stub(num_chunks=4) as worker, _router(worker, cpu) as (router, process):
-        figures += _latencies(router, worker, rng, 150 if args.quick else 1_500)
-        ours = _cpu_per_request(Target(url=router), process, rng, args.quick)
+    floor = f"{FLOOR}={sys.executable} {PASSTHROUGH} --worker {{worker}} --port {{port}}"
+    with _stub(num_chunks=4) as worker:
+        with _command(floor, worker, cpu) as (url, _):
+            bare = {name: _added(url, worker, name, rng, num_latencies) for name in LONG_BODIES}
+        with _router(worker, cpu) as (router, process):
+            figures += [_latency(router, worker, n, rng, num_latencies, bare[n]) for n in LONG_BODIES]
+            ours = _cpu_per_request(Target(url=router), process, rng, args.quick)
     peers: dict[str, dict[str, float | None]] = {name: {} for name in BODIES}
-    for spec in args.peer:
+    for spec in (floor, *args.peer):
         for name, value in _peer(spec, cpu, rng, args.quick).items():
             peers[name][spec.partition("=")[0].partition(",")[0]] = value
     figures += [_cpu_figure(name, values, peers[name]) for name, values in ours.items()]
@@ -178,24 +190,30 @@ def _requests(
     return made
 
 
-def _latencies(router: str, worker: str, rng: random.Random, count: int) -> list[Figure]:
-    figures = []
-    for name, num_tokens in list(BODIES.items())[1:]:
-        through, direct = Target(url=router), Target(url=worker)
-        streamed = {"stream": True}
-        pairs = [
-            (through, _requests(through, num_tokens, count, rng)),
-            (direct, _requests(direct, num_tokens, count, rng, **streamed)),
-        ]
-        ours, alone = _run(open_loop(pairs, per_s=50.0))
-        added = {p: _percentile_ms(ours, p) - _percentile_ms(alone, p) for p in (50, 99)}
-        target = "<= 3" if name == "48KB" else "<= 5"
-        peers: dict[str, float | None] = {"P50": added[50], "direct P99": _percentile_ms(alone, 99)}
-        peers["ROSE §6.4, in all"] = 10.0
-        figures.append(
-            Figure(name=f"added_latency[p99,{name}]", value=added[99], unit="ms", target=target, peers=peers)
-        )
-    return figures
+def _added(url: str, worker: str, body: str, rng: random.Random, count: int) -> dict[str, float]:
+    """What a way through `url` adds to the same requests sent to the worker directly, in ms."""
+    through, direct = Target(url=url), Target(url=worker)
+    pairs = [
+        (through, _requests(through, BODIES[body], count, rng)),
+        (direct, _requests(direct, BODIES[body], count, rng, stream=True)),
+    ]
+    theirs, alone = _run(open_loop(pairs, per_s=50.0))
+    added = {f"P{p}": _percentile_ms(theirs, p) - _percentile_ms(alone, p) for p in (50, 99)}
+    return {**added, "direct P99": _percentile_ms(alone, 99)}
+
+
+def _latency(
+    router: str, worker: str, body: str, rng: random.Random, count: int, bare: dict[str, float]
+) -> Figure:
+    added = _added(router, worker, body, rng, count)
+    floor = {f"{FLOOR} {percent}": bare[percent] for percent in ("P50", "P99")}
+    return Figure(
+        name=f"added_latency[p99,{body}]",
+        value=added.pop("P99"),
+        unit="ms",
+        target="<= 3" if body == "48KB" else "<= 5",
+        peers={**added, **floor, "ROSE §6.4, in all": 10.0},
+    )
 
 
 def _percentile_ms(latencies_s: Sequence[float], percent: float) -> float:
@@ -234,14 +252,19 @@ def _cpu_figure(name: str, values: list[float], peers: dict[str, float | None]) 
 
 def _peer(spec: str, cpu: int, rng: random.Random, is_quick: bool) -> dict[str, float]:
     """A peer's CPU per request, by body."""
-    name, _, command = spec.partition("=")
-    path = name.partition(",")[2] or "/v1/completions"
-    port = free_port()
-    with _stub(num_chunks=4) as worker:
-        argv = shlex.split(command.format(worker=worker, port=port))
-        with _listening(argv, port, cpu) as (url, process):
-            values = _cpu_per_request(Target(url=url, path=path), process, rng, is_quick)
+    path = spec.partition("=")[0].partition(",")[2] or "/v1/completions"
+    with _stub(num_chunks=4) as worker, _command(spec, worker, cpu) as (url, process):
+        values = _cpu_per_request(Target(url=url, path=path), process, rng, is_quick)
     return {body: sorted(each)[1] for body, each in values.items()}
+
+
+@contextmanager
+def _command(spec: str, worker: str, cpu: int) -> Iterator[tuple[str, psutil.Process]]:
+    """A router of another's before one worker, ready."""
+    port = free_port()
+    argv = shlex.split(spec.partition("=")[2].format(worker=worker, port=port))
+    with _listening(argv, port, cpu) as ready:
+        yield ready
 
 
 def _streams(cpu: int, is_quick: bool) -> list[Figure]:
@@ -292,8 +315,11 @@ def _stream_all(router: str, process: psutil.Process, rng: random.Random) -> tup
 # The decision, and fairness ---------------------------------------------------------------------------------
 
 
-def _decision(count: int) -> Figure:
-    """Enqueue, fair order, the policy's pick among 16 workers, the place: 1 % of 128 turns are queued."""
+def _decision(count: int, is_queued: bool) -> Figure:
+    """A place among 16 workers with 128 turns: at once as the router asks, or through queue and fair order.
+
+    Wall time, which holds also what others took from this core meanwhile; beside it its own CPU.
+    """
     config = RouterConfig()
     workers = {}
     for number in range(16):
@@ -302,23 +328,31 @@ def _decision(count: int) -> Figure:
         worker.seen(0.0)
         workers[worker.id] = worker
     placement, jobs = Placement(lambda: workers, PaperPolicy(), JobTable(config)), JobTable(config)
-    job, places, took = jobs.get("job", 0.0), [], []
+    job, places, took, cpu = jobs.get("job", 0.0), [], [], []
     for number in range(count):
         turn = Turn(
             session=str(number), affine=f"w:{number % 16 + 1}", prompt_tokens=1000, expected_tokens=100
         )
-        began = time.perf_counter()
-        placement.enqueue(Waiter(turn, job, 100.0, places.append))
-        placement.pump(0.0)
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        if is_queued:
+            placement.enqueue(Waiter(turn, job, 100.0, places.append))
+            placement.pump(0.0)
+        else:
+            places.append(placement.place_now(turn, job, 100.0, 0.0))
+        cpu.append(time.thread_time() - cpu_began)
         took.append(time.perf_counter() - began)
         if len(places) > 128:
             placement.release(places.pop(0), 100)
     return Figure(
-        name="added_latency[decision_p99]",
+        name=f"added_latency[decision_p99{',queued' if is_queued else ''}]",
         value=_percentile_ms(took, 99),
         unit="ms",
         target="<= 0.1",
-        peers={"P50": _percentile_ms(took, 50), "ROSE §6.4, in all": 10.0},
+        peers={
+            "P50": _percentile_ms(took, 50),
+            "CPU P99": _percentile_ms(cpu, 99),
+            "ROSE §6.4, in all": 10.0,
+        },
     )
 
 

@@ -15,9 +15,10 @@ import aiohttp
 from aiohttp import web
 
 from rose.errors import NoWorkerError, RoseError
-from rose.scheduler.rollout import completions
+from rose.scheduler.rollout import chat, completions
 from rose.scheduler.rollout.admin import Admin
 from rose.scheduler.rollout.bodies import BadRequest, Json, encode, parse
+from rose.scheduler.rollout.chat import Chat, ChatParsed
 from rose.scheduler.rollout.checks import Checks
 from rose.scheduler.rollout.completions import Call, Completions, Single
 from rose.scheduler.rollout.config import RouterConfig
@@ -38,10 +39,11 @@ logger = logging.getLogger(__name__)
 
 _FORMATS: dict[str, Format] = {
     "/v1/completions": Completions(),
+    "/v1/chat/completions": Chat(),
     "/inference/v1/generate": TokenGenerate(),
     "/generate": SglangGenerate(),
 }
-_WHOLE_PATHS = ("/v1/chat/completions", "/v1/chat/completions/render")
+_RENDER_PATH = "/v1/chat/completions/render"
 _QUESTION_PATHS = ("/tokenize", "/detokenize")
 _JOB_HEADER = "X-Rose-Job"
 _RUN_HEADER = "X-Rose-Run"
@@ -56,6 +58,8 @@ class Service:
         self._checks = Checks(plane.registry)
         self._guard = Guard(config)
         self._in_flight = InFlight()
+        self._parsed_models: set[str | None] = set()
+        """Whose chats a parser of the workers' turns into reasoning and tool calls."""
 
     def build_app(self) -> web.Application:
         app = web.Application(
@@ -65,8 +69,7 @@ class Service:
         app.router.add_get("/v1/models", self.models)
         for path, shape in _FORMATS.items():
             app.router.add_post(path, self._generating(shape))
-        for path in _WHOLE_PATHS:
-            app.router.add_post(path, self.forward)
+        app.router.add_post(_RENDER_PATH, self.forward)
         for path in _QUESTION_PATHS:
             app.router.add_post(path, self.ask)
         Admin(self._plane, self._guard).add_routes(app)
@@ -151,25 +154,41 @@ class Service:
             body = parse(data, shape.ids_key)
             await self._checks.model(body.get("model"))
             route = self._route(request, body)
-            if isinstance(shape, Completions) and not completions.can_stream(body):
+            if self._goes_whole(shape, body):
                 return await self._passthrough.forward(request, body, route)
-            call = shape.call(body)
-            self._checks.lengths(call)
-            given = request.headers.get(IDEMPOTENCY_HEADER)
-            key = f"{request.path} {given}" if given is not None else None
-            if call.wants_stream:
-                if key is not None and key in self._in_flight:
-                    raise Conflict(f"{IDEMPOTENCY_HEADER} {given} is in flight; a stream can't be shared")
-                return await self._stream(request, shape, call, route)
-
-            async def work() -> Reply:
-                model = await self._plane.complete(call, route, None)
-                return Reply(encode(shape.answer(call, model)))
-
-            reply = await self._in_flight.run(key, data, work)
-            return reply.response()
+            try:
+                return await self._generate(request, shape, data, body, route)
+            except ChatParsed as found:
+                logger.info("chats go whole model=%s reason=%s", body.get("model"), found)
+                self._parsed_models.add(body.get("model"))
+            return await self._passthrough.forward(request, body, route)
 
         return handle
+
+    def _goes_whole(self, shape: Format, body: Json) -> bool:
+        if isinstance(shape, Chat):
+            return body.get("model") in self._parsed_models or not chat.can_resume(body)
+        return isinstance(shape, Completions) and not completions.can_stream(body)
+
+    async def _generate(
+        self, request: web.Request, shape: Format, data: bytes, body: Json, route: Route
+    ) -> web.StreamResponse:
+        """Raises: ChatParsed, as long as the client has received nothing."""
+        call = shape.call(body)
+        self._checks.lengths(call)
+        given = request.headers.get(IDEMPOTENCY_HEADER)
+        key = f"{request.path} {given}" if given is not None else None
+        if call.wants_stream:
+            if key is not None and key in self._in_flight:
+                raise Conflict(f"{IDEMPOTENCY_HEADER} {given} is in flight; a stream can't be shared")
+            return await self._stream(request, shape, call, route)
+
+        async def work() -> Reply:
+            model = await self._plane.complete(call, route, None)
+            return Reply(encode(shape.answer(call, model)))
+
+        reply = await self._in_flight.run(key, data, work)
+        return reply.response()
 
     async def _stream(
         self, request: web.Request, shape: Format, call: Call, route: Route

@@ -1,6 +1,6 @@
 """One attempt: a single request streamed from one worker, watched for progress.
 
-Owns: the connection to the worker, the stall clock, what an attempt's end means.
+Owns: the connection to the worker, the stall clock, how an attempt ends.
 Promises: an attempt always ends with one Ending; a stream not read to its end is closed by then, so
 vLLM drops the request.
 Never does: choose workers, try again, merge.
@@ -10,14 +10,14 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import aiohttp
 
 from rose.scheduler.rollout.bodies import Json, TokenIds, encode, encode_apart
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.dispatch import DeadlineExceeded
-from rose.scheduler.rollout.events import Event, read_events
+from rose.scheduler.rollout.endings import Ending, EndKind, error_ending
+from rose.scheduler.rollout.events import CHAT_PATH, Event, read_events
 from rose.scheduler.rollout.placement import Place
 from rose.scheduler.rollout.resume import Chunk, known_prompt
 from rose.scheduler.rollout.traces import PARENT_HEADER
@@ -27,43 +27,10 @@ from rose.types import StopReason, WeightVersion
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-_BUSY_STATUSES = (429, 503)
-_REQUEST_TIMEOUT = 408
 
 Events = AsyncIterator[tuple[Event, TokenIds | None]]
 Take = Callable[[Chunk, str | None], Awaitable[None]]
 """Receives each chunk, with the model's name."""
-
-
-class EndKind(StrEnum):
-    FINISHED = "finished"
-    RECLAIMED = "reclaimed"
-    """The engine aborted it: its memory went back to serving."""
-    ENGINE_STALL = "engine_stall"
-    """The engine aborted it: the gate admitted no step for too long."""
-    DEACTIVATED = "deactivated"
-    """The engine aborted it: its weights leave the GPU until the next rollout phase."""
-    OUTDATED = "outdated"
-    """The worker got other weights than the turn's session is pinned to."""
-    STALLED = "stalled"
-    """No token came for too long."""
-    LOST = "lost"
-    """The worker died, or the connection broke."""
-    BUSY = "busy"
-    FAILED = "failed"
-    """The worker answered with an error of its own."""
-    REFUSED = "refused"
-    """The worker found fault with the request: the client's mistake, no use in trying elsewhere."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    kind: EndKind
-    detail: str = ""
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    status: int = 0
-    model: str | None = None
 
 
 @dataclass(slots=True)
@@ -111,8 +78,8 @@ class Attempt:
         """As the worker counted this attempt's prompt; None until it has ended well."""
         return self._seen.prompt_tokens
 
-    async def run(self, body: Json, take: Take, deadline: float) -> Ending:
-        """Stream the request; `take(chunk, model)` is awaited for every chunk, outside of the stall clock.
+    async def run(self, path: str, body: Json, take: Take, deadline: float) -> Ending:
+        """Stream the request at `path`; `take(chunk, model)` is awaited for every chunk, outside of the stall clock.
 
         Raises:
             DeadlineExceeded: `deadline` (monotonic time) passed first.
@@ -121,7 +88,7 @@ class Attempt:
         watch = Watch(self._worker, deadline, self._version)
         try:
             async with watch:
-                return await self._run(watch, self._streaming(body), take)
+                return await self._run(watch, path, self._streaming(path, body), take)
         except TimeoutError:
             if watch.is_lost:
                 return Ending(kind=EndKind.LOST, detail=f"{name} was lost")
@@ -135,20 +102,21 @@ class Attempt:
         except ValueError as error:
             return Ending(kind=EndKind.FAILED, detail=f"{name} sent no completion stream: {error}")
 
-    def _streaming(self, body: Json) -> Json:
+    def _streaming(self, path: str, body: Json) -> Json:
         interval = self._worker.stream_interval(self._config)
         if (asked := body.get("stream_interval")) is not None:
             interval = min(interval, asked)
         return {
             **salted(body, self._worker.weight_version),
             "stream": True,
-            "stream_options": {"include_usage": True},
+            # A chat's with each event: the first tells of the worker's parsers (see chunk_of).
+            "stream_options": {"include_usage": True, "continuous_usage_stats": path == CHAT_PATH},
             "return_token_ids": True,
             "stream_interval": interval,
         }
 
-    async def _run(self, watch: Watch, body: Json, take: Take) -> Ending:
-        url = self._worker.completions_url
+    async def _run(self, watch: Watch, path: str, body: Json, take: Take) -> Ending:
+        url = self._worker.turn_urls[path]
         watch.allow(self._config.first_token_s)
         answer = await self._wire.post(url, self._headers, encode_apart(body))
         try:
@@ -198,14 +166,7 @@ class Attempt:
         choice = event.choices[0]
         if choice.finish_reason is not None:
             seen.finish_reason, seen.stop_reason = choice.finish_reason, choice.stop_reason
-        return Chunk(
-            text=choice.text or "",
-            token_ids=choice.token_ids or (),
-            logprobs=choice.logprobs,
-            prompt_token_ids=prompt_token_ids,
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
-        )
+        return chunk_of(event, prompt_token_ids)
 
     def _ending(self) -> Ending:
         seen = self._seen
@@ -231,6 +192,26 @@ class Attempt:
         )
 
 
+def chunk_of(event: Event, prompt_token_ids: TokenIds | None) -> Chunk:
+    """What an event with a choice adds; a chat's text is in its delta."""
+    choice = event.choices[0]
+    delta, token_ids = choice.delta, choice.token_ids or ()
+    is_parsed = False
+    if delta is not None:  # only parsers count reasoning, and only they keep text back
+        counts_reasoning = event.usage is not None and event.usage.completion_tokens_details is not None
+        is_parsed = counts_reasoning or (bool(token_ids) and delta.content is None)
+    return Chunk(
+        text=(choice.text if delta is None else delta.content) or "",
+        token_ids=token_ids,
+        logprobs=choice.logprobs,
+        prompt_token_ids=prompt_token_ids,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        role=delta.role if delta is not None else None,
+        is_parsed=is_parsed,
+    )
+
+
 MAX_SALT_CHARACTERS = 128
 
 
@@ -244,14 +225,3 @@ def salted(body: Json, version: WeightVersion | None) -> Json:
     if len(salt) > MAX_SALT_CHARACTERS:
         salt = hashlib.sha256(salt.encode()).hexdigest()
     return {**body, "cache_salt": salt}
-
-
-def error_ending(status: int, detail: str) -> Ending:
-    """What a worker's HTTP error means for the turn."""
-    if status in _BUSY_STATUSES:
-        kind = EndKind.BUSY
-    elif 400 <= status < 500 and status != _REQUEST_TIMEOUT:
-        kind = EndKind.REFUSED
-    else:
-        kind = EndKind.FAILED
-    return Ending(kind=kind, detail=detail, status=status)

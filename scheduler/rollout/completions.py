@@ -50,6 +50,7 @@ class Single:
 
     index: int
     prompt: str | TokenIds
+    """Tells its trajectory; the next turn's begins with it and with what was generated."""
     generation: Accumulated
 
 
@@ -87,23 +88,35 @@ def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
         BadRequest: prompt, n, max_tokens or seed is malformed.
     """
     prompts = split_prompts(body.get("prompt"))
+    n, call_id = checked_n(body), uuid.uuid4().hex
+    singles = []
+    for index, (prompt, child) in enumerate((p, i) for p in prompts for i in range(n)):
+        request = {**child_body(body, child), "prompt": prompt, "request_id": f"{call_id}-{index}"}
+        generation = Accumulated(request=request, prompt_token_ids=known_prompt(request))
+        singles.append(Single(index=index, prompt=prompt, generation=generation))
+    name = shown_id if isinstance(shown_id, str) and shown_id else f"cmpl-{call_id}"
+    is_batch = n > 1 or isinstance(body.get("prompt"), list)
+    return Call(body=body, n=n, singles=singles, is_batch=is_batch, id=name)
+
+
+def checked_n(body: Mapping[str, Any]) -> int:
+    """How many choices are asked for. Raises: BadRequest if what fanning out needs is malformed."""
     n = body.get("n") if body.get("n") is not None else 1
     if type(n) is not int or n < 1:
         raise BadRequest(f"n: want a positive integer, got {n!r}")
     for name in ("max_tokens", "seed", "min_tokens"):
         if body.get(name) is not None and type(body[name]) is not int:
             raise BadRequest(f"{name}: want an integer, got {body[name]!r}")
-    call_id = uuid.uuid4().hex
-    base = {k: v for k, v in body.items() if k not in ("stream", "stream_options", "n", "request_id")}
-    singles = []
-    for index, (prompt, child) in enumerate((p, i) for p in prompts for i in range(n)):
-        seed = {"seed": body["seed"] + child} if body.get("seed") is not None else {}
-        request = {**base, **seed, "prompt": prompt, "request_id": f"{call_id}-{index}"}
-        generation = Accumulated(request=request, prompt_token_ids=known_prompt(request))
-        singles.append(Single(index=index, prompt=prompt, generation=generation))
-    name = shown_id if isinstance(shown_id, str) and shown_id else f"cmpl-{call_id}"
-    is_batch = n > 1 or isinstance(body.get("prompt"), list)
-    return Call(body=body, n=n, singles=singles, is_batch=is_batch, id=name)
+    return n
+
+
+_OF_THE_CALL = ("stream", "stream_options", "n", "request_id")
+
+
+def child_body(body: Mapping[str, Any], child: int) -> Json:
+    """What single request number `child` of a prompt takes over from the call."""
+    seed = {"seed": body["seed"] + child} if body.get("seed") is not None else {}
+    return {k: v for k, v in body.items() if k not in _OF_THE_CALL} | seed
 
 
 def _envelope(call: Call, model: str | None) -> Json:

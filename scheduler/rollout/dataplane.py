@@ -16,19 +16,21 @@ import aiohttp
 
 from rose.errors import RoseError, WorkerError
 from rose.scheduler.rollout.aborts import abortable
-from rose.scheduler.rollout.attempt import Attempt, Ending, EndKind
+from rose.scheduler.rollout.attempt import Attempt
 from rose.scheduler.rollout.bodies import TokenIds
+from rose.scheduler.rollout.boundary import decoder, end_on_character
 from rose.scheduler.rollout.completions import Call, Single
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.cost import CostPolicy
 from rose.scheduler.rollout.counters import Counters
 from rose.scheduler.rollout.dispatch import Dispatcher
+from rose.scheduler.rollout.endings import Ending, EndKind
 from rose.scheduler.rollout.jobs import JobTable
 from rose.scheduler.rollout.journey import Journey, Refused, Route
 from rose.scheduler.rollout.placement import Place, probably_cached
 from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
 from rose.scheduler.rollout.registry import Registry
-from rose.scheduler.rollout.resume import Chunk, must_restart
+from rose.scheduler.rollout.resume import Accumulated, Chunk
 from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
 from rose.scheduler.rollout.traces import open_traces
 from rose.scheduler.rollout.versions import VersionMode, VersionRule
@@ -167,9 +169,10 @@ class DataPlane:
     def _begin(self, single: Single, is_streamed: bool) -> None:
         """Open the next epoch: resume where the last attempt was cut, or begin anew."""
         generation, num_tokens = single.generation, single.generation.num_tokens
-        if is_streamed and num_tokens and must_restart(generation.request):
+        if is_streamed and num_tokens and generation.must_restart:
             raise WorkerError(
-                "cut after tokens were streamed; stop strings and structured output can't be resumed"
+                "cut after tokens were streamed; what stop strings, structured output and parsers did so far"
+                " can't be carried on"
             )
         restarts = generation.num_restarts
         generation.begin()
@@ -222,13 +225,18 @@ class DataPlane:
             elif sink is not None and (chunk.token_ids or chunk.text):
                 await sink.chunk(single, chunk, model)
 
+        if generation.num_tokens:
+            try:
+                await self._end_on_character(generation, worker, is_streamed=sink is not None)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                return Ending(kind=EndKind.LOST, detail=f"{worker.id}: {type(error).__name__}: {error}"), None
         span, before = journey.span, generation.num_tokens
         parent = span.begin_attempt(worker.id) if span is not None else None
         is_pinned = self.versions.mode is VersionMode.PINNED
         version = worker.weight_version if is_pinned else None
         attempt = Attempt(place, self.wire, self.config, version, parent)
         body = {**generation.next_body(), "request_id": f"{generation.request['request_id']}-{epoch}"}
-        ending = await attempt.run(body, take, journey.route.deadline)
+        ending = await attempt.run(generation.path, body, take, journey.route.deadline)
         if span is not None:
             span.end_attempt(ending.kind.value, generation.num_tokens - before)
         if ending.kind is EndKind.FINISHED and attempt.prompt_tokens is not None:
@@ -237,6 +245,11 @@ class DataPlane:
             worker.found_cached(place.turn.cached_tokens.get(worker.id, 0.0), attempt.cached_tokens)
             generation.cached_tokens = (generation.cached_tokens or 0) + attempt.cached_tokens
         return ending, model
+
+    async def _end_on_character(self, generation: Accumulated, worker: Worker, is_streamed: bool) -> None:
+        has_tokens = generation.logprobs is not None or bool(generation.request.get("return_token_ids"))
+        decode = decoder(self.http, self.config, worker, generation.request.get("model"))
+        await end_on_character(generation, decode, is_shown=is_streamed and has_tokens)
 
     def rerouted(self, ending: Ending, worker: Worker, journey: Journey) -> None:
         """Draw the consequences of an attempt that did not finish.

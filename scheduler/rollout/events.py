@@ -1,4 +1,4 @@
-"""vLLM's event stream of a completion.
+"""vLLM's event stream of a completion or a chat.
 
 Owns: the events' shape, as far as it is used; cutting the stream into events.
 Promises: the echo of a long prompt is never parsed, nor copied where it tells nothing new.
@@ -12,6 +12,8 @@ import msgspec
 
 from rose.scheduler.rollout.bodies import TokenIds, cut_ids
 
+COMPLETIONS_PATH = "/v1/completions"
+CHAT_PATH = "/v1/chat/completions"
 _DONE = b"[DONE]"
 
 
@@ -22,10 +24,18 @@ class _CachedTokens(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     prompt_tokens_details: _CachedTokens | None = None
+    completion_tokens_details: Any = None
+    """A chat's; vLLM sends it only where a reasoning parser is set."""
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
+    delta: _Delta | None = None
     token_ids: list[int] | None = None
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
@@ -33,7 +43,7 @@ class _Choice(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """One event of vLLM's /v1/completions stream, as far as it is used."""
+    """One event of vLLM's /v1/completions or /v1/chat/completions stream, as far as it is used."""
 
     model: str | None = None
     choices: list[_Choice] = []

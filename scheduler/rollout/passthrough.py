@@ -1,8 +1,8 @@
-"""Requests that go to one worker whole: chat, /inference/v1/generate, and completions that can't be streamed.
+"""Requests that go to one worker whole: chats that can't be resumed, completions that can't be streamed.
 
 Owns: forwarding a body and its answer as they are, streamed or not.
 Promises: tried again elsewhere as long as the client has received nothing.
-Never does: resume (the tokens of such an answer aren't ours to cut), expose any path it isn't given.
+Never does: resume (chat.py and completions.py say why these can't be), expose any path it isn't given.
 """
 
 import json
@@ -13,17 +13,11 @@ from aiohttp import web
 
 from rose.errors import RoseError
 from rose.scheduler.rollout.aborts import abortable
-from rose.scheduler.rollout.attempt import (
-    JSON_HEADERS,
-    STREAM_TIMEOUT,
-    Ending,
-    EndKind,
-    error_ending,
-    salted,
-)
+from rose.scheduler.rollout.attempt import JSON_HEADERS, STREAM_TIMEOUT, salted
 from rose.scheduler.rollout.bodies import Json, encode
 from rose.scheduler.rollout.dataplane import DataPlane
 from rose.scheduler.rollout.dispatch import DeadlineExceeded
+from rose.scheduler.rollout.endings import Ending, EndKind, error_ending
 from rose.scheduler.rollout.errors import error_event
 from rose.scheduler.rollout.journey import Journey, Route
 from rose.scheduler.rollout.registry import openai_headers

@@ -6,15 +6,15 @@ Never does: I/O, counting, queueing (dispatch.py holds the turns for which no wo
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rose.scheduler.rollout.versions import VersionRule
 from rose.scheduler.rollout.views import Turn, WorkerKind, WorkerView
 
 
 def usable(turn: Turn, workers: Iterable[WorkerView], now: float) -> list[WorkerView]:
-    """Workers with room that may take this job's work now, least loaded first, ties by name."""
-    found = [
+    """Workers with room that may take this job's work now."""
+    return [
         w
         for w in workers
         if w.has_room
@@ -22,8 +22,11 @@ def usable(turn: Turn, workers: Iterable[WorkerView], now: float) -> list[Worker
         and turn.avoid_until.get(w.id, now) <= now
         and (w.kind is WorkerKind.DEDICATED or (w.eligible and w.owner in (None, turn.job)))
     ]
-    found.sort(key=lambda w: (w.load, w.id))
-    return found
+
+
+def least_loaded(workers: Iterable[WorkerView]) -> str | None:
+    """Ties by name; None if there is none."""
+    return min(((w.load, w.id) for w in workers), default=(0.0, None))[1]
 
 
 def constraints(turn: Turn, now: float) -> Hashable:
@@ -42,8 +45,7 @@ class TurnwisePolicy:
     versions: VersionRule = field(default_factory=VersionRule)
 
     def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
-        found = usable(turn, self.versions.admits(turn, workers), now)
-        return prefer_affine(replace(turn, affine=None), found)
+        return prefer_dedicated(usable(turn, self.versions.admits(turn, workers), now))
 
     def likeness(self, turn: Turn, now: float) -> Hashable:
         return constraints(turn, now)
@@ -68,12 +70,14 @@ class PaperPolicy:
 
 def prefer_affine(turn: Turn, found: Sequence[WorkerView]) -> str | None:
     """The paper's order among usable workers."""
-    by_preference = (
-        [w for w in found if w.id == turn.affine],
-        [w for w in found if w.kind is WorkerKind.DEDICATED],
-        found,
-    )
-    return next((group[0].id for group in by_preference if group), None)
+    if turn.affine is not None and any(w.id == turn.affine for w in found):
+        return turn.affine
+    return prefer_dedicated(found)
+
+
+def prefer_dedicated(found: Sequence[WorkerView]) -> str | None:
+    dedicated = least_loaded(w for w in found if w.kind is WorkerKind.DEDICATED)
+    return dedicated if dedicated is not None else least_loaded(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,7 @@ class PinnedPolicy:
         found = usable(turn, self.versions.admits(turn, workers), now)
         if turn.affine is not None and any(w.id == turn.affine and w.alive for w in workers):
             found = [w for w in found if w.id == turn.affine]
-        return found[0].id if found else None
+        return least_loaded(found)
 
     def likeness(self, turn: Turn, now: float) -> Hashable:
         return (constraints(turn, now), turn.affine)

@@ -7,10 +7,11 @@ Never does: I/O, choosing workers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from rose.scheduler.rollout.bodies import Json, TokenIds
+from rose.scheduler.rollout.events import COMPLETIONS_PATH
 from rose.types import WeightVersion
 
 _DEFAULT_MAX_TOKENS = 16
@@ -78,11 +79,21 @@ class Chunk:
     prompt_token_ids: TokenIds | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    role: str | None = None
+    """A chat's speaker; its first event tells."""
+    is_parsed: bool = False
+    """A chat's text is not simply its tokens': a parser of the worker's stands between."""
 
 
 @dataclass(slots=True)
 class Accumulated:
-    """One single request (one prompt, n = 1) over all its attempts. An attempt is named by its epoch."""
+    """One single request (one prompt, n = 1) over all its attempts. An attempt is named by its epoch.
+
+    What a chat does otherwise is in chat.py.
+    """
+
+    path: ClassVar[str] = COMPLETIONS_PATH
+    """Where workers take it."""
 
     request: Mapping[str, Any]
     epoch: int = 0
@@ -115,10 +126,15 @@ class Accumulated:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def must_restart(self) -> bool:
+        """Whether a cut ends in a new beginning."""
+        return self.prompt_token_ids is None or must_restart(self.request)
+
     def begin(self) -> int:
         """Start the next attempt and return its epoch; from now on, chunks of earlier epochs are dropped."""
         if self.token_ids:
-            if must_restart(self.request) or self.prompt_token_ids is None:
+            if self.must_restart:
                 self._forget()
                 self.num_restarts += 1
             else:
@@ -130,12 +146,25 @@ class Accumulated:
         self.text, self.token_ids, self.logprobs, self.spans = "", [], None, []
         self.num_printed = 0
 
+    def drop_last(self, count: int) -> None:
+        """Take back so many tokens, none of which has given text."""
+        if not count:
+            return
+        del self.token_ids[-count:]
+        for values in (self.logprobs or {}).values():
+            del values[-count:]
+        self.num_printed = sum(len(token) for token in (self.logprobs or {}).get("tokens", ()))
+        while count:
+            last = self.spans.pop()
+            if last.num_tokens > count:
+                self.spans.append(replace(last, num_tokens=last.num_tokens - count))
+            count -= min(count, last.num_tokens)
+
     def add(self, epoch: int, chunk: Chunk, worker: str, version: WeightVersion | None) -> bool:
         """Take one chunk in; False if it came too late, from an attempt that was given up."""
         if epoch != self.epoch or self.finish_reason is not None:
             return False
-        if self.prompt_token_ids is None and chunk.prompt_token_ids is not None:
-            self.prompt_token_ids = chunk.prompt_token_ids
+        self._take_context(chunk)
         self.text += chunk.text
         self.token_ids.extend(chunk.token_ids)
         if chunk.logprobs is not None:
@@ -143,6 +172,11 @@ class Accumulated:
         if chunk.token_ids:
             self._add_span(worker, version, len(chunk.token_ids))
         return True
+
+    def _take_context(self, chunk: Chunk) -> None:
+        """What an attempt tells of its prompt, ahead of its tokens."""
+        if self.prompt_token_ids is None:
+            self.prompt_token_ids = chunk.prompt_token_ids
 
     def _add_logprobs(self, logprobs: Mapping[str, Any]) -> None:
         if self.logprobs is None:
@@ -164,8 +198,7 @@ class Accumulated:
         body = dict(self.request)
         if not self.token_ids:
             return body
-        assert self.prompt_token_ids is not None
-        body["prompt"] = self.prompt_token_ids.plus(self.token_ids)
+        body |= self._continued(self.so_far())
         body["max_tokens"] = self.max_tokens - self.num_tokens
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - self.num_tokens)
@@ -176,6 +209,15 @@ class Accumulated:
         body.pop("truncate_prompt_tokens", None)
         body.pop("add_special_tokens", None)
         return body
+
+    def so_far(self) -> TokenIds:
+        """Prompt and generated tokens."""
+        assert self.prompt_token_ids is not None
+        return self.prompt_token_ids.plus(self.token_ids)
+
+    def _continued(self, ids: TokenIds) -> Json:
+        """The fields that make a request go on from these ids."""
+        return {"prompt": ids}
 
     def merged_logprobs(self) -> Json | None:
         if self.logprobs is None:

@@ -15,6 +15,7 @@ from yarl import URL
 
 from rose.scheduler.rollout.borrowing import UsageWindow
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.events import CHAT_PATH, COMPLETIONS_PATH
 from rose.scheduler.rollout.speed import SpeedEstimate
 from rose.scheduler.rollout.status import WorkerStatus, parse_version
 from rose.scheduler.rollout.views import NOBODY, WorkerKind, WorkerView
@@ -42,7 +43,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, config: RouterConfig) -> None:
         self.spec = spec
         self.id = spec.id
-        self.completions_url = URL(f"{spec.url}/v1/completions")
+        self.turn_urls = {path: URL(spec.url + path) for path in (COMPLETIONS_PATH, CHAT_PATH)}
         key = config.worker_api_key
         self.openai_headers = f"Authorization: Bearer {key}\r\n".encode() if key is not None else b""
         self._view: WorkerView | None = None

@@ -26,6 +26,11 @@ def expected_tokens(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def rendered(messages: list[dict[str, Any]]) -> list[int]:
+    """What its chat template makes of messages."""
+    return list("".join(message["content"] for message in messages).encode())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """What goes wrong with one request, after so many tokens."""
@@ -55,6 +60,11 @@ class ScriptedWorker:
     steps: list[int] = field(default_factory=list)
     trace_parents: list[str] = field(default_factory=list)
     num_cancelled: int = 0
+    parses_chat: bool = False
+    """As with a reasoning parser."""
+    takes_chat_ids: bool = True
+    unfinished: frozenset[int] = frozenset()
+    """Tokens that are part of a character, which is finished by the next other one."""
     url: str = ""
     _may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -65,6 +75,7 @@ class ScriptedWorker:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/pause", self._health)
         if self.has_rose_routes:
             app.router.add_get("/rose/v1/status", self._status)
@@ -112,6 +123,13 @@ class ScriptedWorker:
         self.steps.append((await request.json())["step"])
         return web.json_response({})
 
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        tokens = (await request.json())["tokens"]
+        return web.json_response({"prompt": "".join(map(self._text, tokens))})
+
+    def _text(self, token: int) -> str:
+        return "\N{REPLACEMENT CHARACTER}" if token in self.unfinished else f"<{token}>"
+
     async def _take(self, request: web.Request) -> dict[str, Any]:
         body: dict[str, Any] = await request.json()
         self.requests.append(body)
@@ -130,6 +148,8 @@ class ScriptedWorker:
             finally:
                 self.num_cancelled += 1
         stop_reason = "rose_reclaimed" if fault is not None else None
+        if body.get("return_token_ids") and body.get("stream"):
+            return await self._stream(request, {**body, "prompt": self._rendered(body)}, fault)
         message = {"role": "assistant", "content": "hello"}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "stop_reason": stop_reason}
         if not body.get("stream"):
@@ -138,6 +158,10 @@ class ScriptedWorker:
         await response.prepare(request)
         await response.write(b'data: {"choices": []}\n\ndata: [DONE]\n\n')
         return response
+
+    def _rendered(self, body: dict[str, Any]) -> list[int]:
+        ids: list[int] | None = body.get("kv_transfer_params", {}).get("prompt_token_ids")
+        return ids if ids is not None and self.takes_chat_ids else rendered(body["messages"])
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._take(request)
@@ -159,6 +183,8 @@ class ScriptedWorker:
         await response.prepare(request)
         prompt = body["prompt"] if isinstance(body["prompt"], list) else list(body["prompt"].encode())
         tokens, total = list(prompt), body.get("max_tokens", 16)
+        if "messages" in body:
+            await _send(response, self._speaker(prompt))
         for position in range(total):
             is_due = fault is not None and position == fault.after_tokens
             if is_due and not await self._fail(request, response, fault):
@@ -172,16 +198,29 @@ class ScriptedWorker:
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    def _speaker(self, prompt: list[int]) -> dict[str, Any]:
+        """The first event of a chat."""
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
+        if self.parses_chat:
+            usage["completion_tokens_details"] = {"reasoning_tokens": 0}
+        return {"model": "scripted", "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
+
     def _chunk(
         self, body: dict[str, Any], prompt: list[int], token: int, position: int, finish: str | None
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": 0,
-            "text": f"<{token}>",
+            "text": "" if token in self.unfinished else f"<{token}>",
             "token_ids": [token],
             "finish_reason": finish,
         }
         choice["stop_reason"] = None
+        if "messages" in body:
+            choice["delta"] = {"content": choice.pop("text")}
+            if body.get("logprobs"):
+                choice["logprobs"] = {"content": [{"token": f"<{token}>", "logprob": -token / 1000}]}
+            return {"model": "scripted", "choices": [choice]}
         if position == 0:
             choice["prompt_token_ids"] = prompt
         if body.get("logprobs") is not None:
@@ -219,7 +258,8 @@ class ScriptedWorker:
                 "abort_deactivated": "rose_deactivated",
                 "abort_plain": None,
             }
-            choice = {"index": 0, "text": "", "token_ids": [], "finish_reason": "abort"}
+            choice: dict[str, Any] = {"index": 0, "token_ids": [], "finish_reason": "abort"}
+            choice |= {"text": "", "delta": {"content": ""}}
             choice["stop_reason"] = stops[fault.kind]
             await _send(response, {"model": "scripted", "choices": [choice]})
         await response.write(b"data: [DONE]\n\n")

@@ -1,9 +1,12 @@
 """The router in front of one real vLLM engine on the CPU."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
+from openai import AsyncOpenAI
 
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.service import RunningRouter
@@ -79,6 +82,69 @@ async def test_a_resumed_greedy_turn_equals_the_unsplit_one(engine_url: str) -> 
     assert choice["token_ids"] == direct["choices"][0]["token_ids"]
     assert choice["text"] == direct["choices"][0]["text"]
     assert choice["rose"]["resumes"] == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_resumed_greedy_chat_equals_the_unsplit_one(engine_url: str, n: int) -> None:
+    """Asked for whole and as a stream, by the openai client; with n = 2 one choice is cut."""
+    settings: Any = {"model": "tiny", "messages": [{"role": "user", "content": "w9 w10"}], "n": n}
+    settings |= {"max_tokens": 100, "temperature": 1.0, "logprobs": True, "top_logprobs": 2}
+    settings["extra_body"] = {"top_k": 1, "ignore_eos": True, "return_token_ids": True}
+    async with openai_client(engine_url) as direct:
+        unsplit: Any = await direct.chat.completions.create(**settings)
+    for is_streamed in (False, True):
+        async with CuttingProxy(engine_url, num_events=5) as proxy, routed(proxy.url) as router:
+            async with openai_client(router.url) as client:
+                answer: Any = await client.chat.completions.create(**settings, stream=is_streamed)
+                heard = await spoken(answer, n) if is_streamed else said(answer)
+            counters = router.plane.counters
+        assert heard == said(unsplit)
+        assert (counters.resumed, counters.restarted) == (1, 0)
+
+
+@asynccontextmanager
+async def routed(worker_url: str) -> AsyncIterator[RunningRouter]:
+    async with RunningRouter(config_for(worker_url)) as router:
+        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+        yield router
+
+
+def openai_client(url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def said(answer: Any) -> list[tuple[Any, ...]]:
+    """What each choice of a whole chat says: its role, text, ids, and tokens with how many alternatives."""
+    return [
+        (
+            choice.message.role,
+            choice.message.content,
+            choice.token_ids,
+            [(entry.token, entry.bytes, len(entry.top_logprobs)) for entry in choice.logprobs.content],
+            choice.finish_reason,
+        )
+        for choice in answer.choices
+    ]
+
+
+async def spoken(stream: Any, n: int) -> list[tuple[Any, ...]]:
+    """The same of a streamed chat."""
+    choices = [choice async for event in stream for choice in event.choices]
+    found = []
+    for index in range(n):
+        own = [choice for choice in choices if choice.index == index]
+        entries = [entry for choice in own if choice.logprobs for entry in choice.logprobs.content]
+        found.append(
+            (
+                "".join(choice.delta.role or "" for choice in own),
+                "".join(choice.delta.content or "" for choice in own),
+                [token for choice in own for token in getattr(choice, "token_ids", [])],
+                [(entry.token, entry.bytes, len(entry.top_logprobs)) for entry in entries],
+                own[-1].finish_reason,
+            )
+        )
+    return found
 
 
 @pytest.mark.asyncio
