@@ -112,8 +112,6 @@ def _reward(result: DemoResult, figures: DemoFigures) -> Verdict:
     )
     is_met: bool | None = last - first >= MIN_REWARD_RISE
     if num_steps < MIN_REWARD_STEPS and not is_met:
-        text += (
-            f" The criterion allows {MIN_REWARD_STEPS} steps, so it is not judged."
-        )
+        text += f" The criterion allows {MIN_REWARD_STEPS} steps, so it is not judged."
         is_met = None
     return Verdict(title=title, is_met=is_met, text=text)
