@@ -1,13 +1,16 @@
 """`rose sched profile` on real processes, and what it writes under a real scheduler."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from served_cluster import ServedCluster, wait_until
+from served_cluster import PATIENCE_S, ServedCluster, wait_until
 
 from rose.errors import ConfigError, ProfileError
 from rose.node.job_profile import main
@@ -108,6 +111,20 @@ def test_a_job_that_hangs_is_ended_at_the_time_limit(tmp_path: Path) -> None:
         main([str(job), "--timeout-s", "2"])
     for pid in {each["pid"] for each in notes(tmp_path)}:
         assert_gone(pid)
+
+
+def test_a_signal_ends_the_job_as_well(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "hangs")
+    command = [sys.executable, "-m", "rose.cli", "sched", "profile", str(job)]
+    with subprocess.Popen(command, env=dict(os.environ)) as profiling:
+        try:
+            wait_until(lambda: notes(tmp_path), "the job in its rollout")
+            profiling.send_signal(signal.SIGTERM)
+            assert profiling.wait(PATIENCE_S) == 130
+        finally:
+            profiling.kill()
+    assert_gone(notes(tmp_path)[0]["pid"])
+    assert not (tmp_path / "job.profiled.yaml").exists()
 
 
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
