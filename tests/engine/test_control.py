@@ -118,6 +118,12 @@ class UpdatedClient(Client):
         self.seen: list[tuple[str, bool, str | None]] = []
         self.status: Callable[[], WorkerStatus]
         self.is_broken = False
+        self.asked: list[tuple[str, bool]] = []
+
+    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[bool]:
+        """Two ranks, which compare for as long as it takes to be asked twice."""
+        self.asked.append((method, self.status().is_updating))
+        return [True, self.asked.count((method, False)) != 1 or method == "begin_weight_comparison"]
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[None]]:
         async def call(*_: object, **__: object) -> None:
@@ -137,6 +143,8 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
     control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
     client.status = control.status
     await control.apply_weights(WeightUpdate(version="run/1", **staged))
+    # The engine runs on meanwhile.
+    assert client.asked == [("begin_weight_comparison", False)] + 2 * [("has_compared_weights", False)]
     assert client.seen[0] == ("pause_generation", True, None)
     assert client.seen[-1] == ("resume_generation", True, "run/1")
     assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
