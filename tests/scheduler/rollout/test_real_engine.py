@@ -71,11 +71,13 @@ async def test_a_resumed_greedy_turn_equals_the_unsplit_one(engine_url: str) -> 
         "logprobs": 0,
         "ignore_eos": True,
     }
-    async with CuttingProxy(engine_url, num_events=5) as proxy, aiohttp.ClientSession() as http:
-        async with RunningRouter(config_for(proxy.url)) as router:
-            await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
-            direct = await post(http, f"{engine_url}/v1/completions", body)
-            choice = (await post(http, f"{router.url}/v1/completions", body))["choices"][0]
+    async with (
+        CuttingProxy(engine_url, num_events=5) as proxy,
+        aiohttp.ClientSession() as http,
+        routed(proxy.url) as router,
+    ):
+        direct = await post(http, f"{engine_url}/v1/completions", body)
+        choice = (await post(http, f"{router.url}/v1/completions", body))["choices"][0]
     assert choice["token_ids"] == direct["choices"][0]["token_ids"]
     assert choice["text"] == direct["choices"][0]["text"]
     assert choice["rose"]["resumes"] == 1
