@@ -45,18 +45,12 @@ import psutil
 import uvloop
 from harness import run_benchmark
 from requests_load import Target, closed_loop, open_loop
+from router_decision import decision, percentile_ms
 
-from rose.demo.figures import Figure, percentile
+from rose.demo.figures import Figure
 from rose.errors import WorkerError
 from rose.node.checks import free_port
-from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.fairness import jain
-from rose.scheduler.rollout.jobs import JobTable
-from rose.scheduler.rollout.placement import Placement, Waiter
-from rose.scheduler.rollout.policy import PaperPolicy
-from rose.scheduler.rollout.status import WorkerStatus
-from rose.scheduler.rollout.views import Turn
-from rose.scheduler.rollout.worker import Worker
 
 STUB = Path(__file__).with_name("stub_worker.py")
 PASSTHROUGH = Path(__file__).with_name("bare_passthrough.py")
@@ -81,7 +75,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
     num_decisions, num_latencies = (2_000, 150) if args.quick else (20_000, 1_500)
-    figures = [_decision(num_decisions, is_queued=is_queued) for is_queued in (False, True)]
+    figures = [decision(num_decisions, is_queued=is_queued) for is_queued in (False, True)]
     rng = random.Random(args.seed)
     floor = f"{FLOOR}={sys.executable} {PASSTHROUGH} --worker {{worker}} --port {{port}}"
     with _stub(num_chunks=4) as worker:
@@ -198,8 +192,8 @@ def _added(url: str, worker: str, body: str, rng: random.Random, count: int) -> 
         (direct, _requests(direct, BODIES[body], count, rng, stream=True)),
     ]
     theirs, alone = _run(open_loop(pairs, per_s=50.0))
-    added = {f"P{p}": _percentile_ms(theirs, p) - _percentile_ms(alone, p) for p in (50, 99)}
-    return {**added, "direct P99": _percentile_ms(alone, 99)}
+    added = {f"P{p}": percentile_ms(theirs, p) - percentile_ms(alone, p) for p in (50, 99)}
+    return {**added, "direct P99": percentile_ms(alone, 99)}
 
 
 def _latency(
@@ -214,12 +208,6 @@ def _latency(
         target="<= 3" if body == "48KB" else "<= 5",
         peers={**added, **floor, "ROSE §6.4, in all": 10.0},
     )
-
-
-def _percentile_ms(latencies_s: Sequence[float], percent: float) -> float:
-    found = percentile(latencies_s, percent)
-    assert found is not None
-    return 1000 * found
 
 
 def _cpu_per_request(
@@ -312,48 +300,7 @@ def _stream_all(router: str, process: psutil.Process, rng: random.Random) -> tup
     return _cpu_s(process) - cpu_s, time.perf_counter() - began
 
 
-# The decision, and fairness ---------------------------------------------------------------------------------
-
-
-def _decision(count: int, is_queued: bool) -> Figure:
-    """A place among 16 workers with 128 turns: at once as the router asks, or through queue and fair order.
-
-    Wall time, which holds also what others took from this core meanwhile; beside it its own CPU.
-    """
-    config = RouterConfig()
-    workers = {}
-    for number in range(16):
-        worker = Worker(WorkerSpec(url=f"http://w:{number + 1}"), config)
-        worker.take_status(WorkerStatus(), 0.0)
-        worker.seen(0.0)
-        workers[worker.id] = worker
-    placement, jobs = Placement(lambda: workers, PaperPolicy(), JobTable(config)), JobTable(config)
-    job, places, took, cpu = jobs.get("job", 0.0), [], [], []
-    for number in range(count):
-        turn = Turn(
-            session=str(number), affine=f"w:{number % 16 + 1}", prompt_tokens=1000, expected_tokens=100
-        )
-        began, cpu_began = time.perf_counter(), time.thread_time()
-        if is_queued:
-            placement.enqueue(Waiter(turn, job, 100.0, places.append))
-            placement.pump(0.0)
-        else:
-            places.append(placement.place_now(turn, job, 100.0, 0.0))
-        cpu.append(time.thread_time() - cpu_began)
-        took.append(time.perf_counter() - began)
-        if len(places) > 128:
-            placement.release(places.pop(0), 100)
-    return Figure(
-        name=f"added_latency[decision_p99{',queued' if is_queued else ''}]",
-        value=_percentile_ms(took, 99),
-        unit="ms",
-        target="<= 0.1",
-        peers={
-            "P50": _percentile_ms(took, 50),
-            "CPU P99": _percentile_ms(cpu, 99),
-            "ROSE §6.4, in all": 10.0,
-        },
-    )
+# Fairness ----------------------------------------------------------------------------------------------
 
 
 def _fairness(cpu: int, is_quick: bool) -> Figure:

@@ -79,7 +79,7 @@ class Attempt:
         return self._seen.prompt_tokens
 
     async def run(self, path: str, body: Json, take: Take, deadline: float) -> Ending:
-        """Stream the request at `path`; `take(chunk, model)` is awaited for every chunk, outside of the stall clock.
+        """Stream the request at `path`; `take(chunk, model)` is awaited for every chunk, off the stall clock.
 
         Raises:
             DeadlineExceeded: `deadline` (monotonic time) passed first.

@@ -29,7 +29,9 @@ Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 
 async def end_on_character(generation: Accumulated, decode: Decode, *, is_shown: bool) -> None:
-    """Drop the tokens of an unfinished character. `is_shown`: the client has the tokens, not their text alone.
+    """Drop the tokens of an unfinished character.
+
+    `is_shown`: the client has been sent the tokens, not their text alone.
 
     Raises:
         WorkerError: they can't be taken back.

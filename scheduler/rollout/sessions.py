@@ -6,6 +6,7 @@ Never does: I/O. Losing an entry costs a prefix-cache hit, never a wrong answer.
 """
 
 import itertools
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -90,16 +91,19 @@ class Fingerprints:
     group share the first prompt but not what was generated: they are told apart, and a first turn
     matches nothing, so it goes where the load is least.
 
-    Filed by stride: an entry lies under the digest of its whole strides, so a look-up takes one digest per
-    stride of the prompt and compares with the few entries that share it, not with every filed length.
+    Filed by stride: an entry lies under the digest of its whole strides, so a look-up hashes the prompt once,
+    stops at the numbers of strides that entries have, and compares with the few that share a digest, not with
+    every filed length.
     """
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
         self._entries: OrderedDict[tuple[int, int], tuple[str, tuple[int, int]]] = OrderedDict()
         """(length, digest) -> its session and its stride."""
-        self._by_stride: dict[tuple[int, int], dict[int, set[int]]] = {}
-        """(whole strides, their digest) -> length -> digests."""
+        self._by_stride: dict[int, dict[int, dict[int, set[int]]]] = {}
+        """Whole strides -> their digest -> length -> digests."""
+        self._strides: list[int] = []
+        """Its keys in order."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,7 +112,11 @@ class Fingerprints:
         """File a finished turn, as `prefix_of` gives it."""
         entry, stride = _digests(prefix)
         if entry not in self._entries:
-            lengths = self._by_stride.setdefault(stride, {})
+            strides, digest = stride
+            if strides not in self._by_stride:
+                self._by_stride[strides] = {}
+                insort(self._strides, strides)
+            lengths = self._by_stride[strides].setdefault(digest, {})
             lengths.setdefault(entry[0], set()).add(entry[1])
         self._entries[entry] = (key, stride)
         self._entries.move_to_end(entry)
@@ -116,23 +124,30 @@ class Fingerprints:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        (length, digest), (_, stride) = self._entries.popitem(last=False)
-        lengths = self._by_stride[stride]
+        (length, digest), (_, (strides, stride_digest)) = self._entries.popitem(last=False)
+        by_digest = self._by_stride[strides]
+        lengths = by_digest[stride_digest]
         lengths[length].remove(digest)
         if not lengths[length]:
             del lengths[length]
         if not lengths:
-            del self._by_stride[stride]
+            del by_digest[stride_digest]
+        if not by_digest:
+            del self._by_stride[strides]
+            self._strides.remove(strides)
 
     def find(self, prefix: bytes) -> str | None:
         """The session whose filed prefix is the longest that this one begins with."""
-        found = None
-        digest = xxhash.xxh3_64()
-        for strides in range(len(prefix) // _STRIDE_BYTES + 1):
+        found, hashed = None, 0
+        digest, view = xxhash.xxh3_64(), memoryview(prefix)
+        for strides in self._strides:
             start = strides * _STRIDE_BYTES
-            if lengths := self._by_stride.get((strides, digest.intdigest())):
+            if start > len(prefix):
+                break
+            digest.update(view[hashed:start])
+            hashed = start
+            if lengths := self._by_stride[strides].get(digest.intdigest()):
                 found = self._longest(prefix, start, digest, lengths) or found
-            digest.update(prefix[start : start + _STRIDE_BYTES])
         return found
 
     def _longest(
@@ -146,7 +161,9 @@ class Fingerprints:
         return None
 
     def check_integrity(self) -> None:
-        by_length = [each for lengths in self._by_stride.values() for each in lengths.items()]
+        by_digest = [lengths for digests in self._by_stride.values() for lengths in digests.values()]
+        by_length = [each for lengths in by_digest for each in lengths.items()]
+        assert self._strides == sorted(self._by_stride)
         filed = {(length, digest) for length, digests in by_length for digest in digests}
         assert filed == set(self._entries)
 

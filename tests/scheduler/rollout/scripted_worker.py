@@ -156,7 +156,11 @@ class ScriptedWorker:
             return web.json_response({"choices": [choice], "prompt_token_ids": [1]})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await response.write(b'data: {"choices": []}\n\ndata: [DONE]\n\n')
+        await response.write(b'data: {"choices": []}\n\n')
+        if fault is not None and request.transport is not None:
+            request.transport.abort()
+        else:
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     def _rendered(self, body: dict[str, Any]) -> list[int]:

@@ -88,6 +88,24 @@ async def test_a_worker_that_renders_anew_makes_the_chat_start_again(start_route
 
 
 @pytest.mark.asyncio
+async def test_a_chat_that_goes_whole_starts_again_until_it_was_heard(start_router: StartRouter) -> None:
+    stateful: Any = {**SETTINGS, "stop": ["x"]}
+    async with (
+        ScriptedWorker() as worker,
+        start_router(worker) as client,
+        openai_client(client) as openai,
+    ):
+        worker.faults.append(Fault(kind="abort_reclaimed"))
+        answer = await openai.chat.completions.create(**stateful)
+        assert (answer.choices[0].message.content, len(worker.requests)) == ("hello", 2)
+        worker.faults.append(Fault(kind="disconnect"))
+        stream: Any = await openai.chat.completions.create(**stateful, stream=True)
+        with pytest.raises(APIError, match="broke off"):
+            [event async for event in stream]
+        assert len(worker.requests) == 3
+
+
+@pytest.mark.asyncio
 async def test_a_chat_without_a_key_stays_on_its_worker(start_router: StartRouter) -> None:
     async with ScriptedWorker() as one, ScriptedWorker() as two, start_router(one, two) as client:
         for turn in range(4):

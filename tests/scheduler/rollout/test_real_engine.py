@@ -73,10 +73,9 @@ async def test_a_resumed_greedy_turn_equals_the_unsplit_one(engine_url: str) -> 
     }
     async with (
         CuttingProxy(engine_url, num_events=5) as proxy,
-        RunningRouter(config_for(proxy.url)) as router,
+        routed(proxy.url) as router,
         aiohttp.ClientSession() as http,
     ):
-        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
         direct = await post(http, f"{engine_url}/v1/completions", body)
         choice = (await post(http, f"{router.url}/v1/completions", body))["choices"][0]
     assert choice["token_ids"] == direct["choices"][0]["token_ids"]

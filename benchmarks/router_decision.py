@@ -1,0 +1,64 @@
+"""How long the router takes to find a turn its worker.
+
+Owns: one figure of bench_router.py. Promises: the router's own placement and policy, on this thread. Never:
+opens a socket.
+"""
+
+import time
+from collections.abc import Sequence
+
+from rose.demo.figures import Figure, percentile
+from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.jobs import JobTable
+from rose.scheduler.rollout.placement import Placement, Waiter
+from rose.scheduler.rollout.policy import PaperPolicy
+from rose.scheduler.rollout.status import WorkerStatus
+from rose.scheduler.rollout.views import Turn
+from rose.scheduler.rollout.worker import Worker
+
+
+def decision(count: int, is_queued: bool) -> Figure:
+    """A place among 16 workers with 128 turns: at once as the router asks, or through queue and fair order.
+
+    Wall time, which holds also what others took from this core meanwhile; beside it its own CPU.
+    """
+    config = RouterConfig()
+    workers = {}
+    for number in range(16):
+        worker = Worker(WorkerSpec(url=f"http://w:{number + 1}"), config)
+        worker.take_status(WorkerStatus(), 0.0)
+        worker.seen(0.0)
+        workers[worker.id] = worker
+    placement, jobs = Placement(lambda: workers, PaperPolicy(), JobTable(config)), JobTable(config)
+    job, places, took, cpu = jobs.get("job", 0.0), [], [], []
+    for number in range(count):
+        turn = Turn(
+            session=str(number), affine=f"w:{number % 16 + 1}", prompt_tokens=1000, expected_tokens=100
+        )
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        if is_queued:
+            placement.enqueue(Waiter(turn, job, 100.0, places.append))
+            placement.pump(0.0)
+        else:
+            places.append(placement.place_now(turn, job, 100.0, 0.0))
+        cpu.append(time.thread_time() - cpu_began)
+        took.append(time.perf_counter() - began)
+        if len(places) > 128:
+            placement.release(places.pop(0), 100)
+    return Figure(
+        name=f"added_latency[decision_p99{',queued' if is_queued else ''}]",
+        value=percentile_ms(took, 99),
+        unit="ms",
+        target="<= 0.1",
+        peers={
+            "P50": percentile_ms(took, 50),
+            "CPU P99": percentile_ms(cpu, 99),
+            "ROSE §6.4, in all": 10.0,
+        },
+    )
+
+
+def percentile_ms(latencies_s: Sequence[float], percent: float) -> float:
+    found = percentile(latencies_s, percent)
+    assert found is not None
+    return 1000 * found
