@@ -15,7 +15,8 @@ from rose.scheduler.cluster.model import Group, SloKind
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.group.order import PhaseKind, round_robin
 from rose.scheduler.group.scenario import group_of, random_group, tightened
-from rose.scheduler.runtime.turns import Ask, OrderRow, Turns, TurnsRow
+from rose.scheduler.runtime.holds import Ask, OrderRow, TurnsRow
+from rose.scheduler.runtime.turns import Turns
 
 LEASE_S = 1e6
 """Nobody is silent here."""
