@@ -1,10 +1,10 @@
 """The scheduler's decisions: which call changes what, and what is answered.
 
 Owns: all jobs and the groups' permits, as one state machine; leases that run out; nodes that are drained.
-Jobs' lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`, moves in `MoveCalls`, hosts in `HostCalls`. Promises:
-what a call changes is in the same batch as its answers, so a scheduler that ends anywhere loses nothing that
-it has answered; a call that arrives twice changes nothing the second time. Pure: takes ``now``, the
-scheduler's monotonic clock. Never: does I/O.
+Jobs' lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`, moves in `MoveCalls`, hosts in
+`HostCalls`. Promises: what a call changes is in the same batch as its answers, so a scheduler that ends
+anywhere loses nothing that it has answered; a call that arrives twice changes nothing the second time. Pure:
+takes ``now``, the scheduler's monotonic clock. Never: does I/O.
 """
 
 import logging
