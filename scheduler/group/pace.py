@@ -15,7 +15,9 @@ happen.
 A job that joins, or returns, would move the anchor to a later time if its turn came while the others are
 ahead: it takes the first pass in which none of them is late for its own next iteration. With a job that joins
 the timetable is a new one, and the group may be late in it from the start: then the new job is not let in
-before each of the others has begun an iteration in it.
+before each of the others has begun an iteration in it. What this cannot mend: an iteration in progress while
+the timetable changes was begun for the old one, and may be longer than its SLO allows, once, where SLOs leave
+no slack: its successor's place in the new timetable can be later than in the old.
 """
 
 import math
