@@ -14,8 +14,10 @@ happen.
 
 A job that joins, or returns, would move the anchor to a later time if its turn came while the others are
 ahead: it takes the first pass in which none of them is late for its own next iteration. With a job that joins
-the timetable is a new one, and the group may be late in it from the start; then the new job takes the third
-pass, and the iteration into which it comes may be longer than certified, once.
+the timetable is a new one, and the group may be late in it from the start: then the new job is not let in
+before each of the others has begun an iteration in it. What this cannot mend: an iteration in progress while
+the timetable changes was begun for the old one, and may be longer than its SLO allows, once, where SLOs leave
+no slack: its successor's place in the new timetable can be later than in the old.
 """
 
 import math
@@ -67,6 +69,8 @@ class Pace:
                 self._of[name].turn = steps[0]  # its first pass begins with a rollout, later in the order
         self._began_s: dict[str, float] = {}
         """When each job's latest rollout did."""
+        self._awaited: dict[str, dict[str, float]] = {}
+        """By a job that may not join yet, the iterations of the others that are to end first."""
         self._lowest_anchor_s = self.anchor_s(now)
 
     def state(self) -> PaceState:
@@ -143,10 +147,11 @@ class Pace:
         if self._on[resource].turn == turn:
             self._on[resource].time_s = now
 
-    def ready(self, turn: int, now: float) -> int:
+    def ready(self, turn: int, now: float) -> int | None:
         """A job asks for this step: late, if that is after the worst case of what it did before.
 
-        By how many passes later it must come, if the job was gone: 0 for all others.
+        By how many passes later it must come, if the job was gone: 0 for all others. None: it may not join
+        yet, and has to ask again.
         """
         job = self._order.steps[turn % len(self._order.steps)].job
         last = self._of[job]
@@ -158,7 +163,8 @@ class Pace:
         last.time_s = max(last.time_s, now)
         return 0
 
-    def _join(self, job: str, turn: int, now: float) -> int:
+    def _join(self, job: str, turn: int, now: float) -> int | None:
+        before = self._of[job]
         self._gone.discard(job)
         for passes in range(MAX_PASSES_LATER):
             self._of[job] = _Last(now, max(-1, turn + passes * len(self._order.steps) - 1))
@@ -168,7 +174,15 @@ class Pace:
                 for other in self._began_s
                 if other not in self._gone
             ):
+                self._awaited.pop(job, None)
                 return passes
+        others = {name: began_s for name, began_s in self._began_s.items() if name not in self._gone}
+        awaited = self._awaited.setdefault(job, others)
+        if any(others.get(name) == began_s for name, began_s in awaited.items()):
+            self._gone.add(job)
+            self._of[job] = before
+            return None
+        del self._awaited[job]
         self._of[job] = _Last(now, turn + MAX_PASSES_LATER * len(self._order.steps) - 1)
         return MAX_PASSES_LATER
 

@@ -131,7 +131,8 @@ class PermitBook:
         return self._line.place(job).until_s is not None
 
     def request(self, job: str, kind: PhaseKind, now: float) -> None:
-        """The job is ready for its next phase of this kind; repeating it renews the request's lease.
+        """The job is ready for its next phase of this kind; repeating it renews the request's lease, and is
+        needed of a job that joins.
 
         A turn of the other kind that comes first is given up: a job that restarts asks for a rollout wherever
         it was. Raises: ValueError for an unknown job, or one that holds a permit.
@@ -142,12 +143,13 @@ class PermitBook:
                 f"job {job} holds a {permit.kind} permit (epoch {permit.epoch}): release it first"
             )
         if place.wants is not kind:
-            place.wants = kind
             if self._line.step_of(place).kind is not kind:
                 place.position += 1
-            if self._pace is not None:
-                passes = self._pace.ready(self._line.turn_of(place), now)
-                place.position += passes * len(self.order.steps_of_job[job])
+            passes = self._pace.ready(self._line.turn_of(place), now) if self._pace is not None else 0
+            if passes is None:
+                return
+            place.wants = kind
+            place.position += passes * len(self.order.steps_of_job[job])
         place.until_s = now + self._lease_s
 
     def heartbeat(self, job: str, epoch: int, now: float) -> Permit:

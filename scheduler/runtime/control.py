@@ -1,10 +1,10 @@
 """The scheduler's decisions: which call changes what, and what is answered.
 
 Owns: all jobs and the groups' permits, as one state machine; leases that run out; nodes that are drained.
-Jobs' lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`, moves in `MoveCalls`. Promises:
-what a call changes is in the same batch as its answers, so a scheduler that ends anywhere loses nothing that
-it has answered; a call that arrives twice changes nothing the second time. Pure: takes ``now``, the
-scheduler's monotonic clock. Never: does I/O.
+Jobs' lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`, moves in `MoveCalls`, hosts in
+`HostCalls`. Promises: what a call changes is in the same batch as its answers, so a scheduler that ends
+anywhere loses nothing that it has answered; a call that arrives twice changes nothing the second time. Pure:
+takes ``now``, the scheduler's monotonic clock. Never: does I/O.
 """
 
 import logging
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rose.scheduler.runtime.channel import Batch
+from rose.scheduler.runtime.host_calls import HostCalls
 from rose.scheduler.runtime.job_calls import JobCalls
 from rose.scheduler.runtime.messages import (
     Alive,
@@ -64,6 +65,7 @@ class Control:
         self._tails = TailCalls(self._state, self._permits)
         self._moves = MoveCalls(self._state, self._permits)
         self._jobs = JobCalls(self._state, self._permits, self._moves)
+        self._hosts = HostCalls(self._state, self._jobs)
 
     # The loop's side ----------------------------------------------------------------------------------------
 
@@ -95,9 +97,9 @@ class Control:
             case Drain():
                 self._drain(client, call)
             case Hello():
-                self._jobs.hello(client, call, now)
+                self._hosts.hello(client, call, now)
             case Alive():
-                self._jobs.alive(client, call, now)
+                self._hosts.alive(client, call, now)
             case Exited():
                 self._jobs.exited(client, call, now)
             case History():
@@ -110,7 +112,7 @@ class Control:
         if was_away:
             self._state.hosts.heard_s.clear()
         for host in self._state.hosts.silent(now, self._state.cluster.host_lease_s):
-            self._jobs.lose(host, now)
+            self._hosts.lose(host, now)
         self._jobs.start_waiting(now)
         for group, turns in list(self._state.turns.items()):
             if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way

@@ -89,11 +89,11 @@ class Hosts:
         found: dict[str, str] = {}
         for node in nodes:
             kind = node.partition("-")[0]
-            name = next((name for name in by_room if free[name][kind] > 0), None)
-            if name is None:
+            host = next((name for name in by_room if free[name][kind] > 0), None)
+            if host is None:
                 return {}
-            free[name][kind] -= 1
-            found[node] = name
+            free[host][kind] -= 1
+            found[node] = host
         return found
 
     def _free(self, name: str) -> dict[str, float]:

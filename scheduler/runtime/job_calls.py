@@ -1,29 +1,21 @@
 """A job's life: submitted and placed, started, started again after a crash, ended.
 
-Owns: the answers to those who submit and cancel jobs, and to the runners that start their
-processes; which jobs a dead host had.
+Owns: the answers to those who submit and cancel jobs, and to the runners that start their processes.
 Promises: a job runs only in a group whose order is certified; one that ended gives back its nodes and memory.
-Pure: takes ``now``. Never: starts a process; it tells the runner to.
+Pure: takes ``now``. Never: starts a process; it tells a runner to.
 """
-
-import logging
-
-import msgspec
 
 from rose.config import parse_config
 from rose.errors import ConfigError, JobRefused, PlacementError
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.runtime import accounts
-from rose.scheduler.runtime.hosts import KINDS, Host
-from rose.scheduler.runtime.messages import Alive, Cancel, Exited, Hello, Start, Stop, Submit
+from rose.scheduler.runtime.messages import Cancel, Exited, Start, Stop, Submit
 from rose.scheduler.runtime.move_calls import MoveCalls
 from rose.scheduler.runtime.permit_calls import PermitCalls
 from rose.scheduler.runtime.placing import Placed
 from rose.scheduler.runtime.records import JobRecord, JobState
 from rose.scheduler.runtime.spec import RunSpec
 from rose.scheduler.runtime.state import State
-
-logger = logging.getLogger(__name__)
 
 
 class JobCalls:
@@ -154,60 +146,6 @@ class JobCalls:
         self._state.changed_group(self._state.jobs[name].group)
         self._permits.grant(self._state.jobs[name].group, now)
 
-    def hello(self, client: str, call: Hello, now: float) -> None:
-        """A runner is there: jobs that it does not have are started, what it should not have is stopped."""
-        num_nodes = (
-            {kind: call.num_nodes.get(kind, 0) for kind in KINDS} if call.num_nodes is not None else None
-        )
-        host = Host(client=client, log_folder=call.log_folder, num_nodes=num_nodes)
-        self._state.hosts.by_name[call.host] = host
-        self._state.hosts.heard_s[call.host] = now
-        self._state.keep(f"host:{call.host}", msgspec.json.encode(host))
-        self._state.settle()
-        self._state.reply(client, call.seq)
-        for name, attempt in call.running.items():
-            record = self._state.jobs.get(name)
-            is_its_own = record is not None and (record.host, record.attempt) == (call.host, attempt)
-            if record is None or not is_its_own or record.state is not JobState.RUNNING:
-                self._state.send(client, Stop(job=name, attempt=attempt, is_lost=True))
-        for name, record in self._state.jobs.items():
-            if record.state.is_over or record.host != call.host or call.running.get(name) == record.attempt:
-                continue
-            if record.state is JobState.CANCELLING:
-                self._end(name, JobState.CANCELLED, "", now)
-            else:
-                self.start_again(name, "its runner was started again", now)
-        self.start_waiting(now)
-
-    def alive(self, client: str, call: Alive, now: float) -> None:
-        """An agent's heartbeat; one that counts as dead has to say what it runs."""
-        self._state.reply(client, call.seq)
-        host = self._state.hosts.by_name.get(call.host)
-        if host is None or host.client != client or not host.is_alive:
-            self._state.reply(client, 0)
-            return
-        self._state.hosts.heard_s[call.host] = now
-
-    def lose(self, host: str, now: float) -> None:
-        """A host was silent for its lease: what ran on its nodes goes on on others, or waits for them."""
-        running = {name: each for name, each in self._state.jobs.items() if not each.state.is_over}
-        lost = [
-            name
-            for name, record in running.items()
-            if record.host == host or host in (self._state.hosts_of(record.group, record.rollout_nodes) or ())
-        ]
-        dead = self._state.hosts.by_name[host]
-        dead.is_alive = False
-        self._state.keep(f"host:{host}", msgspec.json.encode(dead))
-        self._state.settle()
-        self._state.event("host_lost", "", host=host)
-        logger.warning("host lost name=%s jobs=%s", host, ",".join(lost))
-        for name in lost:
-            if running[name].state is JobState.CANCELLING:
-                self._end(name, JobState.CANCELLED, "", now)
-            else:
-                self.start_again(name, f"host {host} has been silent", now)
-
     def exited(self, client: str, call: Exited, now: float) -> None:
         """A process has ended: the job is over, or starts again."""
         self._state.reply(client, call.seq)
@@ -218,23 +156,24 @@ class JobCalls:
         num_iterations = self._state.specs[call.job].iterations
         how = f"attempt {call.attempt} ended with status {call.exit_status}"
         if record.state is JobState.CANCELLING:
-            self._end(call.job, JobState.CANCELLED, "", now)
+            self.end(call.job, JobState.CANCELLED, "", now)
         elif record.is_leaving:
             self._free(call.job, now)
             self._start(call.job, now)
         elif call.exit_status == 0 and record.num_done >= num_iterations:
-            self._end(call.job, JobState.DONE, "", now)
+            self.end(call.job, JobState.DONE, "", now)
         elif call.exit_status == 0:
             note = f"{how} after {record.num_done} of {num_iterations} iterations"
-            self._end(call.job, JobState.FAILED, note, now)
+            self.end(call.job, JobState.FAILED, note, now)
         elif record.num_crashes >= self._state.specs[call.job].max_restarts:
             note = f"{how}, the {record.num_crashes + 1}th crash in iteration {record.num_done}"
-            self._end(call.job, JobState.FAILED, note, now)
+            self.end(call.job, JobState.FAILED, note, now)
         else:
             record.num_crashes += 1
             self.start_again(call.job, how, now)
 
-    def _end(self, name: str, state: JobState, note: str, now: float) -> None:
+    def end(self, name: str, state: JobState, note: str, now: float) -> None:
+        """Nothing of the job runs any more: its place is free, and its memory."""
         record = self._state.jobs[name]
         record.state, record.note = state, note
         self._free(name, now)
@@ -258,5 +197,5 @@ class JobCalls:
                 self._state.turns_of(call.job).drop(call.job, now)  # what it waits for
             self._state.order(Stop(job=call.job, attempt=record.attempt))
             if record.host is None:
-                self._end(call.job, JobState.CANCELLED, "", now)
+                self.end(call.job, JobState.CANCELLED, "", now)
         self._state.reply(client, call.seq, body={"job": call.job, "state": record.state})

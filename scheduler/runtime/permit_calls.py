@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rose.scheduler.runtime import accounts
+from rose.scheduler.runtime.holds import Hold
 from rose.scheduler.runtime.job import POOL_PHASES
 from rose.scheduler.runtime.messages import Completed, Grant, Heartbeat, Release, Request
 from rose.scheduler.runtime.records import JobState
 from rose.scheduler.runtime.state import State, ask_of
-from rose.scheduler.runtime.turns import Hold
 
 
 class PermitCalls:

@@ -18,13 +18,14 @@ from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate
 from rose.scheduler.runtime import accounts
 from rose.scheduler.runtime.channel import Batch, Outgoing
+from rose.scheduler.runtime.holds import Ask, OrderRow, TurnsRow
 from rose.scheduler.runtime.hosts import KINDS, Host, Hosts
 from rose.scheduler.runtime.messages import Message, Reply, Start, Stop, encode
 from rose.scheduler.runtime.meter import Meter
 from rose.scheduler.runtime.placing import Groups
 from rose.scheduler.runtime.records import JobRecord
 from rose.scheduler.runtime.spec import RunSpec, ServeSpec
-from rose.scheduler.runtime.turns import Ask, OrderRow, Turns, TurnsRow
+from rose.scheduler.runtime.turns import Turns
 
 
 class State:

@@ -12,65 +12,14 @@ on at once: here its process is ended first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import msgspec
+from dataclasses import replace
 
 from rose.scheduler.cluster.model import Group
 from rose.scheduler.group.certificate import Certificate, certify
-from rose.scheduler.group.line import BookState
 from rose.scheduler.group.order import TRAIN_POOL, CyclicOrder, PhaseKind, order_of
-from rose.scheduler.group.pace import Pace, PaceState
+from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import PermitBook
-
-
-@dataclass(slots=True, kw_only=True)
-class Hold:
-    """A permit that is out."""
-
-    job: str
-    phase: str
-    iteration: int
-    epoch: int
-    expires_s: float
-    is_stopping: bool = False
-    """Its lease ran out, and its process has been told to end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A phase that waits."""
-
-    job: str
-    phase: str
-    iteration: int
-
-
-class HoldRow(msgspec.Struct, kw_only=True):
-    """A permit that is out, for the next scheduler."""
-
-    job: str
-    phase: str
-    iteration: int
-    epoch: int
-    granted_s: float
-
-
-class TurnsRow(msgspec.Struct, kw_only=True):
-    """What changes with every grant. Times are of ``clock``; ``at_s`` is the last one before the row."""
-
-    clock: str
-    at_s: float
-    holds: list[HoldRow]
-    book: BookState
-    pace: PaceState
-
-
-class OrderRow(msgspec.Struct, kw_only=True):
-    """What changes when a job joins: the group as it was certified, and its members in their order."""
-
-    group: Group
-    jobs: list[str]
+from rose.scheduler.runtime.holds import Ask, Hold, HoldRow, OrderRow, TurnsRow
 
 
 class Turns:

@@ -7,7 +7,8 @@ import pytest
 
 from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.group.certificate import certify
-from rose.scheduler.runtime.turns import Ask, OrderRow, Turns, TurnsRow
+from rose.scheduler.runtime.holds import Ask, OrderRow, TurnsRow
+from rose.scheduler.runtime.turns import Turns
 
 LEASE_S = 10.0
 
