@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import math
 import random
 from dataclasses import replace
 
