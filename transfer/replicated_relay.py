@@ -33,7 +33,7 @@ REST_OVER_WAIT = 6
 """And by how much longer than it was waited for: one that hangs costs seconds each time it is asked."""
 _FETCH_S = 2.0
 _FETCH_BYTES_PER_S = 20e6
-_FETCH_POLL_S = 0.03
+_FETCH_POLL_S = 0.01
 Answer = TypeVar("Answer")
 
 
