@@ -81,10 +81,14 @@ class ServedCluster:
         return {**base, "iterations": 3, "max_tokens": 1024, **others}
 
     @contextmanager
-    def held(self, iteration: int) -> Iterator[None]:
-        """Meanwhile no sleeping job that is submitted here ends this iteration's rollout or a later one's."""
+    def held(self, iteration: int, *jobs: str) -> Iterator[None]:
+        """Meanwhile none of these sleeping jobs ends this iteration's rollout or a later one's.
+
+        Jobs start in any order: to hold another one than that which a test waits for could keep that from its
+        turn.
+        """
         draft = self.folder / "hold.new"
-        draft.write_text(str(iteration))
+        draft.write_text(json.dumps([iteration, jobs]))
         draft.rename(self.folder / "hold")
         try:
             yield

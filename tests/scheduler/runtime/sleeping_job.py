@@ -1,7 +1,8 @@
 """A job of the tests: phases that sleep, a log of who ran when, a checkpoint per iteration.
 
 ``sleeping_job.py FOLDER ROLLOUT_S TRAIN_S``. While FOLDER has a file named ``hold``, no rollout of the
-iteration that it names or of a later one ends: whatever a test does meanwhile, it does to jobs that run.
+jobs and the iteration that it names, or of a later one, ends: what a test does meanwhile, it does to jobs
+that run.
 While there is a FOLDER/hold-NAME, that job's trainings don't end.
 """
 
@@ -42,9 +43,10 @@ def note(phase: str, iteration: int, begin_s: float) -> None:
 
 def is_held(iteration: int) -> bool:
     try:
-        return iteration >= int((folder / "hold").read_text())
+        first, jobs = json.loads((folder / "hold").read_text())
     except FileNotFoundError:
         return False
+    return iteration >= first and NAME in jobs
 
 
 @rose.phase("rollout")

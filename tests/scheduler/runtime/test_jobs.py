@@ -80,7 +80,7 @@ def test_a_job_that_is_ahead_is_held_back_also_by_the_next_scheduler(tmp_path: P
 
 def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path) -> None:
     with ServedCluster(tmp_path) as cluster:
-        with cluster.held(4):
+        with cluster.held(4, "a"):
             cluster.submit("a", iterations=30)
             cluster.submit("b", iterations=6)
             wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
@@ -98,7 +98,7 @@ def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path) 
 
 def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> None:
     with ServedCluster(tmp_path, channel_url) as cluster:
-        with cluster.held(4):
+        with cluster.held(4, "a"):
             for name in ("a", "b"):
                 cluster.submit(name, iterations=12)
             wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
@@ -114,7 +114,7 @@ def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> No
 
 def test_jobs_outlive_a_killed_redis(tmp_path: Path, redis_server: RedisServer) -> None:
     with ServedCluster(tmp_path, redis_server.url) as cluster:
-        with cluster.held(4):
+        with cluster.held(4, "a"):
             for name in ("a", "b"):
                 cluster.submit(name, iterations=12)
             wait_until(lambda: cluster.job("a")["iterations"][0] >= 2, "a's second iteration")
@@ -127,7 +127,7 @@ def test_jobs_outlive_a_killed_redis(tmp_path: Path, redis_server: RedisServer) 
 
 
 def test_another_serve_goes_on_with_the_jobs_of_a_killed_one(tmp_path: Path) -> None:
-    with ServedCluster(tmp_path) as first, first.held(4):
+    with ServedCluster(tmp_path) as first, first.held(4, "a"):
         first.submit("a", iterations=8)
         wait_until(lambda: first.job("a")["iterations"][0] >= 2, "a's second iteration")
         pids = [holder_pid(first, "a"), first.status()["scheduler_pid"]]
@@ -201,7 +201,7 @@ def test_a_neighbour_that_would_become_too_slow_refuses_a_job(shared: ServedClus
 
 
 def test_the_policy_packs_jobs_that_name_no_group(shared: ServedCluster) -> None:
-    with shared.held(1):  # so that the second one comes while the first one runs
+    with shared.held(1, "free-a", "free-b"):  # so that the second one comes while the first one runs
         for name in ("free-a", "free-b"):
             assert shared.submit(name, group=None, iterations=3).error is None
         assert {shared.job(name)["group"] for name in ("free-a", "free-b")} == {"group-1"}
