@@ -10,8 +10,9 @@ import logging
 import queue
 import shutil
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,7 +173,7 @@ class Runner:
         )
         path.write_bytes(msgspec.json.encode(file))
         return ServerProcess(
-            spec.command,
+            _argv(spec),
             spec.name,
             self._log_path(spec.name),
             env={"ROSE_JOB": str(path)},
@@ -213,3 +214,12 @@ class Runner:
         self._client.tell(
             Exited(seq=self._client.next_seq(), job=job, attempt=attempt, exit_status=exit_status)
         )
+
+
+def _argv(spec: RunSpec) -> Sequence[str]:
+    """What leads the job's process group."""
+    if spec.ray is None:
+        return spec.command
+    options = spec.ray.model_dump(exclude_none=True)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "rose.node.ray_job", *flags, "--", *spec.command]

@@ -105,6 +105,7 @@ def to_be_profiled(spec: RunSpec, num_iterations: int, group: str) -> dict[str, 
         "iterations": NUM_WARM_UP + num_iterations,
         "group": group,
         "max_restarts": 0,
+        "ray": spec.ray.model_dump() if spec.ray is not None else None,
     }
 
 

@@ -38,6 +38,15 @@ class TailSpec(Section):
     """Of stopping the responses and sending them on."""
 
 
+class RaySpec(Section):
+    """A Ray instance of the job's own, on the host of its process and for as long as that: `ray.init()` finds it."""
+
+    num_cpus: int = Field(default=1, ge=1)
+    num_gpus: int = Field(default=0, ge=0)
+    object_store_gb: float | None = Field(default=None, gt=0)
+    """None: Ray's own default, a share of the host's memory."""
+
+
 class RunSpec(JobSpec):
     """JOB.yaml of a job that is run, and not only placed."""
 
@@ -54,6 +63,7 @@ class RunSpec(JobSpec):
 
     tail: TailSpec | None = None
     """For rollouts on several nodes whose `rose.phase` has a `move_tail`."""
+    ray: RaySpec | None = None
 
     @model_validator(mode="after")
     def _pins_make_sense(self) -> Self:
