@@ -39,7 +39,7 @@ class TailSpec(Section):
 
 
 class RaySpec(Section):
-    """A Ray instance of the job's own, on the host of its process and for as long as that: `ray.init()` finds it."""
+    """A Ray instance of the job's own, beside its process and as long as that: `ray.init()` finds it."""
 
     num_cpus: int = Field(default=1, ge=1)
     num_gpus: int = Field(default=0, ge=0)
