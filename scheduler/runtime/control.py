@@ -1,10 +1,10 @@
 """The scheduler's decisions: which call changes what, and what is answered.
 
 Owns: all jobs and the groups' permits, as one state machine; leases that run out; nodes that are drained.
-Jobs' lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`, moves in `MoveCalls`, hosts in
-`HostCalls`. Promises: what a call changes is in the same batch as its answers, so a scheduler that ends
-anywhere loses nothing that it has answered; a call that arrives twice changes nothing the second time. Pure:
-takes ``now``, the scheduler's monotonic clock. Never: does I/O.
+Jobs' lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`, moves in `MoveCalls`, drift in
+`DriftCalls`, hosts in `HostCalls`. Promises: what a call changes is in the same batch as its answers, so a
+scheduler that ends anywhere loses nothing that it has answered; a call that arrives twice changes nothing the
+second time. Pure: takes ``now``, the scheduler's monotonic clock. Never: does I/O.
 """
 
 import logging
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rose.scheduler.runtime.channel import Batch
+from rose.scheduler.runtime.drift_calls import DriftCalls
 from rose.scheduler.runtime.host_calls import HostCalls
 from rose.scheduler.runtime.job_calls import JobCalls
 from rose.scheduler.runtime.messages import (
@@ -65,6 +66,7 @@ class Control:
         self._tails = TailCalls(self._state, self._permits)
         self._moves = MoveCalls(self._state, self._permits)
         self._jobs = JobCalls(self._state, self._permits, self._moves)
+        self._drift = DriftCalls(self._state, self._permits, self._jobs)
         self._hosts = HostCalls(self._state, self._jobs)
 
     # The loop's side ----------------------------------------------------------------------------------------
@@ -78,8 +80,10 @@ class Control:
             case Heartbeat():
                 self._permits.heartbeat(client, call, now)
             case Release():
+                self._drift.releasing(call, now)
                 self._permits.release(client, call, now)
             case Completed():
+                self._drift.completing(call, now)
                 self._moves.completed(client, call, now)
             case Report():
                 self._tails.report(client, call, now)
@@ -101,6 +105,7 @@ class Control:
             case Alive():
                 self._hosts.alive(client, call, now)
             case Exited():
+                self._drift.forget(call.job)
                 self._jobs.exited(client, call, now)
             case History():
                 raise ValueError("the history is the channel's, and no decision")

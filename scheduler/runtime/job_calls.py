@@ -38,7 +38,7 @@ class JobCalls:
             spec = parse_config(call.spec, RunSpec, "job")
             if earlier is not None and not earlier.state.is_over:
                 raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
-            placed, certificate = self._place(spec, now)
+            placed, certificate = self.place(spec, now)
         except (ConfigError, PlacementError, CertificateError) as error:
             self._state.reply(client, call.seq, str(error))
             return
@@ -71,10 +71,15 @@ class JobCalls:
         self._moves.rearrange(now)
         self._state.reply(client, call.seq, body={**body, "state": record.state})
 
-    def _place(self, spec: RunSpec, now: float) -> tuple[Placed, Certificate]:
-        """A group whose order is certified, with what is held in it now held in turn."""
-        residents = self._state.residents(now)
-        placed = self._state.groups.place(spec, self._state.drained, residents, now)
+    def place(self, spec: RunSpec, now: float, avoid: str | None = None) -> tuple[Placed, Certificate]:
+        """A group whose order is certified, with what is held in it now held in turn; never the one to avoid.
+
+        Raises: ConfigError, PlacementError, CertificateError.
+        """
+        residents, closed = self._state.residents(now), dict(self._state.drained)
+        if avoid is not None:
+            closed[avoid] = ["all"]
+        placed = self._state.groups.place(spec, closed, residents, now)
         try:
             return placed, self._certify(placed)
         except CertificateError:

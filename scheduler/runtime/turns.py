@@ -130,6 +130,15 @@ class Turns:
         del self.holds[job]
         return True
 
+    def held_s(self, job: str, epoch: int, now: float) -> float | None:
+        """How long the job has held this permit; None: it is not the holder."""
+        hold = self.holds.get(job)
+        if hold is None or hold.epoch != epoch:
+            return None
+        assert self._book is not None
+        permit = self._book.permit_of(job)
+        return now - permit.granted_s if permit is not None else None
+
     @property
     def certificate(self) -> Certificate:
         """Of the order; there must have been a `form`."""
