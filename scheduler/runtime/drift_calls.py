@@ -18,12 +18,11 @@ from typing import Any
 
 from rose.config import parse_config
 from rose.errors import ConfigError, PlacementError
-from rose.scheduler.group.certificate import CertificateError, certify
+from rose.scheduler.group.certificate import CertificateError
 from rose.scheduler.runtime.job import POOL_PHASES
 from rose.scheduler.runtime.job_calls import JobCalls
 from rose.scheduler.runtime.messages import Completed, Release
 from rose.scheduler.runtime.permit_calls import PermitCalls
-from rose.scheduler.runtime.records import NextPlace
 from rose.scheduler.runtime.spec import RunSpec
 from rose.scheduler.runtime.state import State
 
@@ -98,7 +97,7 @@ class DriftCalls:
         members = (replace(each, job=job) if each.job.name == spec.name else each for each in group.members)
         group = replace(group, members=tuple(members), periods_s=())
         try:
-            certificate = certify(group, self._state.turns_in(group.name).order_for(group))
+            certificate = self._state.certify(group)
         except CertificateError:
             if spec.group is not None:
                 raise
@@ -108,19 +107,14 @@ class DriftCalls:
 
     def _go(self, spec: RunSpec, now: float) -> str:
         """A place elsewhere, which the job takes when the iteration is safe."""
-        record, groups = self._state.jobs[spec.name], self._state.groups
-        old = groups.by_name[record.group]
+        groups = self._state.groups
+        old = groups.by_name[self._state.jobs[spec.name].group]
         groups.put(replace(old, members=tuple(each for each in old.members if each.job.name != spec.name)))
         try:
             placed, certificate = self._jobs.place(spec, now, avoid=old.name)
         finally:
             groups.put(old)
-        [member] = [each for each in placed.group.members if each.job.name == spec.name]
-        record.next_place = NextPlace(
-            group=placed.group.name, rollout_nodes=member.rollout_nodes, why=f"drifted; {placed.why}"
-        )
-        groups.leaving[spec.name] = old.name
-        self._state.form(placed.group, certificate, now)
+        self._state.reserve(spec.name, placed.group, certificate, f"drifted; {placed.why}", now)
         return f"goes from {old.name} to {placed.group.name}"
 
     def _say(self, job: str, event: str, note: str) -> None:

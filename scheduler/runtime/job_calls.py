@@ -7,7 +7,7 @@ Pure: takes ``now``. Never: starts a process; it tells a runner to.
 
 from rose.config import parse_config
 from rose.errors import ConfigError, JobRefused, PlacementError
-from rose.scheduler.group.certificate import Certificate, CertificateError, certify
+from rose.scheduler.group.certificate import Certificate, CertificateError
 from rose.scheduler.runtime import accounts
 from rose.scheduler.runtime.messages import Cancel, Exited, Start, Stop, Submit
 from rose.scheduler.runtime.move_calls import MoveCalls
@@ -81,15 +81,12 @@ class JobCalls:
             closed[avoid] = ["all"]
         placed = self._state.groups.place(spec, closed, residents, now)
         try:
-            return placed, self._certify(placed)
+            return placed, self._state.certify(placed.group)
         except CertificateError:
             if spec.group is not None:
                 raise
             placed = self._state.groups.place_alone(spec, residents, now)
-            return placed, self._certify(placed)
-
-    def _certify(self, placed: Placed) -> Certificate:
-        return certify(placed.group, self._state.turns_in(placed.group.name).order_for(placed.group))
+            return placed, self._state.certify(placed.group)
 
     def start_waiting(self, now: float) -> None:
         """Starts the jobs that had no nodes and have some now."""

@@ -16,11 +16,11 @@ import logging
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.model import Group, SloKind
 from rose.scheduler.cluster.placements import EPSILON
-from rose.scheduler.group.certificate import Certificate, CertificateError, certify
+from rose.scheduler.group.certificate import Certificate, CertificateError
 from rose.scheduler.runtime.messages import Completed, Request, Stop
 from rose.scheduler.runtime.permit_calls import PermitCalls
 from rose.scheduler.runtime.placing import Rearranged, Residents, Target
-from rose.scheduler.runtime.records import MoveRecord, NextPlace
+from rose.scheduler.runtime.records import MoveRecord
 from rose.scheduler.runtime.state import State
 
 logger = logging.getLogger(__name__)
@@ -139,14 +139,8 @@ class MoveCalls:
                 return False
         for target, certificate in issued:
             record = self._state.jobs[target.job]
-            [member] = [each for each in target.group.members if each.job.name == target.job]
             why = f"moved by {self._state.cluster.policy}, ${found.gain_dollars:.2f} less until all have left"
-            record.next_place = NextPlace(
-                group=target.group.name, rollout_nodes=member.rollout_nodes, why=why
-            )
-            self._state.groups.leaving[target.job] = record.group
-            self._state.form(target.group, certificate, now)
-            self._state.changed(target.job)
+            self._state.reserve(target.job, target.group, certificate, why, now)
             self._state.event(
                 "move_decided", target.job, from_group=record.group, to_group=target.group.name, reason=why
             )
@@ -156,7 +150,7 @@ class MoveCalls:
 
     def _certify(self, group: Group, residents: Residents) -> Certificate:
         """Also for those who have less left of their SLO than an iteration's. Raises: CertificateError."""
-        certificate = certify(group, self._state.turns_in(group.name).order_for(group))
+        certificate = self._state.certify(group)
         for name, bound in certificate.bounds.items():
             promised_s = bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
             limit_s = residents[name].limit_s
@@ -175,7 +169,7 @@ class MoveCalls:
         if not rest.members:
             return
         try:
-            certificate = certify(rest, self._state.turns_in(rest.name).order_for(rest))
+            certificate = self._state.certify(rest)
         except CertificateError as error:
             logger.info("a turn stays empty group=%s reason=%s", rest.name, error)
             return

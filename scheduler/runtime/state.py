@@ -15,7 +15,7 @@ from rose.config import parse_config
 from rose.errors import ConfigError
 from rose.scheduler.cluster.model import Group, Member
 from rose.scheduler.cluster.residents import Resident
-from rose.scheduler.group.certificate import Certificate
+from rose.scheduler.group.certificate import Certificate, certify
 from rose.scheduler.runtime import accounts
 from rose.scheduler.runtime.channel import Batch, Outgoing
 from rose.scheduler.runtime.holds import Ask, OrderRow, TurnsRow
@@ -23,7 +23,7 @@ from rose.scheduler.runtime.hosts import KINDS, Host, Hosts
 from rose.scheduler.runtime.messages import Message, Reply, Start, Stop, encode
 from rose.scheduler.runtime.meter import Meter
 from rose.scheduler.runtime.placing import Groups
-from rose.scheduler.runtime.records import JobRecord
+from rose.scheduler.runtime.records import JobRecord, NextPlace
 from rose.scheduler.runtime.spec import RunSpec, ServeSpec
 from rose.scheduler.runtime.turns import Turns
 
@@ -138,6 +138,19 @@ class State:
     def hosts_of(self, group: str, rollout_nodes: tuple[int, ...]) -> list[str] | None:
         """Of a member's nodes, that of its process first; None: some of the nodes have none."""
         return self.hosts.of_job(group, rollout_nodes, self.groups.by_name[group].num_train_nodes)
+
+    def certify(self, group: Group) -> Certificate:
+        """Of the order in which its members would follow each other. Raises: CertificateError."""
+        return certify(group, self.turns_in(group.name).order_for(group))
+
+    def reserve(self, job: str, group: Group, certificate: Certificate, why: str, now: float) -> None:
+        """A running job's next place: taken and certified from now on. The group has it as a member."""
+        record = self.jobs[job]
+        [member] = [each for each in group.members if each.job.name == job]
+        record.next_place = NextPlace(group=group.name, rollout_nodes=member.rollout_nodes, why=why)
+        self.groups.leaving[job] = record.group
+        self.form(group, certificate, now)
+        self.changed(job)
 
     def form(self, group: Group, certificate: Certificate, now: float) -> None:
         """The group has these members from now on, in the order that is certified."""
