@@ -34,7 +34,8 @@ One rollout step between two serving steps
 Bounds and deaths
     serving waits for a running rollout step until est_end + grace, whatever happens; it looks at the
     process every LIVENESS_SLICE_S meanwhile and goes at once if that is dead. A dead rollout (named by
-    its attach epoch) is not waited for again.
+    its attach epoch) is not waited for again. One that leaves a turn without an answer (it died, was
+    stopped or hangs between two steps) is offered no other until its heartbeat is newer than that offer.
     rollout never sleeps longer than MAX_TURN_WAIT_S per call. A serving process that died in OPEN or
     RUNNING leaves its phase: view().alive turns False and no rollout step starts until a serving process
     attaches anew. One that died or detached in IDLE has left the GPU free.
@@ -52,7 +53,7 @@ from rose.admission.liveness import NOBODY, is_alive, own_identity, pid_of
 from rose.admission.slack import NEVER
 from rose.errors import BoardError
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 MAGIC = 0x524F5345_0000 | LAYOUT_VERSION
 NUM_WORDS = 128
 

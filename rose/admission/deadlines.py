@@ -23,6 +23,8 @@ from rose.types import SLO, Deployment, GateMode
 # A request waits for its tokenizer and the queue between processes, not for a minute: a longer wait, like a
 # negative one, says that the wall clock was set meanwhile.
 MAX_FRONT_END_WAIT_S = 60.0
+# How long the tightest SLO that requests brought along counts for those of its kind to come.
+CLASS_MEMORY_S = 300.0
 
 
 def monotonic_arrival(now: float, wall_now: float, wall_arrival: float) -> float:
@@ -76,6 +78,8 @@ class ServingDeadlines:
         self._pending: dict[str, PendingPrefill] = {}
         self._decodes: dict[str, _TokenTimes] = {}
         self._own_tpot_s: dict[str, float] = {}
+        self._class_step_s, self._class_until_s = NEVER, -NEVER
+        """Of the tightest SLO that requests brought along: the longest rollout step, and until when it counts."""
         self._due_s: float | None = None
         """The least due time of all decodes, once per step; None: to be found again."""
 
@@ -110,10 +114,20 @@ class ServingDeadlines:
         """
         tpot_s = own_slo.tpot_s if own_slo is not None else None
         times = self._decodes[request_id] = _TokenTimes(now, tpot_s)
-        target_s, itl_cap_s = self._target_and_cap()
         times.num_output_tokens = 1  # the prefiller's
-        times.due_s = token_due(now, now, 1, tpot_s if tpot_s is not None else target_s, itl_cap_s)
+        times.due_s = token_due(now, now, 1, *self._target_and_cap(tpot_s))
         self._due_s = None
+
+    def expect_more_like(self, own_slo: SLO, now: float) -> None:
+        """A request with this SLO came; the next one may come to an idle GPU on which a rollout has begun."""
+        step_s = self._settings.max_step_for(own_slo)
+        if step_s <= self.max_idle_step_s(now):
+            self._class_step_s, self._class_until_s = step_s, now + CLASS_MEMORY_S
+
+    def max_idle_step_s(self, now: float) -> float:
+        """The longest rollout step that serving puts up with while it has no work."""
+        longest_s = self._settings.effective_max_step_s
+        return min(longest_s, self._class_step_s) if now < self._class_until_s else longest_s
 
     def prefilled(self, request_id: str, remaining_tokens: int) -> None:
         """A chunk of its prompt was computed (or found cached); unknown ids are decoding already."""
@@ -123,7 +137,8 @@ class ServingDeadlines:
 
     def produced(self, request_ids: Iterable[str], now: float, num_tokens: int = 1) -> None:
         """These requests produced tokens in the step that ended now."""
-        target_s, itl_cap_s = self._target_and_cap()
+        common = self._target_and_cap()
+        classes: dict[float, tuple[float, float]] = {}
         decodes = self._decodes
         least_s, num_produced = NEVER, 0
         for request_id in request_ids:
@@ -132,8 +147,14 @@ class ServingDeadlines:
                 times = decodes[request_id] = self._first_token(request_id, now)
             times.last_token_s = now
             times.num_output_tokens += num_tokens
-            budget_s = times.tpot_s if times.tpot_s is not None else target_s
-            due_s = token_due(times.first_token_s, now, times.num_output_tokens, budget_s, itl_cap_s)
+            own_tpot_s = times.tpot_s
+            if own_tpot_s is None:
+                target_s, itl_cap_s = common
+            else:
+                if own_tpot_s not in classes:
+                    classes[own_tpot_s] = self._target_and_cap(own_tpot_s)
+                target_s, itl_cap_s = classes[own_tpot_s]
+            due_s = token_due(times.first_token_s, now, times.num_output_tokens, target_s, itl_cap_s)
             times.due_s = due_s
             num_produced += 1
             if due_s < least_s:
@@ -177,8 +198,9 @@ class ServingDeadlines:
             return True
         prefill = 1 if self._is_decoder else self._chunk_tokens
         step_s = model.predict_safe(prefill, len(self._decodes), context_tokens)
-        oldest_s = min(times.last_token_s for times in self._decodes.values())
-        return now + step_s <= oldest_s + self._target_and_cap()[1]
+        decodes = self._decodes.values()
+        caps_s = {own: self._target_and_cap(own)[1] for own in {times.tpot_s for times in decodes}}
+        return now + step_s <= min(times.last_token_s + caps_s[times.tpot_s] for times in decodes)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the books disagree."""
@@ -189,10 +211,10 @@ class ServingDeadlines:
             assert self._due_s == min(t.due_s for t in self._decodes.values())
         assert all(p.remaining_tokens >= 0 for p in self._pending.values())
 
-    def _target_and_cap(self) -> tuple[float, float]:
-        """The TPOT target and the ITL cap of tokens produced now."""
-        target_s = self._settings.tpot_target_for(self._decode_s)
-        return shrunk_target(target_s, self._load), self._settings.itl_cap_for(target_s)
+    def _target_and_cap(self, own_tpot_s: float | None = None) -> tuple[float, float]:
+        """The TPOT target and the ITL cap of tokens produced now, by a request with an SLO of its own too."""
+        target_s = self._settings.tpot_target_for(self._decode_s, own_tpot_s)
+        return shrunk_target(target_s, self._load), self._settings.itl_cap_for(target_s, own_tpot_s)
 
     def _latest_start(self, now: float, model: StepTimeModel, context_tokens: float) -> float:
         if not self._has_deadlines:

@@ -95,20 +95,27 @@ class GateSettings:
         if problem := mode_problem(self.mode, self.deployment):
             raise ValueError(problem)
 
-    def tpot_target_for(self, step_s: float) -> float:
-        """tpot_target_s with its default resolved, where serving's decode step takes `step_s`."""
+    def tpot_target_for(self, step_s: float, own_tpot_s: float | None = None) -> float:
+        """tpot_target_s with its default resolved, where serving's decode step takes `step_s`.
+
+        `own_tpot_s`: of a request with a TPOT SLO of its own, which the target is kept apart from as well.
+        """
+        slo_s = own_tpot_s if own_tpot_s is not None else self.slo.tpot_s
         if self.tpot_target_s is not None:
-            return self.tpot_target_s
-        slo_s = self.slo.tpot_s
+            target_s = self.tpot_target_s
+            return target_s if own_tpot_s is None else min(target_s, MAX_TPOT_TARGET_FRACTION * slo_s)
         least, most = TPOT_TARGET_STEPS
         target_s = min(max(TPOT_TARGET_FRACTION * slo_s, least * step_s), most * step_s)
         return min(target_s, MAX_TPOT_TARGET_FRACTION * slo_s)
 
-    def itl_cap_for(self, target_s: float) -> float:
-        """itl_cap_s with its default resolved, for a TPOT target of `target_s`."""
-        if self.itl_cap_s is not None:
-            return self.itl_cap_s
-        return max(self.slo.tpot_s, MIN_ITL_CAP_TARGETS * target_s)
+    def itl_cap_for(self, target_s: float, own_tpot_s: float | None = None) -> float:
+        """itl_cap_s with its default resolved, for a TPOT target of `target_s`; never above the default of a
+        request with a TPOT SLO of its own."""
+        slo_s = own_tpot_s if own_tpot_s is not None else self.slo.tpot_s
+        default_s = max(slo_s, MIN_ITL_CAP_TARGETS * target_s)
+        if self.itl_cap_s is None:
+            return default_s
+        return self.itl_cap_s if own_tpot_s is None else min(self.itl_cap_s, default_s)
 
     @property
     def longest_gap_s(self) -> float:
@@ -121,11 +128,13 @@ class GateSettings:
     @property
     def effective_max_step_s(self) -> float:
         """max_step_s with its default resolved."""
-        if self.max_step_s is not None:
-            return self.max_step_s
+        return self.max_step_s if self.max_step_s is not None else self.max_step_for(self.slo)
+
+    def max_step_for(self, slo: SLO) -> float:
+        """The longest rollout step that a request with this SLO may find when it comes to an idle GPU."""
         if self.deployment is Deployment.DECODE:
-            return IDLE_DECODER_STEP_FRACTION * self.slo.tpot_s
-        return IDLE_STEP_FRACTION * self.slo.ttft_s
+            return IDLE_DECODER_STEP_FRACTION * slo.tpot_s
+        return IDLE_STEP_FRACTION * slo.ttft_s
 
 
 class ServingView(NamedTuple):

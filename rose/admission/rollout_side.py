@@ -49,6 +49,7 @@ class RolloutSide:
         claim_side(words, Word.R_IDENTITY, Word.R_EPOCH, "rollout")
         words.store(Word.R_WANT, 0)
         words.store(Word.R_STARTED, 0)
+        words.store(Word.R_HEARTBEAT, time.monotonic_ns())
         self._use_turn(words.load(Word.S_TURN))
         words.store(Word.R_PHASE, Phase.IDLE)
         ring(words, Word.SERVING_BELL)
@@ -130,6 +131,8 @@ class RolloutSide:
             if self.may_try():
                 return True
             now_ns = time.monotonic_ns()
+            # Also when woken too late for a turn: serving offers none to whom it takes for gone.
+            words.store(Word.R_HEARTBEAT, now_ns)
             if now_ns >= until_ns:
                 return False
             # Here, where there is time: view() finds it done, between the turn and the step that uses it.

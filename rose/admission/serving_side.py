@@ -58,6 +58,8 @@ class ServingSide:
         self._words = words
         self._is_stepping = False
         self._dead_epoch = -1
+        self._unanswered_ns = -1
+        """When the last turn was offered, if nobody answered it."""
         claim_side(words, Word.S_IDENTITY, Word.S_EPOCH, "serving")
         words.store(Word.S_STARTED, 0)
         self.publish(NO_WORK)
@@ -143,7 +145,8 @@ class ServingSide:
         turn = words.add(Word.S_TURN, 1)
         ring(words, Word.ROLLOUT_BELL)
         words.add(Word.S_YIELDS, 1)
-        self._await_turn(turn, min(now_ns + to_ns(handover_s), latest_ns), latest_ns, grace_s)
+        is_answered = self._await_turn(turn, min(now_ns + to_ns(handover_s), latest_ns), latest_ns, grace_s)
+        self._unanswered_ns = -1 if is_answered else now_ns
         waited_ns = time.monotonic_ns() - now_ns
         words.add(Word.S_YIELD_WAIT, waited_ns)
         return waited_ns / 1e9
@@ -183,9 +186,13 @@ class ServingSide:
             return False
         if words.load(Word.R_EPOCH) == self._dead_epoch or is_arrival_pending(words, now_ns):
             return False
+        # Each offer to a process that is gone or stopped would cost the whole hand-over, step after step.
+        if words.load(Word.R_HEARTBEAT) <= self._unanswered_ns:
+            return False
         return now_ns + words.load(Word.R_MIN_STEP) <= latest_ns
 
-    def _await_turn(self, turn: int, give_up_ns: int, latest_ns: int, grace_s: float) -> None:
+    def _await_turn(self, turn: int, give_up_ns: int, latest_ns: int, grace_s: float) -> bool:
+        """False when the time was over without an answer."""
         words = self._words
         arrivals = words.load(Word.ARRIVALS)
         while True:
@@ -194,10 +201,12 @@ class ServingSide:
             is_used = words.load(Word.R_TURN_USED) == turn
             if words.load(Word.R_PHASE) == Phase.RUNNING:
                 self._await_rollout(grace_s, latest_ns)
-                return
+                return True
+            if is_used or words.load(Word.ARRIVALS) != arrivals:
+                return True
             now_ns = time.monotonic_ns()
-            if is_used or now_ns >= give_up_ns or words.load(Word.ARRIVALS) != arrivals:
-                return
+            if now_ns >= give_up_ns:
+                return False
             words.wait(Word.SERVING_BELL, seen, (give_up_ns - now_ns) / 1e9)
 
     def _await_rollout(self, grace_s: float, until_ns: int) -> StepStart:

@@ -41,7 +41,7 @@ class ActiveDecode:
     last_token_s: float
     num_output_tokens: int
     tpot_s: float | None = None
-    """Its own TPOT budget, where it differs from the target."""
+    """Its own TPOT objective, where it differs from the deployment's."""
 
 
 def ttft_slack(now: float, arrival_s: float, ttft_s: float, prefill_s: float) -> float:
@@ -111,7 +111,9 @@ def token_due(
 
     With n tokens out, the last one is taken to lie at min(t_first + (n-1) * 0.95 * B, t_last + 2 * B):
     a request ahead of its pace may spend what it saved, at most two budgets at once, and one behind it
-    must catch up. The mean over the answer stays within B; `itl_cap_s` bounds each single gap.
+    must catch up. The mean over the answer stays within B; `itl_cap_s` bounds each single gap. The next
+    serving step must start early enough to end by the least due time of all decodes.
+    Source: ROSE §4.1 eq. 2, with this bank for t_last and (deadlines.py) the mixed step for T_dec(b).
     Takes plain numbers: it runs once per serving token.
     """
     pace_s = first_token_s + (num_output_tokens - 1) * BANK_PACE * budget_s
@@ -119,22 +121,6 @@ def token_due(
     due_s = (pace_s if pace_s < limit_s else limit_s) + budget_s
     cap_s = last_token_s + itl_cap_s
     return due_s if due_s < cap_s else cap_s
-
-
-def latest_start_tpot(
-    decodes: Iterable[ActiveDecode], *, target_s: float, itl_cap_s: float, step_s: float
-) -> float:
-    """When the next serving step, `step_s` long, must start so that no token comes late.
-
-    Source: ROSE §4.1 eq. 2, with the mixed step's time for T_dec(b) and the bank of `token_due`.
-    """
-    due_s = NEVER
-    for d in decodes:
-        budget_s = _own(d.tpot_s, target_s)
-        due_s = min(
-            due_s, token_due(d.first_token_s, d.last_token_s, d.num_output_tokens, budget_s, itl_cap_s)
-        )
-    return due_s - step_s
 
 
 def shrunk_target(target_s: float, load: float) -> float:

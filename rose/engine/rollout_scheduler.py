@@ -34,6 +34,8 @@ STARVED_RETRY_S = 0.05
 """Pause between two turns asked for while nothing that waits gets memory."""
 STARVED_WAIT_S = 0.01
 """Longest sleep of the engine's loop meanwhile; a change of the ledger ends it."""
+PATIENT_WAIT_S = 0.1
+"""Longest time without a turn until the engine's loop runs once all the same."""
 MAX_TRIES = 3
 """Serving may publish between our look and our claim; after a few losses, return to the engine's loop."""
 
@@ -144,7 +146,8 @@ class RolloutScheduler(RoseScheduler):
         return output
 
     def _ask_for_turn(self, side: RolloutSide) -> int:
-        """The step's token limit; 0 where it isn't our turn. May sleep up to the board's 20 ms."""
+        """The step's token limit; 0 where it isn't our turn. May sleep: up to the board's 20 ms once there is
+        something else to do."""
         candidate = self._candidate()
         side.set_want(candidate.num_decodes + candidate.prefill_tokens_waiting > 0, self._shortest_step_s())
         for attempt in range(MAX_TRIES):
@@ -161,10 +164,19 @@ class RolloutScheduler(RoseScheduler):
                     if self._is_starved():
                         self._wait_change(self._change_seq(), STARVED_WAIT_S)
                     return 0
-            if attempt + 1 < MAX_TRIES and not side.wait_turn():
+            if attempt + 1 < MAX_TRIES and not self._await_turn(side):
                 break
         self.page.count(Field.DECLINED_STEPS)
         return 0
+
+    def _await_turn(self, side: RolloutSide) -> bool:
+        """Sleeps until a step may be tried, or something else wants the engine's loop. A pass without a step
+        takes every sequence out of the worker's batch, and its CPU time from whoever shares the core."""
+        until_s = time.monotonic() + PATIENT_WAIT_S
+        while not side.wait_turn():
+            if not self.may_sleep_on() or time.monotonic() >= until_s:
+                return False
+        return True
 
     def _be_fair(self, decision: GateDecision, candidate: RolloutCandidate) -> None:
         """Where not all decodes fit into the slack, let other sequences go first in the next step: vLLM

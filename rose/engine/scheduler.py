@@ -170,6 +170,11 @@ class RoseScheduler(Scheduler):
         """Whether the engine core has something to take in before its next step: a request, an abort."""
         return self._input_queue is not None and not self._input_queue.empty()
 
+    def may_sleep_on(self) -> bool:
+        """Whether nobody wants anything of the engine's loop: no input, no command, no change of the ledger.
+        An engine core within its caller's thread has no queue to tell."""
+        return self._input_queue is not None and not self._must_step and self._input_queue.empty()
+
     def _watch(self) -> None:
         """Runs in its own thread: turns changes of the ledger, commands and due times into a step."""
         seen_change, seen_command, fired_s = self._change_seq(), self._commands(), None

@@ -34,6 +34,8 @@ class ServingScheduler(RoseScheduler):
     """Set by ``role: serving``."""
 
     _side: ServingSide | None = None
+    _unreachable_slo: SLO | None = None
+    """The last one that was logged."""
     _context_tokens = 0
     """Of the running requests, once per step: a sum over hundreds of them costs more than a publication."""
 
@@ -58,10 +60,11 @@ class ServingScheduler(RoseScheduler):
         if problem := self._slo_problem():
             raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
 
-    def _slo_problem(self) -> str | None:
+    def _slo_problem(self, own_slo: SLO | None = None) -> str | None:
         if not self.recorder.is_profiled:
             return None
-        return unreachable_slo(self.rose.slo(), self.recorder.model, self._gate.settings.deployment)
+        slo = own_slo if own_slo is not None else self.rose.slo()
+        return unreachable_slo(slo, self.recorder.model, self._gate.settings.deployment)
 
     def after_profile(self) -> None:
         problem = self._slo_problem()
@@ -187,6 +190,10 @@ class ServingScheduler(RoseScheduler):
 
     def _track(self, request: Request, arrival_s: float) -> None:
         own_slo = self._own_slo(request)
+        if own_slo is not None:
+            self._expect_more_like(own_slo)
+        if self._side is not None:
+            self._side.set_max_step(self._deadlines.max_idle_step_s(time.monotonic()))
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             self._deadlines.arrived_prefilled(request.request_id, arrival_s, own_slo)
         else:
@@ -195,6 +202,15 @@ class ServingScheduler(RoseScheduler):
     def _own_slo(self, request: Request) -> SLO | None:
         params = request.sampling_params
         return requested_slo(params.extra_args if params is not None else None, self._gate.settings.slo)
+
+    def _expect_more_like(self, own_slo: SLO) -> None:
+        """One that can't be reached holds rollouts back while its requests run, and not on an idle GPU."""
+        problem = self._slo_problem(own_slo)
+        if problem is None:
+            self._deadlines.expect_more_like(own_slo, time.monotonic())
+        elif own_slo != self._unreachable_slo:
+            self._unreachable_slo = own_slo
+            logger.warning("a request's own SLO can't be reached: %s", problem)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus

@@ -155,6 +155,36 @@ def test_no_turn_is_offered_to_a_rollout_that_cannot_use_it(words: Words) -> Non
     assert board.snapshot(words).num_yields == 0
 
 
+def test_who_leaves_a_turn_unanswered_is_offered_none_until_it_shows_up_again(words: Words) -> None:
+    serving, rollout = serving_and_wanting(words)
+    for _ in range(3):
+        serving.yield_turn(NEVER, 1e-6)
+        assert board.snapshot(words).num_yields == 1
+    serving.begin_step()
+    assert not rollout.wait_turn(0.001)  # too late, but it lives
+    serving.end_step(work())
+    serving.yield_turn(NEVER, 1e-6)
+    assert board.snapshot(words).num_yields == 2
+    RolloutSide(words).set_want(True)  # a new engine in its place
+    serving.yield_turn(NEVER, 1e-6)
+    assert board.snapshot(words).num_yields == 3
+
+
+def test_serving_goes_on_at_once_after_a_rollout_that_waited_for_its_turn_is_killed(
+    words: Words, players: Players
+) -> None:
+    serving = ServingSide(words)
+    serving.begin_step()
+    player = players.start("roll-out")
+    while not words.load(Word.R_WANT):
+        time.sleep(0.001)
+    player.kill()
+    player.wait()
+    serving.end_step(work())
+    serving.yield_turn(NEVER, 0.001)
+    assert serving.yield_turn(NEVER, FAR_S) == 0.0
+
+
 def test_a_decision_on_an_old_publication_is_refused(words: Words) -> None:
     serving, rollout = ServingSide(words), RolloutSide(words)
     old = rollout.view()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
+from rose.admission.deadlines import CLASS_MEMORY_S, ServingDeadlines, monotonic_arrival
 from rose.admission.gate import GateSettings
 from rose.admission.slack import NEVER
 from rose.admission.step_time import StepTimeModel
@@ -83,8 +83,48 @@ def test_the_least_due_time_is_kept_through_ends_and_preemptions() -> None:
 def test_a_request_may_have_its_own_slo() -> None:
     serving = books(GateMode.TPOT_ONLY)
     serving.arrived("a", 0.5, 10, own_slo=SLO(ttft_s=0.5, tpot_s=0.03))
-    serving.produced(["a"], 1.0)
-    assert latest(serving) == pytest.approx(1.03 - 0.011)
+    serving.arrived("b", 0.5, 10, own_slo=SLO(ttft_s=0.1, tpot_s=0.2))
+    serving.produced(["a", "b"], 1.0)
+    assert latest(serving) == pytest.approx(1.0 + 0.95 * 0.03 - 0.012)
+    serving.finished(["a"])
+    assert latest(serving) == pytest.approx(1.1 - 0.011)  # its TTFT alone is its own
+    serving = books(GateMode.TTFT_ONLY)
+    serving.arrived("a", 0.5, 10)
+    serving.arrived("b", 0.5, 10, own_slo=SLO(ttft_s=0.1, tpot_s=0.2))
+    assert latest(serving) == pytest.approx(0.6 - 0.012)  # both prompts are in one step
+
+
+def test_the_target_of_a_request_with_its_own_slo_is_kept_apart_from_it_and_shrinks_under_load() -> None:
+    for tpot_s, target_s in ((0.1, 0.05), (0.2, 0.08), (5.0, 0.08)):
+        for load, part in ((0.0, 1.0), (0.75, 0.5)):
+            serving = books(tpot_target_s=None)
+            serving.view(0.0, MODEL, has_work=True)  # a step of 10 ms
+            serving.set_load(load)
+            serving.arrived("a", 0.5, 10, own_slo=SLO(ttft_s=0.5, tpot_s=tpot_s))
+            serving.produced(["a"], 1.0)
+            assert latest(serving) == pytest.approx(1.0 + part * target_s - 0.011)
+
+
+def test_rollout_steps_on_an_idle_gpu_are_as_short_as_the_tightest_class_seen_lately_needs() -> None:
+    serving = books()  # a quarter of 500 ms
+    longest_s = [serving.max_idle_step_s(0.0)]
+    serving.expect_more_like(SLO(ttft_s=0.1, tpot_s=0.2), 1.0)
+    serving.expect_more_like(SLO(ttft_s=0.2, tpot_s=0.2), 2.0)
+    longest_s += [serving.max_idle_step_s(now) for now in (CLASS_MEMORY_S, CLASS_MEMORY_S + 1.0)]
+    serving.expect_more_like(SLO(ttft_s=0.2, tpot_s=0.2), 1000.0)
+    serving.expect_more_like(SLO(ttft_s=5.0, tpot_s=0.2), 1000.0)
+    assert [*longest_s, serving.max_idle_step_s(1000.0)] == [0.125, 0.025, 0.125, 0.05]
+
+
+def test_the_itl_cap_of_a_request_with_its_own_slo_follows_it() -> None:
+    serving = books()
+    serving.arrived("a", 0.5, 10, own_slo=SLO(ttft_s=0.5, tpot_s=0.1))
+    for token in range(20):  # far ahead of its pace
+        serving.produced(["a"], 1.0 + 0.001 * token)
+    assert latest(serving) == pytest.approx(1.019 + 1.5 * 0.095 - 0.011)
+    # A whole chunk and one decode take 62.2 ms.
+    assert serving.may_join(1.019 + 0.1425 - 0.063, MODEL)
+    assert not serving.may_join(1.019 + 0.1425 - 0.062, MODEL)
 
 
 def test_load_shrinks_the_target() -> None:

@@ -8,7 +8,6 @@ from rose.admission.slack import (
     NEVER,
     ActiveDecode,
     PendingPrefill,
-    latest_start_tpot,
     latest_start_ttft,
     literal_latest_start,
     shrunk_target,
@@ -96,17 +95,8 @@ def test_itl_cap_bounds_a_single_gap() -> None:
     assert token_due(10.0, 10.095, 20, 0.1, 0.15) == pytest.approx(10.245)
 
 
-def test_tpot_latest_start_is_the_least_due_minus_the_mixed_step() -> None:
-    decodes = [
-        ActiveDecode(first_token_s=10.0, last_token_s=10.0, num_output_tokens=1),
-        ActiveDecode(first_token_s=10.2, last_token_s=10.2, num_output_tokens=1, tpot_s=0.3),
-    ]
-    assert latest_start_tpot(decodes, target_s=0.1, itl_cap_s=10.0, step_s=0.04) == pytest.approx(10.06)
-
-
 def test_no_request_means_no_deadline() -> None:
     assert latest_start_ttft([], num_decodes=0, slo=SLO_500_150, model=MODEL, chunk_tokens=1) == NEVER
-    assert latest_start_tpot([], target_s=0.1, itl_cap_s=0.1, step_s=0.01) == NEVER
 
 
 @given(

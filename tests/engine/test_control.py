@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import queue
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from rose.admission.serving_side import ServingSide
 from rose.admission.slack import NEVER
 from rose.admission.stall import StallTracker
 from rose.admission.step_time import UNPROFILED
+from rose.engine import rollout_scheduler
 from rose.engine.control import EngineControl
 from rose.engine.recorder import StepRecorder
 from rose.engine.rollout_scheduler import RolloutScheduler
@@ -269,6 +271,64 @@ def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_turns(page: Statu
     scheduler._side.set_want(True)
     scheduler.set_gate(scheduler.rose.gate_settings(GateMode.OFF))
     assert words.load(Word.R_WANT) == 0
+
+
+class Waits(RolloutSide):
+    """No turn comes; after some waits there is input for the engine's loop."""
+
+    def __init__(self, words: Words, input_queue: "queue.Queue[None]", num_waits: int) -> None:
+        super().__init__(words)
+        self._input, self._left = input_queue, num_waits
+
+    def wait_turn(self, timeout_s: float = 0.0) -> bool:
+        assert self._left > 0, "one wait too many"
+        self._left -= 1
+        if self._left == 0:
+            self._input.put(None)
+        return super().wait_turn(0.0)
+
+
+def test_an_engine_without_a_turn_sleeps_until_something_wants_its_loop(
+    page: StatusPage, words: Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_scheduler, "PATIENT_WAIT_S", 3600.0)
+    ServingSide(words).begin_step()
+    scheduler = bare(RolloutScheduler, Role.ROLLOUT, page)
+    scheduler._input_queue, scheduler._must_step = queue.Queue(), False
+    assert not scheduler._await_turn(Waits(words, scheduler._input_queue, num_waits=3))
+    scheduler._input_queue, scheduler._must_step = queue.Queue(), True  # a cut, told before it began to wait
+    assert not scheduler._await_turn(Waits(words, queue.Queue(), num_waits=1))
+    scheduler._input_queue, scheduler._must_step = None, False
+    assert not scheduler._await_turn(Waits(words, queue.Queue(), num_waits=1))
+
+
+def test_an_idle_gpu_takes_shorter_steps_once_a_request_asked_for_a_tighter_ttft(
+    page: StatusPage,
+    words: Words,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("rose"), "propagate", True)  # not where the plugin was registered
+    scheduler = bare(ServingScheduler, Role.SERVING, page)
+    scheduler.recorder = StepRecorder(KEY, tmp_path)
+    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.DUAL))
+    scheduler._side, rollout = ServingSide(words), RolloutSide(words)
+
+    def longest_step_s(ttft_ms: float) -> float:
+        params = SimpleNamespace(extra_args={"rose_ttft_ms": ttft_ms})
+        request = SimpleNamespace(
+            request_id="r", num_prompt_tokens=9, kv_transfer_params=None, sampling_params=params
+        )
+        scheduler._track(request, 0.0)
+        return rollout.view().max_step_s
+
+    assert [longest_step_s(ttft_ms) for ttft_ms in (500.0, 100.0, 300.0)] == [0.125, 0.025, 0.025]
+    scheduler.recorder.begin_profile()
+    run_steps(scheduler.recorder, NUM_STEPS, seconds_per_token=0.01)
+    assert scheduler.recorder.finish_profile()
+    assert [longest_step_s(1.0) for _ in range(2)] == [0.025, 0.025]
+    assert caplog.text.count("slo_ttft_ms is 1, but the prefill of one token takes up to") == 1
 
 
 def test_a_serving_engine_whose_gate_goes_off_leaves_rollout_free(page: StatusPage, words: Words) -> None:
