@@ -17,30 +17,38 @@ from vllm.inputs import TokensPrompt
 
 REPEATS = 3
 DECODE_STEPS = 8
-MAX_DECODES = 16
+LONG_DECODES = 16
+"""Sequences decoded at a long context at most: their prefill is most of a run's time."""
+FULL_BATCH_CONTEXT = 64
+"""Of each sequence of a batch larger than that: enough to tell what a sequence costs."""
+SHORTEST_PROMPT = 16
+MIN_PROMPTS = 6
+"""Lengths, also where a step holds few tokens: a fit needs that many observations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """What to run: prompt lengths one at a time, and decode batches at a short and a long context."""
+    """What to run: prompt lengths one at a time, and decode batches as (sequences, context of each)."""
 
     prompt_tokens: tuple[int, ...]
-    decodes: tuple[int, ...]
-    contexts: tuple[int, ...]
+    batches: tuple[tuple[int, int], ...]
 
 
 def shapes_for(client: EngineClient) -> Shapes:
-    """Shapes that cover what the engine's scheduler may form."""
+    """Shapes up to the largest that the engine's scheduler may form: a prompt that fills a whole step (as one
+    piece, which chunks of a step's size are as well), and as many decodes as it runs at once."""
     config = client.vllm_config
-    longest = config.model_config.max_model_len - DECODE_STEPS - 1
-    most = config.scheduler_config.max_num_batched_tokens
-    chunk = min(most, longest, 512)
-    decodes = min(config.scheduler_config.max_num_seqs, MAX_DECODES)
-    return Shapes(
-        prompt_tokens=tuple(max(1, chunk >> i) for i in range(6)),
-        decodes=tuple(sorted({max(1, decodes >> i) for i in range(0, 6, 2)})),
-        contexts=tuple(sorted({max(1, longest // 16), max(1, longest // 4)})),
-    )
+    longest = max(1, config.model_config.max_model_len - DECODE_STEPS - 1)
+    prompts = [min(config.scheduler_config.max_num_batched_tokens, longest)]
+    while prompts[-1] >= 2 * SHORTEST_PROMPT or len(prompts) < MIN_PROMPTS:
+        prompts.append(max(1, prompts[-1] // 2))
+    most = config.scheduler_config.max_num_seqs
+    few = min(most, LONG_DECODES)
+    contexts = {max(1, longest // 16), max(1, longest // 4)}
+    batches = {(max(1, few >> i), context) for i in (0, 2, 4) for context in contexts}
+    if most > few:
+        batches.add((most, min(FULL_BATCH_CONTEXT, longest)))
+    return Shapes(prompt_tokens=tuple(prompts), batches=tuple(sorted(batches)))
 
 
 async def warm_up(client: EngineClient) -> None:
@@ -55,11 +63,10 @@ async def run_shapes(client: EngineClient, shapes: Shapes, *, seed: int = 0) -> 
     for _ in range(REPEATS):
         for length in shapes.prompt_tokens:
             await _generate(client, rng, length, max_tokens=1)
-        for count in shapes.decodes:
-            for context in shapes.contexts:
-                await asyncio.gather(
-                    *(_generate(client, rng, context, max_tokens=DECODE_STEPS) for _ in range(count))
-                )
+        for count, context in shapes.batches:
+            await asyncio.gather(
+                *(_generate(client, rng, context, max_tokens=DECODE_STEPS) for _ in range(count))
+            )
 
 
 async def _generate(

@@ -40,6 +40,9 @@ class EngineSettings(BaseModel):
     serving's decode steps."""
     itl_cap_ms: float | None = Field(default=None, gt=0)
     """The longest gap between tokens that the gate may cause; None: the TPOT SLO, or 1.5 targets if more."""
+    max_step_ms: float | None = Field(default=None, gt=0)
+    """The longest rollout step, also on an idle GPU, where a request that comes meanwhile waits for its end; set
+    it in the serving engine. None: a quarter of the TTFT SLO, on a decoder half the TPOT SLO."""
     chunk_tokens: int = Field(default=512, gt=0)
     stall_s: float = Field(default=2.0, gt=0)
     lease_s: float = Field(default=10.0, gt=0)
@@ -123,6 +126,7 @@ class EngineSettings(BaseModel):
             slo=self.slo(),
             tpot_target_s=None if target_ms is None else target_ms / 1000,
             itl_cap_s=None if self.itl_cap_ms is None else self.itl_cap_ms / 1000,
+            max_step_s=None if self.max_step_ms is None else self.max_step_ms / 1000,
             chunk_tokens=self.chunk_tokens,
             stall_timeout_s=self.stall_s,
         )

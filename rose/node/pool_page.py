@@ -12,8 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rose.admission.board import BoardSnapshot, snapshot
 from rose.config import Settings
-from rose.errors import PoolError
+from rose.errors import BoardError, PoolError
 from rose.memory.ledger_words import Word
 from rose.memory.pool import PoolClient
 from rose.types import Role
@@ -30,6 +31,8 @@ class PoolSample:
 
     name: str
     cells: tuple[str, ...] = ()
+    board: BoardSnapshot | None = None
+    """Of the same moment; turns_page.py shows it."""
     error: str | None = None
 
 
@@ -43,8 +46,8 @@ def _sample(socket: Path, settings: Settings) -> PoolSample:
     name = socket.stem.removeprefix("pool-")
     try:
         with PoolClient.observe(name, runtime_dir=settings.runtime_dir, timeout_s=0.0) as client:
-            return PoolSample(name=name, cells=_cells(client))
-    except PoolError as error:
+            return PoolSample(name=name, cells=_cells(client), board=snapshot(client.board_words))
+    except (PoolError, BoardError) as error:
         return PoolSample(name=name, error=str(error))
 
 

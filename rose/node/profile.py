@@ -24,7 +24,7 @@ from rose.admission.step_time import StepTimeModel
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings, parse_config
 from rose.errors import ConfigError
-from rose.messages import ConcurrencyProfile
+from rose.messages import ConcurrencyProfile, Profile
 from rose.node import checks, concurrency, launch
 from rose.node.config import EngineConfig
 from rose.node.control import EngineControl
@@ -35,6 +35,7 @@ from rose.types import Role
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 PROFILE_TIMEOUT_S = 1800.0
 """A large model on a CPU takes seconds for each of its longest steps."""
+NO_MATPLOTLIB = "matplotlib, which is not installed; run: pip install matplotlib"
 _TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "-tp")
 
 Found = TypeVar("Found")
@@ -70,11 +71,19 @@ def main(argv: Sequence[str]) -> int:
 def _profile_steps(engine: EngineConfig, plot: Path | None, settings: Settings, console: Console) -> None:
     profile = measure(engine, settings, console, lambda control: control.profile(PROFILE_TIMEOUT_S))
     console.print(profile_page(profile.model))
-    console.print(f"stored: {settings.profile_dir / profile.file}", soft_wrap=True)
-    if plot is not None:
-        observations = [observation_of(one) for one in profile.observations]
-        plot_profile(StepTimeModel.from_json(profile.model), observations, plot)
-        console.print(f"plotted: {plot}", soft_wrap=True)
+    stored = settings.profile_dir / profile.file
+    console.print(f"stored: {stored}", soft_wrap=True)
+    draw(profile, plot if plot is not None else stored.with_suffix(".png"), console)
+
+
+def draw(profile: Profile, path: Path, console: Console) -> None:
+    """One plot per profile, where matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        console.print(f"no plot without {NO_MATPLOTLIB}", soft_wrap=True)
+        return
+    observations = [observation_of(one) for one in profile.observations]
+    plot_profile(StepTimeModel.from_json(profile.model), observations, path)
+    console.print(f"plotted: {path}", soft_wrap=True)
 
 
 def _profile_concurrency(
@@ -149,7 +158,7 @@ def _check_plot(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: no such folder; create {path.absolute().parent} first")
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed; run: pip install matplotlib")
+        raise ConfigError(f"--plot needs {NO_MATPLOTLIB}")
 
 
 def _served_name(engine: EngineConfig) -> str:
@@ -204,7 +213,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--role", type=Role, choices=list(Role), help="default serving; with --concurrency rollout"
     )
-    parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw observed and fitted step times")
+    parser.add_argument("--plot", type=Path, metavar="PATH.png", help="where to draw observed and fitted step times (default: beside the stored profile)")
     parser.add_argument(
         "--concurrency",
         type=int,

@@ -1,4 +1,4 @@
-"""`rose top`: live tables of running engines, from their /rose/v1/status, and of this host's pools.
+"""`rose top`: live tables of running engines, from their /rose/v1/status, and of this host's pools and turns.
 
 Owns: the page on the terminal. Promises: a worker that does not answer shows as such; the view goes on.
 Never: changes anything on a worker or in a pool.
@@ -18,12 +18,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from rose.admission.board import BoardSnapshot
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings
 from rose.http import http_client
 from rose.messages import WorkerStatus
-from rose.node.pool_page import pools_page, sample_pools
+from rose.node.pool_page import PoolSample, pools_page, sample_pools
 from rose.node.signals import StopOnSignals
+from rose.node.turns_page import Turns, turns_page
 from rose.types import Deployment
 
 REQUEST_TIMEOUT_S = 10.0
@@ -51,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"no pool in {settings.runtime_dir}; name engines with --worker URL, or start a pool")
     with http_client(key=settings.key, timeout=REQUEST_TIMEOUT_S) as client:
         samples = [take_sample(client, worker) for worker in arguments.worker]
-        page = Group(status_page(samples, {}), pools_page(pools))
+        page = _page(samples, {}, pools, {})
         if arguments.once:
             console.print(page)
             failures = [*(sample.error for sample in samples), *(pool.error for pool in pools)]
@@ -60,10 +62,29 @@ def main(argv: Sequence[str]) -> int:
             while True:
                 time.sleep(arguments.interval_s)
                 before = {sample.worker: sample for sample in samples}
+                pools_before = {pool.name: pool for pool in pools}
                 samples = [take_sample(client, worker) for worker in arguments.worker]
                 pools = sample_pools(settings)
-                live.update(Group(status_page(samples, before), pools_page(pools)), refresh=True)
+                live.update(_page(samples, before, pools, pools_before), refresh=True)
     return 0
+
+
+def _page(
+    samples: Sequence[Sample],
+    before: Mapping[str, Sample],
+    pools: Sequence[PoolSample],
+    pools_before: Mapping[str, PoolSample],
+) -> RenderableType:
+    turns = {
+        pool.name: Turns(now=pool.board, before=_board_before(pool.name, pools_before))
+        for pool in pools
+        if pool.board is not None
+    }
+    return Group(status_page(samples, before), pools_page(pools), turns_page(turns))
+
+
+def _board_before(name: str, pools_before: Mapping[str, PoolSample]) -> BoardSnapshot | None:
+    return pools_before[name].board if name in pools_before else None
 
 
 def take_sample(client: httpx.Client, worker: str) -> Sample:
@@ -130,7 +151,8 @@ def _rate(sample: Sample, before: Sample | None) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose top",
-        "Shows engines live (load, slabs, pressure, gate, weights) and this host's pools. Ends with Ctrl-C.",
+        "Shows engines live (load, slabs, pressure, gate, weights), this host's pools and whose turns their GPUs\n"
+        "take. Ends with Ctrl-C.",
         "rose top --worker http://127.0.0.1:8000 --worker http://127.0.0.1:8001",
     )
     parser.add_argument(

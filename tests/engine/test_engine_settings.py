@@ -32,12 +32,13 @@ def test_settings_survive_vllms_config() -> None:
 
 def test_milliseconds_stay_at_the_edge() -> None:
     settings = EngineSettings(
-        role=Role.SERVING, slo_ttft_ms=250, slo_tpot_ms=80, tpot_target_ms=40, itl_cap_ms=90
+        role=Role.SERVING, slo_ttft_ms=250, slo_tpot_ms=80, tpot_target_ms=40, itl_cap_ms=90, max_step_ms=30
     )
     assert (settings.slo().ttft_s, settings.slo().tpot_s) == (0.25, 0.08)
     gate = settings.gate_settings(GateMode.TPOT_ONLY)
     assert (gate.mode, gate.tpot_target_for(0.01)) == (GateMode.TPOT_ONLY, 0.04)
     assert gate.itl_cap_for(0.04) == 0.09
+    assert gate.effective_max_step_s == 0.03
     assert settings.gate_settings(GateMode.DUAL, 60).tpot_target_for(0.01) == 0.06
 
 

@@ -1,11 +1,18 @@
 """The page of `rose top`, from statuses as engines send them."""
 
 import io
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
 
+from rose._shm import Words
+from rose.admission.board import NUM_WORDS, snapshot
+from rose.admission.gate import GateReason, ServingView
+from rose.admission.rollout_side import RolloutSide
+from rose.admission.serving_side import ServingSide
 from rose.config import Settings
 from rose.memory.daemon import start_daemon
 from rose.memory.pool import PoolClient
@@ -13,6 +20,7 @@ from rose.memory.wire import Kind
 from rose.messages import WorkerStatus
 from rose.node.pool_page import pools_page, sample_pools
 from rose.node.top import Sample, main, status_page
+from rose.node.turns_page import Turns, turns_page
 from rose.types import Deployment, Role
 
 STATUS = WorkerStatus.model_validate(
@@ -102,9 +110,42 @@ def test_the_pools_of_this_host_are_shown_beside_the_engines(runtime_dir: Path) 
             # slabs, free, serving, rollout, draining, budget, pressure
             assert sample.cells[:7] == ("12", "9", "0", "3", "0", "7", "normal")
             assert "topped" in printed(pools_page([sample]), width=100)
+            assert sample.board is not None and sample.board.serving.pid == 0
             assert main(["--once"]) == 0
     finally:
         daemon.stop()
+
+
+def test_turns_show_who_computes_and_why_rollouts_wait() -> None:
+    words = Words(bytearray(8 * NUM_WORDS))
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    before = replace(snapshot(words), taken_s=100.0)
+    assert rollout.try_begin(time.monotonic() + 1.0, rollout.view())
+    rollout.end_step(90)
+    for reason, count in ((GateReason.NO_SLACK, 6), (GateReason.SAVING, 3), (GateReason.NOTHING_TO_RUN, 50)):
+        for _ in range(count):
+            rollout.decline(rollout.view(), reason)
+    serving.publish(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=101.542))
+    rollout.count_stalls(4)
+    now = replace(
+        snapshot(words),
+        taken_s=101.5,
+        serving=replace(before.serving, busy_s=before.serving.busy_s + 0.45),
+    )
+    (row,) = rows({"gpu0": Turns(now=now, before=before)})
+    for cell in ("gpu0 ", " 30% ", " 42 ms ", " 60 ", " 10% ", " no_slack 60%, saving 30% ", " 4"):
+        assert cell in row
+    first = rows({"gpu0": Turns(now=before, before=None), "gpu1": Turns(now=now, before=None)})
+    assert " 10% " in first[1] and "30%  " not in first[0] and " 60  " not in first[1]
+    pending = replace(now, has_pending_prefill=True, rollout=replace(now.rollout, alive=False))
+    nobody = replace(before.serving, alive=False, pid=0)
+    (row,) = rows({"gpu0": Turns(now=replace(pending, serving=nobody), before=before)})
+    assert " none " in row and " dead " in row and " prefill " in row
+    assert printed(turns_page({})).strip() == ""
+
+
+def rows(turns: dict[str, Turns]) -> list[str]:
+    return printed(turns_page(turns), width=100).splitlines()[1:]
 
 
 def test_a_pool_whose_daemon_is_gone_shows_as_such(runtime_dir: Path) -> None:
