@@ -41,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CASE",
         help=f"of the real runs, which workloads: {cases}; default: all",
     )
+    parser.add_argument(
+        "--records",
+        type=Path,
+        metavar="FOLDER",
+        help="of the real runs, keep every request there; slo_tail.py looks for the tail's cause in them",
+    )
     parser.add_argument("--trace", type=Path, help="Azure-style CSV; default: a generated trace like it")
 
 

@@ -5,6 +5,7 @@ rollouts alone and every policy on one sample of the trace, in a random order; h
 alone in the same round. A window in which others took the machine runs again, and the least disturbed counts.
 """
 
+import json
 import os
 import random
 import time
@@ -27,6 +28,8 @@ from slo_figures import (
 from slo_policies import FEW, MODES, policy_table
 from traffic import window_runner
 
+from rose._shm import Words
+from rose.admission.board import BoardSnapshot, snapshot
 from rose.admission.step_time import StepTimeModel
 from rose.demo.figures import Figure
 from rose.demo.plan import DemoOptions, DemoPlan
@@ -67,7 +70,9 @@ def measure(args: Namespace, console: Console) -> list[Figure]:
     """Starts both engines, profiles them, and runs all workloads."""
     window_s, rounds = (12.0, 1) if args.quick else (30.0, 2)
     with Rig() as rig:
-        options = DemoOptions(out_dir=rig.folder, quick=args.quick, seed=args.seed, trace=args.trace)
+        folder = args.records if args.records is not None else rig.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        options = DemoOptions(out_dir=folder, quick=args.quick, seed=args.seed, trace=args.trace)
         bench = _RealBench(rig, DemoPlan.of(options), window_s, rounds)
         return bench.figures(console, args.cases)
 
@@ -78,7 +83,7 @@ class _RealBench:
         self._plan = plan
         self._window_s = window_s
         self._rounds = rounds
-        self._serving, self._rollout, self._decode_s = _start(rig, plan)
+        self._serving, self._rollout, self._decode_s, self._board = _start(rig, plan)
         self._steps = RlSteps(self._rollout)
 
     def figures(self, console: Console, names: Sequence[str]) -> list[Figure]:
@@ -138,10 +143,26 @@ class _RealBench:
         while len(tries) < MAX_TRIES:
             # Of another name each time: no prefix of one try is cached for the next.
             named = replace(spec, variant=f"{spec.variant}-try{len(tries)}")
+            before = snapshot(self._board)
             tries.append(runner.run(named, self._steps.tick))
+            self._keep_counters(named, before)
             if not _disturbances(tries[-1:]):
                 break
         return min(tries, key=lambda window: (len(_disturbances([window])), window.foreign_cpu_share))
+
+    def _keep_counters(self, spec: WindowSpec, before: BoardSnapshot) -> None:
+        """What the board counted in a window and the seconds around it, beside the window's requests."""
+        now = snapshot(self._board)
+        counters = {
+            "serving_steps": now.serving.num_steps - before.serving.num_steps,
+            "rollout_steps": now.rollout.num_steps - before.rollout.num_steps,
+            "begin_wait_s": now.begin_wait_s - before.begin_wait_s,
+            "yield_wait_s": now.yield_wait_s - before.yield_wait_s,
+            "overruns": now.num_overruns - before.num_overruns,
+            "declines": {reason: count - before.declines[reason] for reason, count in now.declines.items()},
+        }
+        path = self._plan.options.out_dir / f"board-{spec.key}.json"
+        path.write_text(json.dumps(counters) + "\n")
 
     def _spec(self, case: str, name: str, index: int) -> WindowSpec:
         return WindowSpec(
@@ -160,10 +181,10 @@ class _RealBench:
         time.sleep(SETTLE_S)  # an idle engine obeys within 50 ms
 
 
-def _start(rig: Rig, plan: DemoPlan) -> tuple[EngineControl, EngineControl, float]:
-    """Serving, rollout, and serving's decode step in seconds."""
+def _start(rig: Rig, plan: DemoPlan) -> tuple[EngineControl, EngineControl, float, Words]:
+    """Serving, rollout, serving's decode step in seconds, and their board."""
     pool = f"slo-{os.getpid()}"
-    rig.pool(
+    observer = rig.pool(
         pool,
         num_slabs=plan.pool.num_slabs,
         slab_bytes=plan.pool.slab_bytes,
@@ -182,7 +203,7 @@ def _start(rig: Rig, plan: DemoPlan) -> tuple[EngineControl, EngineControl, floa
     # Rollout first: profiling serving takes the whole pool, which cuts rollout's budget to nothing.
     controls[Role.ROLLOUT].profile()
     model = StepTimeModel.from_json(controls[Role.SERVING].profile().model)
-    return controls[Role.SERVING], controls[Role.ROLLOUT], model.predict(0, 1)
+    return controls[Role.SERVING], controls[Role.ROLLOUT], model.predict(0, 1), observer.board_words
 
 
 def _frontier_name(steps: float) -> str:
