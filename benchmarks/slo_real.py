@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rig import Rig
+from run_delay import cpu_use_s
 from slo_figures import (
     ALONE,
     DUAL,
@@ -29,7 +30,7 @@ from slo_policies import FEW, MODES, policy_table
 from traffic import window_runner
 
 from rose._shm import Words
-from rose.admission.board import BoardSnapshot, snapshot
+from rose.admission.board import snapshot
 from rose.admission.step_time import StepTimeModel
 from rose.demo.figures import Figure
 from rose.demo.plan import DemoOptions, DemoPlan
@@ -143,26 +144,36 @@ class _RealBench:
         while len(tries) < MAX_TRIES:
             # Of another name each time: no prefix of one try is cached for the next.
             named = replace(spec, variant=f"{spec.variant}-try{len(tries)}")
-            before = snapshot(self._board)
+            before = self._counters()
             tries.append(runner.run(named, self._steps.tick))
             self._keep_counters(named, before)
             if not _disturbances(tries[-1:]):
                 break
         return min(tries, key=lambda window: (len(_disturbances([window])), window.foreign_cpu_share))
 
-    def _keep_counters(self, spec: WindowSpec, before: BoardSnapshot) -> None:
-        """What the board counted in a window and the seconds around it, beside the window's requests."""
-        now = snapshot(self._board)
-        counters = {
-            "serving_steps": now.serving.num_steps - before.serving.num_steps,
-            "rollout_steps": now.rollout.num_steps - before.rollout.num_steps,
-            "begin_wait_s": now.begin_wait_s - before.begin_wait_s,
-            "yield_wait_s": now.yield_wait_s - before.yield_wait_s,
-            "overruns": now.num_overruns - before.num_overruns,
-            "declines": {reason: count - before.declines[reason] for reason, count in now.declines.items()},
+    def _counters(self) -> dict[str, float]:
+        """What the board counted so far, and what the engines' threads had of the CPUs."""
+        board = snapshot(self._board)
+        use = {
+            f"{role}: {part}": seconds
+            for role in Role
+            for part, seconds in cpu_use_s(self._rig.pid(str(role))).items()
         }
-        path = self._plan.options.out_dir / f"board-{spec.key}.json"
-        path.write_text(json.dumps(counters) + "\n")
+        return {
+            "serving steps": board.serving.num_steps,
+            "rollout steps": board.rollout.num_steps,
+            "seconds that serving waited for a rollout step": board.begin_wait_s,
+            "in turns it had offered": board.yield_wait_s,
+            "overruns": board.num_overruns,
+            **{f"refused: {reason}": count for reason, count in board.declines.items()},
+            **use,
+        }
+
+    def _keep_counters(self, spec: WindowSpec, before: dict[str, float]) -> None:
+        """What was counted in a window and the seconds around it, beside the window's requests."""
+        counted = {name: now - before.get(name, 0.0) for name, now in self._counters().items()}
+        path = self._plan.options.out_dir / f"counters-{spec.key}.json"
+        path.write_text(json.dumps(counted) + "\n")
 
     def _spec(self, case: str, name: str, index: int) -> WindowSpec:
         return WindowSpec(

@@ -52,9 +52,7 @@ def main() -> int:
     for index in rounds:
         print(f"\n{args.case}, round {index}: {args.policy} beside {ALONE}")
         _compare(read_records(alone[index]), read_records(other[index]))
-        for path in (alone[index], other[index]):
-            counters = path.with_name(path.name.replace("serving-", "board-", 1)).with_suffix(".json")
-            print(f"  {path.stem}: {json.loads(counters.read_text())}")
+        _compare_counters(_counters(alone[index]), _counters(other[index]))
     return 0
 
 
@@ -64,6 +62,19 @@ def _windows(folder: Path, case: str, policy: str) -> dict[int, Path]:
     named = [(re.fullmatch(rf"{stem}(\d+)-(\d+)\.jsonl", path.name), path) for path in folder.iterdir()]
     tries = sorted((int(m[2]), int(m[1]), path) for m, path in named if m is not None)
     return {index: path for index, _, path in tries}
+
+
+def _counters(window: Path) -> dict[str, float]:
+    path = window.with_name(window.name.replace("serving-", "counters-", 1)).with_suffix(".json")
+    counters: dict[str, float] = json.loads(path.read_text())
+    return counters
+
+
+def _compare_counters(alone: dict[str, float], other: dict[str, float]) -> None:
+    """Of the whole windows. Seconds without a CPU tell of contention, wherever they are more."""
+    for name, value in other.items():
+        if value or alone.get(name):
+            print(f"  {name:<66} {alone.get(name, 0.0):.3f} -> {value:.3f}")
 
 
 def _compare(alone: Window, other: Window) -> None:

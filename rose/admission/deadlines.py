@@ -79,7 +79,7 @@ class ServingDeadlines:
         self._decodes: dict[str, _TokenTimes] = {}
         self._own_tpot_s: dict[str, float] = {}
         self._class_step_s, self._class_until_s = NEVER, -NEVER
-        """Of the tightest SLO that requests brought along: the longest rollout step, and until when it counts."""
+        """Of the tightest SLO that requests brought along: the longest rollout step, and until when."""
         self._due_s: float | None = None
         """The least due time of all decodes, once per step; None: to be found again."""
 

@@ -213,7 +213,12 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--role", type=Role, choices=list(Role), help="default serving; with --concurrency rollout"
     )
-    parser.add_argument("--plot", type=Path, metavar="PATH.png", help="where to draw observed and fitted step times (default: beside the stored profile)")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PATH.png",
+        help="where to draw observed and fitted step times (default: beside the stored profile)",
+    )
     parser.add_argument(
         "--concurrency",
         type=int,
