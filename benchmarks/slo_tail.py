@@ -1,14 +1,15 @@
 """Why a window's tail is longer than serving's alone: the same requests of two windows, one by one.
 
-Reads what `bench_slo.py --records FOLDER` left there. A P99 over a few dozen requests is the worst of them, and
-says nothing of its cause; what separates the causes is printed instead:
+Reads what `bench_slo.py --records FOLDER` left there. A P99 over a few dozen requests is the worst of them,
+and says nothing of its cause; what separates the causes is printed instead:
 
 - a first token that came later by at most one rollout step: the request met a step on an idle GPU;
 - gaps in which nobody waited for a first token, longer for every number of decodes: whoever shares the CPU;
 - only the first such gap of an answer longer: caches, or the end of the rollout engine's step in Python;
 - gaps in which somebody did wait, and more of them: the same steps in another mix, as arrivals queued up
   behind a rollout step and prefill rides along;
-- requests that were sent late: the client's CPU.
+- requests that were sent late: the client's CPU;
+- seconds that a part of the serving engine had no CPU: contention, and where.
 
     python benchmarks/slo_tail.py RECORDS --case "density 1" --policy "idle only"
 """
@@ -123,8 +124,8 @@ def _story(window: Window) -> str:
         if each.token_times_s and each.sent_s < end_s and each.token_times_s[0] > begin_s
     ]
     return (
-        f"{1e3 * (worst.tpot_s or 0.0):.1f} ms over {len(times_s)} tokens, longest gap {1e3 * longest_s:.1f} ms "
-        f"while prompts of {waiting} tokens waited"
+        f"{1e3 * (worst.tpot_s or 0.0):.1f} ms over {len(times_s)} tokens, longest gap "
+        f"{1e3 * longest_s:.1f} ms while prompts of {waiting} tokens waited"
     )
 
 

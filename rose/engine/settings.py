@@ -41,8 +41,8 @@ class EngineSettings(BaseModel):
     itl_cap_ms: float | None = Field(default=None, gt=0)
     """The longest gap between tokens that the gate may cause; None: the TPOT SLO, or 1.5 targets if more."""
     max_step_ms: float | None = Field(default=None, gt=0)
-    """The longest rollout step, also on an idle GPU, where a request that comes waits for its end; the serving
-    engine's counts for both. None: a quarter of the TTFT SLO, on a decoder half the TPOT SLO."""
+    """The longest rollout step, also on an idle GPU, where a request that comes waits for its end; the
+    serving engine's counts for both. None: a quarter of the TTFT SLO, on a decoder half the TPOT SLO."""
     chunk_tokens: int = Field(default=512, gt=0)
     stall_s: float = Field(default=2.0, gt=0)
     lease_s: float = Field(default=10.0, gt=0)

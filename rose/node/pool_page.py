@@ -62,7 +62,8 @@ def _cells(client: PoolClient) -> tuple[str, ...]:
 
 def pools_page(samples: Sequence[PoolSample]) -> RenderableType:
     """One row per pool. serving, rollout: slabs owned. budget: what rollout may own. leases: that ran out."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    # One space between: with two, a terminal of 80 columns would cut the headings off.
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "pool" else "right", no_wrap=True)
     for sample in samples:

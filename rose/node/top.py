@@ -151,8 +151,8 @@ def _rate(sample: Sample, before: Sample | None) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose top",
-        "Shows engines live (load, slabs, pressure, gate, weights), this host's pools, and who computes on their\n"
-        "GPUs. Ends with Ctrl-C.",
+        "Shows engines live (load, slabs, pressure, gate, weights), this host's pools, and who computes on\n"
+        "their GPUs. Ends with Ctrl-C.",
         "rose top --worker http://127.0.0.1:8000 --worker http://127.0.0.1:8001",
     )
     parser.add_argument(

@@ -30,7 +30,7 @@ def turns_page(boards: Mapping[str, Turns]) -> RenderableType:
     """One row per pool. serving, rollout: share of the time in steps. slack: until serving's next step must
     start. tok/s: of rollouts, prefilled ones included. admitted: share of the steps asked for. refused for:
     the most frequent reasons. stalls: rollouts ended without progress, since the pool began."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("turns", "refused for") else "right")
     for name, turns in boards.items():

@@ -18,7 +18,7 @@ from rose.memory.daemon import start_daemon
 from rose.memory.pool import PoolClient
 from rose.memory.wire import Kind
 from rose.messages import WorkerStatus
-from rose.node.pool_page import pools_page, sample_pools
+from rose.node.pool_page import PoolSample, pools_page, sample_pools
 from rose.node.top import Sample, main, status_page
 from rose.node.turns_page import Turns, turns_page
 from rose.types import Deployment, Role
@@ -142,6 +142,15 @@ def test_turns_show_who_computes_and_why_rollouts_wait() -> None:
     (row,) = rows({"gpu0": Turns(now=replace(pending, serving=nobody), before=before)})
     assert " none " in row and " dead " in row and " prefill " in row
     assert printed(turns_page({})).strip() == ""
+
+
+def test_a_terminal_of_80_columns_shows_every_heading() -> None:
+    pool = PoolSample(
+        name="gpu0", cells=("4096", "392", "2048", "1200", "16", "3000", "pressure", "9", "9", "9")
+    )
+    words = Words(bytearray(8 * NUM_WORDS))
+    pages = (pools_page([pool]), turns_page({"gpu0": Turns(now=snapshot(words), before=None)}))
+    assert "…" not in "".join(printed(page) for page in pages)
 
 
 def rows(turns: dict[str, Turns]) -> list[str]:
