@@ -93,8 +93,7 @@ class Word:
     S_LATEST_START: Final = 10
     S_SEQ: Final = 11
     S_TURN: Final = 12
-    S_EST_END: Final = 13
-    S_ABSORBED: Final = 14
+    S_ABSORBED: Final = 13
     # serving, at attach
     S_IDENTITY: Final = 16
     S_EPOCH: Final = 17

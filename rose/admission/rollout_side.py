@@ -27,8 +27,10 @@ from rose.admission.liveness import NOBODY, is_alive, pid_of
 
 logger = logging.getLogger(__name__)
 
-# A process check costs about 20 us and a dead serving engine's phase stays closed anyway.
+# A process check costs up to 100 us and a dead serving engine's phase stays closed anyway. Between a turn and
+# the step that uses it there is no time for one, unless there was no wait in which it could be done.
 LIVENESS_INTERVAL_NS = 100_000_000
+MAX_LIVENESS_AGE_NS = 300_000_000
 # Plain integers: an IntEnum's members cost more than the atomic load they are compared with.
 _OPEN, _RUNNING = int(Phase.OPEN), int(Phase.RUNNING)
 _DECLINE_WORD = {reason: Word.R_DECLINES + i for i, reason in enumerate(REASONS)}
@@ -44,7 +46,7 @@ class RolloutSide:
         check_page(words)
         self._words = words
         self._serving_alive = True
-        self._next_check_ns = 0
+        self._checked_ns = -MAX_LIVENESS_AGE_NS
         self._last_loss = NOBODY
         claim_side(words, Word.R_IDENTITY, Word.R_EPOCH, "rollout")
         words.store(Word.R_WANT, 0)
@@ -75,7 +77,7 @@ class RolloutSide:
             has_pending_prefill=is_announced or bool(words.load(Word.S_HAS_PENDING)),
             latest_start_s=to_s(words.load(Word.S_LATEST_START)),
             max_step_s=to_s(words.load(Word.S_MAX_STEP) or NEVER_NS),
-            alive=self._check_serving(now_ns),
+            alive=self._check_serving(now_ns, MAX_LIVENESS_AGE_NS),
             may_start=not is_announced and is_open,
             seq=seq,
             turn=turn,
@@ -135,8 +137,7 @@ class RolloutSide:
             words.store(Word.R_HEARTBEAT, now_ns)
             if now_ns >= until_ns:
                 return False
-            # Here, where there is time: view() finds it done, between the turn and the step that uses it.
-            self._check_serving(now_ns)
+            self._check_serving(now_ns, LIVENESS_INTERVAL_NS)
             words.wait(Word.ROLLOUT_BELL, seen, (until_ns - now_ns) / 1e9)
 
     def may_try(self) -> bool:
@@ -145,8 +146,7 @@ class RolloutSide:
 
     def serving_alive(self) -> bool:
         """Whether the serving process lives, checked now; True if none is attached."""
-        self._next_check_ns = 0
-        return self._check_serving(time.monotonic_ns())
+        return self._check_serving(time.monotonic_ns(), 0)
 
     def count_stalls(self, num_requests: int) -> None:
         """Adds to the board's count of stalled requests."""
@@ -173,9 +173,9 @@ class RolloutSide:
             return words.load(Word.S_TURN) != self._turn_used
         return phase != _RUNNING
 
-    def _check_serving(self, now_ns: int) -> bool:
-        if now_ns >= self._next_check_ns:
-            self._next_check_ns = now_ns + LIVENESS_INTERVAL_NS
+    def _check_serving(self, now_ns: int, max_age_ns: int) -> bool:
+        if now_ns - self._checked_ns >= max_age_ns:
+            self._checked_ns = now_ns
             identity = self._words.load(Word.S_IDENTITY)
             self._serving_alive = identity == NOBODY or is_alive(identity)
             if not self._serving_alive and identity != self._last_loss:

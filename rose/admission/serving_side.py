@@ -74,9 +74,9 @@ class ServingSide:
         """Whether the GPU is claimed: between begin_step and end_step."""
         return self._is_stepping
 
-    def begin_step(self, est_s: float = 0.0, *, grace_s: float = GRACE_S) -> StepStart:
+    def begin_step(self, *, grace_s: float = GRACE_S) -> StepStart:
         """Claims the GPU and waits, bounded, for a running rollout step. Idempotent until end_step, so
-        that steps in flight at once share one claim. `est_s`: predicted length, for observers."""
+        that steps in flight at once share one claim."""
         if self._is_stepping:
             return StepStart.CLEAR
         words = self._words
@@ -86,7 +86,6 @@ class ServingSide:
         outcome = self._await_rollout(grace_s, NEVER_NS)
         now_ns = time.monotonic_ns()
         words.store(Word.S_STARTED, now_ns)
-        words.store(Word.S_EST_END, now_ns + to_ns(est_s))
         if outcome is not StepStart.CLEAR:
             words.add(Word.S_BEGIN_WAIT, now_ns - before_ns)
         return outcome
