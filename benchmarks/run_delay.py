@@ -12,8 +12,8 @@ CORE = "VLLM::Engine"
 
 
 def cpu_use_s(leader_pid: int) -> dict[str, float]:
-    """Seconds since the start by part: the API server, the engine core's thread that steps, and all its others.
-    Empty where the kernel has no schedstat."""
+    """Seconds since the start by part: API server, the engine core's thread that steps, and its others. Empty
+    where the kernel has no schedstat."""
     found: dict[str, float] = {}
     leader = psutil.Process(leader_pid)
     for process in [leader, *leader.children(recursive=True)]:
