@@ -16,7 +16,8 @@ from harness import median_figure
 from rose.demo.figures import Figure
 from rose.types import SLO
 
-ALONE, DUAL = "serving alone", "dual"
+ALONE, AGAIN, DUAL = "serving alone", "serving alone, again", "dual"
+"""Alone a second time: how far two windows of the same requests are from each other without any rollout."""
 MAX_TTFT_P99_RATIO = {True: "<= 1.05", False: "<= 1.15"}
 """Simulated, measured."""
 # ROSE §6.2: P99 of dual relative to a single objective.
@@ -112,7 +113,7 @@ def case_figures(case: str, runs: dict[str, Run], *, is_heavy: bool = False) -> 
     figures = [
         attainment_figure(f"slo_attainment[{kind}, {case}]", runs, kind) for kind in ("ttft", "tpot", "itl")
     ]
-    peers: dict[str, float | None] = {name: mean(run.harvest) for name, run in runs.items() if name != ALONE}
+    peers: dict[str, float | None] = {name: mean(run.harvest) for name, run in runs.items() if name not in (ALONE, AGAIN)}
     target = None if is_heavy else ">= 0.80"
     of_free = [h / f for h, f in zip(dual.harvest, dual.free, strict=True)]
     harvested = median_figure(
@@ -127,7 +128,9 @@ def case_figures(case: str, runs: dict[str, Run], *, is_heavy: bool = False) -> 
         name: _p99_ratio(run, alone, "tpot") for name, run in runs.items() if name in ("alternate", "naive")
     }
     figures.append(_ratio(f"tpot_p99_ratio[{case}]", dual, alone, "tpot", None, others))
-    return figures + (invisible_figures(case, runs["idle only"], alone) if "idle only" in runs else [])
+    if "idle only" not in runs:
+        return figures
+    return figures + invisible_figures(case, runs["idle only"], alone, runs.get(AGAIN))
 
 
 def deployment_figures(case: str, runs: dict[str, Run], ours: str, kind: str) -> list[Figure]:
@@ -162,15 +165,17 @@ def attainment_figure(
     return runs[ours].figure(name, value, "share", ">= 0.99" if is_reachable else None, peers)
 
 
-def invisible_figures(case: str, idle: Run, alone: Run) -> list[Figure]:
-    """The mode that harvests idle time only."""
+def invisible_figures(case: str, idle: Run, alone: Run, again: Run | None) -> list[Figure]:
+    """The mode that harvests idle time only, beside what the noise does to the same ratio."""
     share = [h / f for h, f in zip(idle.harvest, idle.free, strict=True)]
     of_idle = median_figure(f"invisible_idle_fraction[{case}]", share, "of idle time", target=">= 0.95")
-    return [
-        _ratio(f"invisible_p99_ratio[ttft, {case}]", idle, alone, "ttft", "<= 1.10", {"Valve": 1.05}),
-        _ratio(f"invisible_p99_ratio[tpot, {case}]", idle, alone, "tpot", "<= 1.05", {"Valve": 1.02}),
-        idle.marked(of_idle),
-    ]
+    figures = []
+    for kind, target, valve in (("ttft", "<= 1.10", 1.05), ("tpot", "<= 1.05", 1.02)):
+        peers: dict[str, float | None] = {"Valve": valve}
+        if again is not None:
+            peers[AGAIN] = _p99_ratio(again, alone, kind)
+        figures.append(_ratio(f"invisible_p99_ratio[{kind}, {case}]", idle, alone, kind, target, peers))
+    return [*figures, idle.marked(of_idle)]
 
 
 def tight_figures(case: str, runs: dict[str, Run], slo: SLO) -> list[Figure]:

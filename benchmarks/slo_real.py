@@ -18,6 +18,7 @@ from rich.console import Console
 from rig import Rig
 from run_delay import cpu_use_s
 from slo_figures import (
+    AGAIN,
     ALONE,
     DUAL,
     Run,
@@ -26,7 +27,7 @@ from slo_figures import (
     frontier_figures,
     tight_figures,
 )
-from slo_policies import FEW, MODES, policy_table
+from slo_policies import FEW, IDLE, MODES, policy_table
 from traffic import window_runner
 
 from rose._shm import Words
@@ -104,7 +105,7 @@ class _RealBench:
             windows = self._windows(case, replace(self._plan, serving=load), policies)
             runs = _runs(windows, self._plan.slo)
             console.print(policy_table(f"MEASURED on two real engines: {case}", runs, _notes(windows)))
-            named = {name: run for name, run in runs.items() if name in (ALONE, *MODES)}
+            named = {name: run for name, run in runs.items() if name in (ALONE, AGAIN, *MODES)}
             figures += case_figures(case, named)
             if case == "density 1":
                 figures += self._tuned_figures(runs, named)
@@ -132,12 +133,17 @@ class _RealBench:
         runner = window_runner(plan, self._rig, self._serving, self._rollout)
         windows: Windows = defaultdict(list)
         for index in range(self._rounds):
-            names = [ALONE, ROLLOUT_ALONE, *policies]
+            names = [*self._baselines(policies), *policies]
             for name in random.Random(plan.options.seed + index).sample(names, len(names)):
                 self._set_gate(policies.get(name, _Policy(mode=GateMode.DUAL)))
                 windows[name].append(self._run(runner, self._spec(case, name, index)))
         # In the order of the policies, not of the last round.
-        return {name: windows[name] for name in (ALONE, ROLLOUT_ALONE, *policies)}
+        return {name: windows[name] for name in (*self._baselines(policies), *policies)}
+
+    @staticmethod
+    def _baselines(policies: Mapping[str, _Policy]) -> tuple[str, ...]:
+        """Serving alone is run twice where the mode that should not show is held against it."""
+        return (ALONE, ROLLOUT_ALONE, AGAIN) if IDLE in policies else (ALONE, ROLLOUT_ALONE)
 
     def _run(self, runner: WindowRunner, spec: WindowSpec) -> PhaseResult:
         tries: list[PhaseResult] = []
@@ -182,7 +188,7 @@ class _RealBench:
             index=index,
             duration_s=self._window_s,
             has_serving=name != ROLLOUT_ALONE,
-            rollout_url=None if name == ALONE else self._rollout.url,
+            rollout_url=None if name in (ALONE, AGAIN) else self._rollout.url,
         )
 
     def _set_gate(self, policy: _Policy) -> None:

@@ -33,6 +33,7 @@ LIVENESS_INTERVAL_NS = 100_000_000
 MAX_LIVENESS_AGE_NS = 300_000_000
 # Plain integers: an IntEnum's members cost more than the atomic load they are compared with.
 _OPEN, _RUNNING = int(Phase.OPEN), int(Phase.RUNNING)
+_S_PHASE, _S_TURN = Word.S_PHASE, Word.S_TURN
 _DECLINE_WORD = {reason: Word.R_DECLINES + i for i, reason in enumerate(REASONS)}
 
 
@@ -45,6 +46,7 @@ class RolloutSide:
     def __init__(self, words: Words) -> None:
         check_page(words)
         self._words = words
+        self._load = words.load  # looked up once: it is called before every step, and while waiting for one
         self._serving_alive = True
         self._checked_ns = -MAX_LIVENESS_AGE_NS
         self._last_loss = NOBODY
@@ -167,10 +169,9 @@ class RolloutSide:
         self._words.store(Word.R_TURN_USED, turn)
 
     def _is_open(self) -> bool:
-        words = self._words
-        phase = words.load(Word.S_PHASE)
+        phase = self._load(_S_PHASE)
         if phase == _OPEN:
-            return words.load(Word.S_TURN) != self._turn_used
+            return self._load(_S_TURN) != self._turn_used
         return phase != _RUNNING
 
     def _check_serving(self, now_ns: int, max_age_ns: int) -> bool:
