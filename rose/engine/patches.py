@@ -15,7 +15,7 @@ from typing import Any
 from rose.arguments import BAD_INPUT_STATUS
 from rose.engine.compatibility import check_arguments, check_config, resolve_deployment
 from rose.engine.settings import CONFIG_KEY, EngineSettings
-from rose.errors import ConfigError, PoolError
+from rose.errors import BoardError, ConfigError, PoolError
 from rose.memory.backend import BackendKind
 
 _MARK = "_rose_patched"
@@ -69,7 +69,7 @@ def _ends_commands() -> Iterator[None]:
     whoever makes an engine in Python gets the exception."""
     try:
         yield
-    except (ConfigError, PoolError) as error:
+    except (ConfigError, PoolError, BoardError) as error:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         command = spec.name if spec is not None else Path(sys.argv[0]).name
         if command.split(".")[0] != "vllm":
@@ -176,10 +176,14 @@ def _platform() -> tuple[str, BackendKind]:
 
 
 def _bytes_per_rank(pool: str, num_ranks: int, backend: BackendKind) -> int:
-    """KV memory that each rank may address. Raises: ConfigError for a pool that doesn't fit the engine."""
-    from rose.memory.pool import describe_pool
+    """KV memory that each rank may address. Raises: ConfigError for a pool that doesn't fit the engine,
+    BoardError for one whose engines are of another version."""
+    from rose.admission.board import check_page
+    from rose.memory.pool import PoolClient, describe_pool
 
     size = describe_pool(pool)
+    with PoolClient.observe(pool) as observer:
+        check_page(observer.board_words)
     size.check_ranks(pool, num_ranks)
     if size.backend is not backend:
         raise ConfigError(

@@ -11,10 +11,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu_worker import Worker
 
+from rose.admission.board import MAGIC, Word
 from rose.engine import patches
-from rose.errors import ConfigError
+from rose.errors import BoardError, ConfigError
 from rose.memory.backend import BackendKind
 from rose.memory.daemon import start_daemon
+from rose.memory.pool import PoolClient
 
 
 def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +32,10 @@ def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: 
                 patches._bytes_per_rank("two", 1, BackendKind.HOST)
             with pytest.raises(ConfigError, match=r"two has host slabs, .* the pool with --backend cuda"):
                 patches._bytes_per_rank("two", 2, BackendKind.CUDA)
+            with PoolClient.observe("two") as observer:
+                observer.board_words.store(Word.MAGIC, MAGIC + 1)
+            with pytest.raises(BoardError, match="both engines and the pool daemon must run the same ROSE"):
+                patches._bytes_per_rank("two", 2, BackendKind.HOST)
 
 
 def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_path: Path) -> None:
