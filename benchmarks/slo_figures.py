@@ -113,7 +113,9 @@ def case_figures(case: str, runs: dict[str, Run], *, is_heavy: bool = False) -> 
     figures = [
         attainment_figure(f"slo_attainment[{kind}, {case}]", runs, kind) for kind in ("ttft", "tpot", "itl")
     ]
-    peers: dict[str, float | None] = {name: mean(run.harvest) for name, run in runs.items() if name not in (ALONE, AGAIN)}
+    peers: dict[str, float | None] = {
+        name: mean(run.harvest) for name, run in runs.items() if name not in (ALONE, AGAIN)
+    }
     target = None if is_heavy else ">= 0.80"
     of_free = [h / f for h, f in zip(dual.harvest, dual.free, strict=True)]
     harvested = median_figure(

@@ -131,8 +131,11 @@ class RoseScheduler(Scheduler):
         return outputs
 
     def has_requests(self) -> bool:
-        is_due = self._must_step or bool(self._ended) or self._has_ops() or self._has_kv_events()
-        return super().has_requests() or is_due
+        return super().has_requests() or self._must_pass()
+
+    def _must_pass(self) -> bool:
+        """Whether a pass is due that schedules nothing: to obey, to answer, or to tell the workers."""
+        return self._must_step or bool(self._ended) or self._has_ops() or self._has_kv_events()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         done = super().reset_prefix_cache(reset_running_requests, reset_connector)
@@ -171,9 +174,9 @@ class RoseScheduler(Scheduler):
         return self._input_queue is not None and not self._input_queue.empty()
 
     def may_sleep_on(self) -> bool:
-        """Whether nobody wants anything of the engine's loop: no input, no command, no change of the ledger.
-        An engine core within its caller's thread has no queue to tell."""
-        return self._input_queue is not None and not self._must_step and self._input_queue.empty()
+        """Whether nothing is due in the engine's loop: no input, no command, no change of the ledger. An engine
+        core within its caller's thread has no queue to tell."""
+        return self._input_queue is not None and self._input_queue.empty() and not self._must_pass()
 
     def _watch(self) -> None:
         """Runs in its own thread: turns changes of the ledger, commands and due times into a step."""

@@ -294,6 +294,8 @@ def test_an_engine_without_a_turn_sleeps_until_something_wants_its_loop(
     monkeypatch.setattr(rollout_scheduler, "PATIENT_WAIT_S", 3600.0)
     ServingSide(words).begin_step()
     scheduler = bare(RolloutScheduler, Role.ROLLOUT, page)
+    scheduler._ended, scheduler.tenant = [], None
+    scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(kv_event_queue=[]))
     scheduler._input_queue, scheduler._must_step = queue.Queue(), False
     assert not scheduler._await_turn(Waits(words, scheduler._input_queue, num_waits=3))
     scheduler._input_queue, scheduler._must_step = queue.Queue(), True  # a cut, told before it began to wait
