@@ -1,8 +1,9 @@
 """Measured runs for bench_slo: two real engines on one pool, one policy after another on the same requests.
 
 Owns the engines, the workloads and their windows. Repetitions are interleaved: each round of a workload runs
-rollouts alone and every policy on one sample of the trace, in a random order; harvest is relative to rollouts
-alone in the same round. A window in which others took the machine runs again, and the least disturbed counts.
+every policy on one sample of the trace, in a random order. Harvest is relative to rollouts alone just before and
+just after the window: a shared host changes its speed within minutes. A window in which others took the machine
+runs again, and the least disturbed counts.
 """
 
 import json
@@ -58,8 +59,11 @@ MAX_SEND_DELAY_S = 0.1
 MAX_TRIES = 3
 CASES = ("density 1", "density 1.5", "density 2", "burst")
 SETTLE_S = 0.5
+ALONE_WINDOWS = 3
+"""A window of rollouts alone is this many times shorter than the others; there are two for each of those."""
 
 Windows = dict[str, list[PhaseResult]]
+Rates = dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +106,8 @@ class _RealBench:
         figures = []
         for case in names:
             load, policies = cases[case]
-            windows = self._windows(case, replace(self._plan, serving=load), policies)
-            runs = _runs(windows, self._plan.slo)
+            windows, rates = self._windows(case, replace(self._plan, serving=load), policies)
+            runs = _runs(windows, rates, self._plan.slo)
             console.print(policy_table(f"MEASURED on two real engines: {case}", runs, _notes(windows)))
             named = {name: run for name, run in runs.items() if name in (ALONE, AGAIN, *MODES)}
             figures += case_figures(case, named)
@@ -129,21 +133,38 @@ class _RealBench:
             *dual_best_figures("", points, named),
         ]
 
-    def _windows(self, case: str, plan: DemoPlan, policies: Mapping[str, _Policy]) -> Windows:
+    def _windows(self, case: str, plan: DemoPlan, policies: Mapping[str, _Policy]) -> tuple[Windows, Rates]:
+        """Per policy its windows, and for each of them the rate of rollouts alone around it, tokens/s."""
         runner = window_runner(plan, self._rig, self._serving, self._rollout)
         windows: Windows = defaultdict(list)
+        rates: Rates = defaultdict(list)
+        names = [*self._baselines(policies), *policies]
         for index in range(self._rounds):
-            names = [*self._baselines(policies), *policies]
-            for name in random.Random(plan.options.seed + index).sample(names, len(names)):
+            before = self._rollout_rate(runner, case, index, 0)
+            for place, name in enumerate(random.Random(plan.options.seed + index).sample(names, len(names))):
                 self._set_gate(policies.get(name, _Policy(mode=GateMode.DUAL)))
                 windows[name].append(self._run(runner, self._spec(case, name, index)))
+                if name in policies:
+                    after = self._rollout_rate(runner, case, index, place + 1)
+                    rates[name].append((before + after) / 2)
+                    before = after
+                else:
+                    rates[name].append(before)
         # In the order of the policies, not of the last round.
-        return {name: windows[name] for name in (*self._baselines(policies), *policies)}
+        return {name: windows[name] for name in names}, rates
+
+    def _rollout_rate(self, runner: WindowRunner, case: str, index: int, place: int) -> float:
+        """Rollouts alone, tokens/s."""
+        self._set_gate(_Policy(mode=GateMode.DUAL))
+        spec = self._spec(case, f"{ROLLOUT_ALONE} {place}", index)
+        spec = replace(spec, duration_s=self._window_s / ALONE_WINDOWS, has_serving=False)
+        window = self._run(runner, spec)
+        return window.rollout_tokens / window.duration_s
 
     @staticmethod
     def _baselines(policies: Mapping[str, _Policy]) -> tuple[str, ...]:
         """Serving alone is run twice where the mode that should not show is held against it."""
-        return (ALONE, ROLLOUT_ALONE, AGAIN) if IDLE in policies else (ALONE, ROLLOUT_ALONE)
+        return (ALONE, AGAIN) if IDLE in policies else (ALONE,)
 
     def _run(self, runner: WindowRunner, spec: WindowSpec) -> PhaseResult:
         tries: list[PhaseResult] = []
@@ -187,7 +208,7 @@ class _RealBench:
             variant=f"{case}-{name}".replace(" ", "-"),
             index=index,
             duration_s=self._window_s,
-            has_serving=name != ROLLOUT_ALONE,
+            has_serving=True,
             rollout_url=None if name in (ALONE, AGAIN) else self._rollout.url,
         )
 
@@ -227,18 +248,18 @@ def _frontier_name(steps: float) -> str:
     return f"dual at {steps:g} steps"
 
 
-def _runs(windows: Windows, slo: SLO) -> dict[str, Run]:
-    alone = [window.rollout_tokens / window.duration_s for window in windows[ROLLOUT_ALONE]]
+def _runs(windows: Windows, rates: Rates, slo: SLO) -> dict[str, Run]:
     return {
         name: Run(
             requests=[window.requests for window in many],
             slo=slo,
-            harvest=[w.rollout_tokens / w.duration_s / rate for w, rate in zip(many, alone, strict=True)],
+            harvest=[
+                w.rollout_tokens / w.duration_s / rate for w, rate in zip(many, rates[name], strict=True)
+            ],
             free=[1 - window.serving_busy_s / window.duration_s for window in many],
             is_simulated=False,
         )
         for name, many in windows.items()
-        if name != ROLLOUT_ALONE
     }
 
 
