@@ -1,23 +1,21 @@
 """Measured runs for bench_slo: two real engines on one pool, one policy after another on the same requests.
 
-Owns the engines, the workloads and their windows. Repetitions are interleaved: each round of a workload runs
-every policy on one sample of the trace, in a random order. Harvest is relative to rollouts alone just before and
-just after the window: a shared host changes its speed within minutes. A window in which others took the machine
-runs again, and the least disturbed counts.
+Owns the workloads and their windows. Repetitions are interleaved: each round of a workload runs every policy
+on one sample of the trace, in a random order. Harvest is relative to rollouts alone just before and after the
+window: a shared host changes its speed within minutes. A window in which others took the machine runs again,
+and the least disturbed counts.
 """
 
 import json
-import os
 import random
-import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Console
 from rig import Rig
-from run_delay import cpu_use_s
+from slo_engines import Policy, SloEngines
 from slo_figures import (
     AGAIN,
     ALONE,
@@ -31,16 +29,12 @@ from slo_figures import (
 from slo_policies import FEW, IDLE, MODES, policy_table
 from traffic import window_runner
 
-from rose._shm import Words
-from rose.admission.board import snapshot
-from rose.admission.step_time import StepTimeModel
 from rose.demo.figures import Figure
 from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.records import PhaseName, PhaseResult
 from rose.demo.run import RlSteps
 from rose.demo.windows import WindowRunner, WindowSpec
-from rose.node.control import EngineControl
-from rose.types import SLO, GateMode, Role
+from rose.types import SLO, GateMode
 
 ROLLOUT_ALONE, TIGHT = "rollout alone", "tight"
 BURST_SIZE = 12
@@ -58,18 +52,11 @@ MAX_SEND_DELAY_S = 0.1
 """The same for a window whose client was late with a request: the wait was not for an engine."""
 MAX_TRIES = 3
 CASES = ("density 1", "density 1.5", "density 2", "burst")
-SETTLE_S = 0.5
 ALONE_WINDOWS = 3
 """A window of rollouts alone is this many times shorter than the others; there are two for each of those."""
 
 Windows = dict[str, list[PhaseResult]]
 Rates = dict[str, list[float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Policy:
-    mode: GateMode
-    tpot_target_s: float | None = None
 
 
 def measure(args: Namespace, console: Console) -> list[Figure]:
@@ -89,14 +76,14 @@ class _RealBench:
         self._plan = plan
         self._window_s = window_s
         self._rounds = rounds
-        self._serving, self._rollout, self._decode_s, self._board = _start(rig, plan)
-        self._steps = RlSteps(self._rollout)
+        self._engines = SloEngines(rig, plan)
+        self._steps = RlSteps(self._engines.rollout)
 
     def figures(self, console: Console, names: Sequence[str]) -> list[Figure]:
         """Of the workloads called ``names``, each printed as soon as it has run."""
         base = self._plan.serving
-        few = {name: _Policy(mode=MODES[name]) for name in FEW}
-        all_modes = {name: _Policy(mode=mode) for name, mode in MODES.items()}
+        few = {name: Policy(mode=MODES[name]) for name in FEW}
+        all_modes = {name: Policy(mode=mode) for name, mode in MODES.items()}
         cases = {
             "density 1": (base, all_modes | self._tuned()),
             "density 1.5": (replace(base, rate_rps=1.5 * base.rate_rps), few),
@@ -115,34 +102,34 @@ class _RealBench:
                 figures += self._tuned_figures(runs, named)
         return figures
 
-    def _tuned(self) -> dict[str, _Policy]:
+    def _tuned(self) -> dict[str, Policy]:
         """The gate at TPOT targets other than its own."""
-        tight_s = TIGHT_TARGET * TIGHT_STEPS * self._decode_s
-        targets = {_frontier_name(steps): steps * self._decode_s for steps in FRONTIER_STEPS} | {
+        tight_s = TIGHT_TARGET * TIGHT_STEPS * self._engines.decode_s
+        targets = {_frontier_name(steps): steps * self._engines.decode_s for steps in FRONTIER_STEPS} | {
             TIGHT: tight_s
         }
-        return {name: _Policy(mode=GateMode.DUAL, tpot_target_s=target) for name, target in targets.items()}
+        return {name: Policy(mode=GateMode.DUAL, tpot_target_s=target) for name, target in targets.items()}
 
     def _tuned_figures(self, runs: dict[str, Run], named: dict[str, Run]) -> list[Figure]:
         points = [runs[_frontier_name(steps)] for steps in FRONTIER_STEPS]
         points += [runs[TIGHT], runs[DUAL]]
-        slo = SLO(ttft_s=self._plan.slo.ttft_s, tpot_s=TIGHT_STEPS * self._decode_s)
+        slo = SLO(ttft_s=self._plan.slo.ttft_s, tpot_s=TIGHT_STEPS * self._engines.decode_s)
         return [
             *tight_figures(f"TPOT SLO {1e3 * slo.tpot_s:.0f} ms", named | {DUAL: runs[TIGHT]}, slo),
             *frontier_figures("", points, named),
             *dual_best_figures("", points, named),
         ]
 
-    def _windows(self, case: str, plan: DemoPlan, policies: Mapping[str, _Policy]) -> tuple[Windows, Rates]:
+    def _windows(self, case: str, plan: DemoPlan, policies: Mapping[str, Policy]) -> tuple[Windows, Rates]:
         """Per policy its windows, and for each of them the rate of rollouts alone around it, tokens/s."""
-        runner = window_runner(plan, self._rig, self._serving, self._rollout)
+        runner = window_runner(plan, self._rig, self._engines.serving, self._engines.rollout)
         windows: Windows = defaultdict(list)
         rates: Rates = defaultdict(list)
         names = [*self._baselines(policies), *policies]
         for index in range(self._rounds):
             before = self._rollout_rate(runner, case, index, 0)
             for place, name in enumerate(random.Random(plan.options.seed + index).sample(names, len(names))):
-                self._set_gate(policies.get(name, _Policy(mode=GateMode.DUAL)))
+                self._engines.set_gate(policies.get(name, Policy(mode=GateMode.DUAL)))
                 windows[name].append(self._run(runner, self._spec(case, name, index)))
                 if name in policies:
                     after = self._rollout_rate(runner, case, index, place + 1)
@@ -155,14 +142,14 @@ class _RealBench:
 
     def _rollout_rate(self, runner: WindowRunner, case: str, index: int, place: int) -> float:
         """Rollouts alone, tokens/s."""
-        self._set_gate(_Policy(mode=GateMode.DUAL))
+        self._engines.set_gate(Policy(mode=GateMode.DUAL))
         spec = self._spec(case, f"{ROLLOUT_ALONE} {place}", index)
         spec = replace(spec, duration_s=self._window_s / ALONE_WINDOWS, has_serving=False)
         window = self._run(runner, spec)
         return window.rollout_tokens / window.duration_s
 
     @staticmethod
-    def _baselines(policies: Mapping[str, _Policy]) -> tuple[str, ...]:
+    def _baselines(policies: Mapping[str, Policy]) -> tuple[str, ...]:
         """Serving alone is run twice where the mode that should not show is held against it."""
         return (ALONE, AGAIN) if IDLE in policies else (ALONE,)
 
@@ -171,34 +158,16 @@ class _RealBench:
         while len(tries) < MAX_TRIES:
             # Of another name each time: no prefix of one try is cached for the next.
             named = replace(spec, variant=f"{spec.variant}-try{len(tries)}")
-            before = self._counters()
+            before = self._engines.counters()
             tries.append(runner.run(named, self._steps.tick))
             self._keep_counters(named, before)
             if not _disturbances(tries[-1:]):
                 break
         return min(tries, key=lambda window: (len(_disturbances([window])), window.foreign_cpu_share))
 
-    def _counters(self) -> dict[str, float]:
-        """What the board counted so far, and what the engines' threads had of the CPUs."""
-        board = snapshot(self._board)
-        use = {
-            f"{role}: {part}": seconds
-            for role in Role
-            for part, seconds in cpu_use_s(self._rig.pid(str(role))).items()
-        }
-        return {
-            "serving steps": board.serving.num_steps,
-            "rollout steps": board.rollout.num_steps,
-            "seconds that serving waited for a rollout step": board.begin_wait_s,
-            "in turns it had offered": board.yield_wait_s,
-            "overruns": board.num_overruns,
-            **{f"refused: {reason}": count for reason, count in board.declines.items()},
-            **use,
-        }
-
     def _keep_counters(self, spec: WindowSpec, before: dict[str, float]) -> None:
         """What was counted in a window and the seconds around it, beside the window's requests."""
-        counted = {name: now - before.get(name, 0.0) for name, now in self._counters().items()}
+        counted = {name: now - before.get(name, 0.0) for name, now in self._engines.counters().items()}
         path = self._plan.options.out_dir / f"counters-{spec.key}.json"
         path.write_text(json.dumps(counted) + "\n")
 
@@ -209,39 +178,8 @@ class _RealBench:
             index=index,
             duration_s=self._window_s,
             has_serving=True,
-            rollout_url=None if name in (ALONE, AGAIN) else self._rollout.url,
+            rollout_url=None if name in (ALONE, AGAIN) else self._engines.rollout.url,
         )
-
-    def _set_gate(self, policy: _Policy) -> None:
-        target_ms = None if policy.tpot_target_s is None else 1e3 * policy.tpot_target_s
-        for engine in (self._serving, self._rollout):
-            engine.set_gate(policy.mode, target_ms)
-        time.sleep(SETTLE_S)  # an idle engine obeys within 50 ms
-
-
-def _start(rig: Rig, plan: DemoPlan) -> tuple[EngineControl, EngineControl, float, Words]:
-    """Serving, rollout, serving's decode step in seconds, and their board."""
-    pool = f"slo-{os.getpid()}"
-    observer = rig.pool(
-        pool,
-        num_slabs=plan.pool.num_slabs,
-        slab_bytes=plan.pool.slab_bytes,
-        headroom_slabs=plan.pool.headroom_slabs,
-    )
-    for role in Role:
-        rig.start_engine(
-            str(role),
-            role,
-            pool=pool,
-            slo_ttft_ms=1000 * plan.slo.ttft_s,
-            slo_tpot_ms=1000 * plan.slo.tpot_s,
-            compute_cpus=plan.cpus.compute,
-        )
-    controls = {role: rig.wait_engine(str(role), plan.cpus.others) for role in Role}
-    # Rollout first: profiling serving takes the whole pool, which cuts rollout's budget to nothing.
-    controls[Role.ROLLOUT].profile()
-    model = StepTimeModel.from_json(controls[Role.SERVING].profile().model)
-    return controls[Role.SERVING], controls[Role.ROLLOUT], model.predict(0, 1), observer.board_words
 
 
 def _frontier_name(steps: float) -> str:
