@@ -90,7 +90,7 @@ class MooncakeRelay:
 
     def lacking(self, keys: Sequence[str]) -> list[str]:
         """Those that are not there, asked for in one call. Raises: RelayUnreachable."""
-        codes = self._store.batch_is_exist(list(keys)) if keys else []
+        codes = self._store.batch_is_exist(list(keys))
         failed = [(key, code) for key, code in zip(keys, codes, strict=True) if code not in (0, 1)]
         if failed:
             raise RelayUnreachable(f"mooncake master {self._master}: batch_is_exist failed: {failed[:3]}")

@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterable
 
 from rose.errors import RelayUnreachable
-from rose.transfer.mooncake_relay import MooncakeRelay
-from rose.transfer.relay import Relay, address_of, beside_of
+from rose.transfer.relay import address_of, beside_of
 from rose.transfer.relay_copy import REST_OVER_WAIT, RelayCopy
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class OwedFrames:
                 return False
             time.sleep(pause_s)
             owed = self._owed()
-            lacking = set(self.copy.call(lambda relay, owed=owed: _lacking(relay, owed)))  # type: ignore[misc]
+            lacking = self.copy.lacking(owed)
             self.drop(key for key in owed if key not in lacking)
             num_bytes = self._num_bytes()
             if num_bytes > max_bytes and pause_s >= _ASK_SOURCE_S and not self._source_answers(owed):
@@ -92,7 +91,7 @@ class OwedFrames:
 
     def _source_answers(self, owed: list[str]) -> bool:
         try:
-            self.source.call(lambda relay: _lacking(relay, owed[:1]))
+            self.source.lacking(owed[:1])
         except RelayUnreachable:
             return False
         return True
@@ -123,8 +122,3 @@ def pair_up(copies: list[RelayCopy]) -> list[OwedFrames]:
         if source is not None:
             found.append(OwedFrames(copy, source))
     return found
-
-
-def _lacking(relay: Relay, keys: list[str]) -> list[str]:
-    assert isinstance(relay, MooncakeRelay), relay  # no other is started beside one
-    return relay.lacking(keys)

@@ -8,11 +8,13 @@ Never decides what is written to it (ReplicatedRelay does).
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from os.path import commonprefix
 from typing import TypeVar
 
 from rose.errors import RelayError, RelayUnreachable
 from rose.transfer.embedded_relay import EmbeddedRelay
+from rose.transfer.mooncake_relay import MooncakeRelay
 from rose.transfer.relay import Relay, address_of, parse_relay_url
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ class RelayCopy:
         self._relay: Relay | None = None
         self._opening = threading.Lock()
         self._rests_until_s = 0.0
+        self.is_behind = False
+        """Whether it did not answer, and may lack what was written since, until repair() has seen to it."""
 
     @property
     def is_resting(self) -> bool:
@@ -48,6 +52,7 @@ class RelayCopy:
             answer = work(self._relay)
         except RelayUnreachable as error:
             logger.warning("relay copy does not answer: url=%s error=%s", self.url, error)
+            self.is_behind = True
             now_s = time.monotonic()
             self._rests_until_s = now_s + max(REST_S, REST_OVER_WAIT * (now_s - asked_s))
             raise
@@ -78,6 +83,16 @@ class RelayCopy:
             if is_replacing or self.call(lambda relay: relay.get(key)) != data:
                 raise
             return []
+
+    def lacking(self, keys: Sequence[str]) -> set[str]:
+        """Those of these keys, of one folder, that are not there: a question of few bytes. Raises: RelayError."""
+
+        def look(relay: Relay) -> set[str]:
+            if isinstance(relay, MooncakeRelay):  # which lists everything or nothing
+                return set(relay.lacking(keys))
+            return set(keys).difference(relay.keys(commonprefix(keys)))
+
+        return self.call(look) if keys else set()
 
     def close(self) -> None:
         """Lets go of the connection, if there is one."""

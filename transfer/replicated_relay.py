@@ -78,12 +78,18 @@ class ReplicatedRelay:
         for copy in self._copies:
             copy.close()
 
-    def repair(self, prefix: str, versions: Iterable[str], spared: tuple[str, ...] = ()) -> None:
-        """Gives every copy that is in use these objects of versions, and what any copy has beside versions.
+    def repair(
+        self, prefix: str, versions: Iterable[str], newest: Sequence[str], spared: tuple[str, ...] = ()
+    ) -> None:
+        """Where a copy that is in use lacks anything, gives it these objects of versions, and what any copy has
+        beside versions; takes away other objects of versions, but those that others may be writing at this
+        moment: prefixes in `spared`.
 
-        Takes away the other objects of versions, but for those that others may be writing at this moment: prefixes
-        in `spared`. Lists every copy once, as a listing crosses the link.
+        newest: those of `versions` that were written last, also by others. A copy that has them and never failed
+        to answer lacks nothing: listings, which grow with the chain, need not cross the link.
         """
+        if not any(self._is_behind(copy, newest) for copy in self._copies):
+            return
         held: dict[RelayCopy, set[str]] = {}
         followed: dict[RelayCopy, bytes | None] = {}
         for copy in self._copies:
@@ -96,12 +102,28 @@ class ReplicatedRelay:
         newest_run = next((run for run in followed.values() if run is not None), None)
         for copy, names in held.items():
             with suppress(RelayUnreachable):
-                for name in sorted(wanted - names):
+                missing = wanted - names
+                fetched = {name for name in missing if self._fetches(copy, name)}
+                for name in sorted(missing - fetched):
                     self._give(copy, name, self.get(name))
                 surplus = sorted(name for name in names - wanted if not name.startswith(spared))
                 copy.call(lambda relay, surplus=surplus: relay.remove(surplus))  # type: ignore[misc]
                 if followed[copy] != newest_run:
                     self._give(copy, manifest.HEAD_RUN_KEY, newest_run)
+                copy.is_behind = bool(fetched)  # looked at again, until they are there
+
+    @staticmethod
+    def _is_behind(copy: RelayCopy, newest: Sequence[str]) -> bool:
+        if copy.is_resting:
+            return False
+        with suppress(RelayUnreachable):
+            return copy.is_behind or bool(copy.lacking(newest))
+        return False
+
+    def _fetches(self, copy: RelayCopy, name: str) -> bool:
+        """Whether the copy gets this object by itself from another one."""
+        is_frame = manifest.bucket_of(name) is not None
+        return is_frame and any(owed.copy is copy and owed.is_fetching for owed in self._owed)
 
     @staticmethod
     def _give(copy: RelayCopy, name: str, data: bytes | None) -> None:
