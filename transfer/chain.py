@@ -57,7 +57,9 @@ class VersionChain:
             prefix = keys.run_prefix(self._run_id)
             written = {key for names in self._objects.values() for key in names}
             last = max((version for version, _ in self._objects), default=None)
-            newest = [key for (version, _), names in self._objects.items() if version == last for key in names]
+            newest = [
+                key for (version, _), names in self._objects.items() if version == last for key in names
+            ]
             self._relay.repair(prefix, written, newest, others_write)
 
     def start(self, version: int, base: int | None) -> list[str]:

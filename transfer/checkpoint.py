@@ -56,7 +56,9 @@ def write_checkpoint(path: Path, planes: WeightPlanes, metadata: Mapping[str, st
     except OSError as error:
         partial.unlink(missing_ok=True)  # before the room is counted
         room = shutil.disk_usage(path.parent)
-        reason = f"{error.strerror}: {planes.layout.num_bytes} bytes of weights, {room.free} of {room.total} free"
+        reason = (
+            f"{error.strerror}: {planes.layout.num_bytes} bytes of weights, {room.free} of {room.total} free"
+        )
         raise OSError(error.errno, reason, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """One rank of a torch trainer whose model FSDP2 has sharded; publishes versions 0 and 1, for tests.
 
-    python fsdp_rank.py RANK NUM_RANKS RENDEZVOUS_FILE RELAY_URL
+python fsdp_rank.py RANK NUM_RANKS RENDEZVOUS_FILE RELAY_URL
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A trainer whose model is sharded by FSDP2 publishes it as it is: each rank its part, and all bits arrive."""
+"""A trainer whose model FSDP2 has sharded publishes it as it is: each rank its part, and all bits arrive."""
 
 import os
 import subprocess

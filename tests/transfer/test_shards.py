@@ -323,8 +323,14 @@ def _attempt(url, rank, *shards):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (TensorShard(tensor=torch.zeros(1, 4), shape=(4, 4), start=(3, 0)), "no trainer rank holds all of .* a"),
-        (TensorShard(tensor=torch.zeros(2, 5), shape=(4, 5), start=(2, 0)), r"shape=\(4, 5\).*shape=\(4, 4\)"),
+        (
+            TensorShard(tensor=torch.zeros(1, 4), shape=(4, 4), start=(3, 0)),
+            "no trainer rank holds all of .* a",
+        ),
+        (
+            TensorShard(tensor=torch.zeros(2, 5), shape=(4, 5), start=(2, 0)),
+            r"shape=\(4, 5\).*shape=\(4, 4\)",
+        ),
     ],
 )
 def test_a_missing_shard_and_another_shape_are_refused_by_every_rank(embedded_url, second, message):
