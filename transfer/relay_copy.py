@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from os.path import commonprefix
 from typing import TypeVar
 
 from rose.errors import RelayError, RelayUnreachable
@@ -62,7 +61,7 @@ class RelayCopy:
     def write(
         self, key: str, data: bytes, peers: "list[RelayCopy]", *, is_replacing: bool
     ) -> "list[RelayCopy]":
-        """Writes to this copy; returns those of `peers` that it handed the object on to. Raises: RelayError."""
+        """Writes to this copy; returns those of `peers` that it handed the object to. Raises: RelayError."""
 
         def write(relay: Relay) -> list[RelayCopy]:
             if isinstance(relay, EmbeddedRelay):
@@ -85,12 +84,12 @@ class RelayCopy:
             return []
 
     def lacking(self, keys: Sequence[str]) -> set[str]:
-        """Those of these keys, of one folder, that are not there: a question of few bytes. Raises: RelayError."""
+        """Those of these keys, of one version, that are not there: of few bytes. Raises: RelayError."""
 
         def look(relay: Relay) -> set[str]:
             if isinstance(relay, MooncakeRelay):  # which lists everything or nothing
                 return set(relay.lacking(keys))
-            return set(keys).difference(relay.keys(commonprefix(keys)))
+            return set(keys).difference(relay.keys(_common_prefix(keys)))
 
         return self.call(look) if keys else set()
 
@@ -102,3 +101,8 @@ class RelayCopy:
     @property
     def _is_embedded(self) -> bool:
         return parse_relay_url(self.url)[0] == "embedded"
+
+
+def _common_prefix(keys: Sequence[str]) -> str:
+    first, last = min(keys), max(keys)
+    return first[: next((at for at, pair in enumerate(zip(first, last)) if pair[0] != pair[1]), len(first))]

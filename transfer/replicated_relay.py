@@ -81,12 +81,12 @@ class ReplicatedRelay:
     def repair(
         self, prefix: str, versions: Iterable[str], newest: Sequence[str], spared: tuple[str, ...] = ()
     ) -> None:
-        """Where a copy that is in use lacks anything, gives it these objects of versions, and what any copy has
-        beside versions; takes away other objects of versions, but those that others may be writing at this
-        moment: prefixes in `spared`.
+        """Gives every copy that is in use these objects of versions, and what any copy has beside versions.
 
-        newest: those of `versions` that were written last, also by others. A copy that has them and never failed
-        to answer lacks nothing: listings, which grow with the chain, need not cross the link.
+        Takes away other objects of versions, but those that others may be writing at this moment: prefixes in
+        `spared`. newest: those of `versions` that were written last, also by others. Where all copies have them
+        and never failed to answer, nothing is missing: listings, which grow with the chain, need not cross the
+        link.
         """
         if not any(self._is_behind(copy, newest) for copy in self._copies):
             return

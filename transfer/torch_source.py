@@ -61,10 +61,10 @@ class TensorShard:
 class TorchSource:
     """Tensors by their Hugging Face names, from a module or from (name, tensor) pairs.
 
-    weights: anything with state_dict(), a mapping, or pairs, of tensors, DTensors (FSDP2) or TensorShards; pairs
-    may name a tensor several times, for several shards. The tensors are read anew at each publish, so an optimizer that
-    updates them in place needs nothing else. dtype: what floats of 2 bytes or more are cast to; None
-    publishes them as they are.
+    weights: anything with state_dict(), a mapping, or pairs, of tensors, DTensors (FSDP2) or TensorShards;
+    pairs may name a tensor several times, for several shards. The tensors are read anew at each publish, so
+    an optimizer that updates them in place needs nothing else. dtype: what floats of 2 bytes or more are cast
+    to; None publishes them as they are.
     """
 
     def __init__(self, weights: Any, dtype: str | None) -> None:

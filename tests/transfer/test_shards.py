@@ -321,20 +321,16 @@ def _attempt(url, rank, *shards):
 
 
 @pytest.mark.parametrize(
-    ("second", "message"),
+    ("rows", "columns", "message"),
     [
-        (
-            TensorShard(tensor=torch.zeros(1, 4), shape=(4, 4), start=(3, 0)),
-            "no trainer rank holds all of .* a",
-        ),
-        (
-            TensorShard(tensor=torch.zeros(2, 5), shape=(4, 5), start=(2, 0)),
-            r"shape=\(4, 5\).*shape=\(4, 4\)",
-        ),
+        (range(3, 4), 4, "no trainer rank holds all of .* a"),
+        (range(2, 4), 5, r"shape=\(4, 5\).*shape=\(4, 4\)"),
     ],
 )
-def test_a_missing_shard_and_another_shape_are_refused_by_every_rank(embedded_url, second, message):
+def test_a_missing_shard_and_another_shape_are_refused_by_every_rank(embedded_url, rows, columns, message):
     first = TensorShard(tensor=torch.zeros(2, 4), shape=(4, 4), start=(0, 0))
+    part = torch.zeros(len(rows), columns)
+    second = TensorShard(tensor=part, shape=(4, columns), start=(rows.start, 0))
     with ThreadPoolExecutor(2) as threads:
         attempts = [threads.submit(_attempt, embedded_url, *each) for each in ((0, first), (1, second))]
         for attempt in attempts:
