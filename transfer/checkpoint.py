@@ -28,7 +28,7 @@ _HELD_KEY = "rose_buckets"
 
 
 def write_checkpoint(path: Path, planes: WeightPlanes, metadata: Mapping[str, str]) -> None:
-    """Writes all tensors to `path`, replacing it at once. Raises: OSError, with the numbers: the disk is full.
+    """Writes all tensors to `path`, replacing it at once. Raises: OSError with numbers: the disk is full.
 
     Of planes that hold a part of the weights, the rest are holes: zeros that take no memory. The file then
     says in its metadata which layout and buckets its state hash is over.

@@ -1,9 +1,10 @@
 """Frames that one relay copy has and another one beside it still fetches from there (nearby_copies.py).
 
 Owns: which frames those are, their bytes until they are there, and when to look.
-Promises: a look asks for all of them at once, and looks come at growing intervals: each crosses the slow link.
-Frames that don't come in time are written to the copy like to any other, and so are the next ones for a while.
-After settle(0) the copy holds every frame, or does not answer and is behind until the next publish mends it.
+Promises: a look asks for all of them at once, and looks come at growing intervals: each crosses the slow
+link. Frames that don't come in time are written to the copy like to any other, and so are the next ones for a
+while. After settle(0) the copy holds every frame, or does not answer and is behind until the next publish
+mends it.
 Never fetches anything itself.
 """
 

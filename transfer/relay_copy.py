@@ -104,5 +104,5 @@ class RelayCopy:
 
 
 def _common_prefix(keys: Sequence[str]) -> str:
-    first, last = min(keys), max(keys)
-    return first[: next((at for at, pair in enumerate(zip(first, last)) if pair[0] != pair[1]), len(first))]
+    pairs = enumerate(zip(min(keys), max(keys), strict=False))
+    return keys[0][: next((at for at, (first, last) in pairs if first != last), None)]

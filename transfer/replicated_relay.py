@@ -83,10 +83,10 @@ class ReplicatedRelay:
     ) -> None:
         """Gives every copy that is in use these objects of versions, and what any copy has beside versions.
 
-        Takes away other objects of versions, but those that others may be writing at this moment: prefixes in
-        `spared`. newest: those of `versions` that were written last, also by others. Where all copies have them
-        and never failed to answer, nothing is missing: listings, which grow with the chain, need not cross the
-        link.
+        Takes away other objects of versions, but those that others may be writing now: prefixes in `spared`.
+        newest: those of `versions` that were written last, also by others. Where all copies have them and
+        never failed to answer, nothing is missing, and listings, which grow with the chain, need not cross
+        the link.
         """
         if not any(self._is_behind(copy, newest) for copy in self._copies):
             return
