@@ -6,9 +6,10 @@
     )
     engine.send_weights()  # after each optimizer step
 
-Owns: the publisher, and a copy on the host of what the source yields, as a source makes each tensor for a moment.
-Promises: send_weights() returns when the version is in the relay, and the named workers run it. Workers change by
-themselves, between two steps (rose.transfer.subscriber): the client's calls, which would hold them up, are not made.
+Owns: the publisher, and a copy on the host of what the source yields, as a source makes each tensor for a
+moment. Promises: send_weights() returns when the version is in the relay, and the named workers run it. Workers
+change by themselves, between two steps (rose.transfer.subscriber): the client's calls, which would hold them up,
+are not made.
 """
 
 from dataclasses import dataclass
@@ -24,8 +25,11 @@ ACK_TIMEOUT_S = 600.0
 
 @dataclass
 class RelayTrainerInit(TrainerInitInfo):
-    """relay, run_id: as of WeightPublisher. workers: by rose.transfer.manifest.worker_name, whose word that they
-    run a version send_weights() waits for, up to ack_timeout_s."""
+    """relay, run_id: as of WeightPublisher.
+
+    workers: by rose.transfer.manifest.worker_name; send_weights() waits until they run the version, up to
+    ack_timeout_s.
+    """
 
     backend: ClassVar[str] = "rose"
 

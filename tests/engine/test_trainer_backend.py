@@ -32,17 +32,12 @@ def test_what_vllms_trainer_api_sends_arrives_bit_for_bit(relay_url):
     register_weight_backends()
     register_weight_backends()  # once per load_general_plugins()
     model = torch.nn.Linear(30, 20)
-    init = RelayTrainerInit(relay_url, "run", ("w",), 0.1, rank=0)
+    init = RelayTrainerInit(relay_url, "run", rank=0)
     engine = WeightTransferTrainerFactory.trainer_init(init, client=None, source=ModuleSource(model))
     relay = open_relay(relay_url)
     follower = Follower(relay, "run", WeightMirror())
-    relay.upsert(keys.ack_prefix("run") + "w", pack_body(Ack(worker="w", version=1, state_hash="")))
     for number in range(3):
-        if number < 2:
-            engine.send_weights()
-        else:
-            with pytest.raises(WorkerError, match="no ack of run/2 .* from w"):
-                engine.send_weights()
+        engine.send_weights()
         assert follower.advance() and follower.mirror.version.number == number
         expected = {
             name: tensor.to(torch.bfloat16).view(torch.uint16).numpy()
@@ -55,6 +50,22 @@ def test_what_vllms_trainer_api_sends_arrives_bit_for_bit(relay_url):
             model.weight.mul_(1.5)
     with pytest.raises(ValueError, match="needs a source"):
         WeightTransferTrainerFactory.trainer_init(init, client=None)
+    engine.shutdown()
+    relay.close()
+
+
+def test_named_workers_are_waited_for(relay_url):
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    from rose.engine.trainer_backend import RelayTrainerEngine, RelayTrainerInit
+
+    init = RelayTrainerInit(relay_url, "run", ("w",), 0.1, rank=0)
+    engine = RelayTrainerEngine.trainer_init(init, client=None, source=ModuleSource(torch.nn.Linear(3, 2)))
+    with pytest.raises(WorkerError, match="no ack of run/0 within 0.1 s from w"):
+        engine.send_weights()
+    relay = open_relay(relay_url)
+    relay.upsert(keys.ack_prefix("run") + "w", pack_body(Ack(worker="w", version=1, state_hash="")))
+    engine.send_weights()
     engine.shutdown()
     relay.close()
 
