@@ -83,10 +83,11 @@ class MooncakeRelay:
                 return data
             if exists == 0:
                 return None
+            if exists != 1:
+                raise RelayUnreachable(f"mooncake master {self._master}: is_exist {key} answered {exists}")
             # An upsert between the two calls, or an expired lease: both pass.
             time.sleep(_RETRY_PAUSE_S * (attempt + 1))
-        failed = f"get {key} failed {_RETRIES} times ({exists})"
-        raise RelayUnreachable(f"mooncake master {self._master}: {failed}")
+        raise RelayUnreachable(f"mooncake master {self._master}: get {key} failed {_RETRIES} times")
 
     def lacking(self, keys: Sequence[str]) -> list[str]:
         """Those that are not there, asked for in one call. Raises: RelayUnreachable."""
