@@ -61,7 +61,7 @@ def test_named_workers_are_waited_for(relay_url):
 
     init = RelayTrainerInit(relay_url, "run", ("w",), 0.1, rank=0)
     engine = RelayTrainerEngine.trainer_init(init, client=None, source=ModuleSource(torch.nn.Linear(3, 2)))
-    with pytest.raises(WorkerError, match="no ack of run/0 within 0.1 s from w"):
+    with pytest.raises(WorkerError, match=r"no ack of run/0 within 0\.1 s from w"):
         engine.send_weights()
     relay = open_relay(relay_url)
     relay.upsert(keys.ack_prefix("run") + "w", pack_body(Ack(worker="w", version=1, state_hash="")))
