@@ -8,8 +8,8 @@
 
 Owns: the publisher, and a copy on the host of what the source yields, as a source makes each tensor for a
 moment. Promises: send_weights() returns when the version is in the relay, and the named workers run it.
-Workers change by themselves, between two steps (rose.transfer.subscriber): the client's calls, which would hold
-them up, are not made.
+Workers change by themselves, between two steps (rose.transfer.subscriber): the client's calls, which would
+hold them up, are not made.
 """
 
 from dataclasses import dataclass
