@@ -1,10 +1,10 @@
 """A relay killed while versions flow costs less than a second, and no version.
 
-Two relays of a kind, embedded or Mooncake, hold the same objects. A publisher puts version after version, a follower fetches each;
-then one of the relays gets SIGKILL at a random moment of a publish. `relay_kill_outage_s` is how much longer
-than the median before it the slowest version took after the kill, from publish() to the follower holding it;
-`versions_lost` counts versions that failed, or that the follower holds with other bits. Publisher, follower
-and relays share one machine, over loopback.
+Two relays of a kind, embedded or Mooncake, hold the same objects. A publisher puts version after version, a
+follower fetches each; then one of them gets SIGKILL at a random moment of a publish. `relay_kill_outage_s`
+is how much longer than the median before it the slowest version took after the kill, from publish() to the
+follower holding it; `versions_lost` counts versions that failed, or that the follower holds with other bits.
+Publisher, follower and relays share one machine, over loopback.
 
     python benchmarks/bench_relay_kill.py --json relay_kill.json
 """
