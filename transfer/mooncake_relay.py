@@ -67,7 +67,7 @@ class MooncakeRelay:
             raise RelayError(f"mooncake master {self._master}: set-up answered {code}")
 
     def put(self, key: str, data: bytes) -> None:
-        if self._store.is_exist(key) == 1:
+        if self._exists(key):
             raise RelayError(f"{key} exists and is immutable")
         self._write("put", key, data)
 
@@ -78,13 +78,10 @@ class MooncakeRelay:
         for attempt in range(_RETRIES):
             with self._lock:
                 data = bytes(self._store.get(key))
-                exists = 1 if data else self._store.is_exist(key)
             if data:
                 return data
-            if exists == 0:
+            if not self._exists(key):
                 return None
-            if exists != 1:
-                raise RelayUnreachable(f"mooncake master {self._master}: is_exist {key} answered {exists}")
             # An upsert between the two calls, or an expired lease: both pass.
             time.sleep(_RETRY_PAUSE_S * (attempt + 1))
         raise RelayUnreachable(f"mooncake master {self._master}: get {key} failed {_RETRIES} times")
@@ -119,6 +116,13 @@ class MooncakeRelay:
         if seen is not None:
             time.sleep(min(timeout_s, _LOOK_EVERY_S))
         return Changes(seen="", keys=None)
+
+    def _exists(self, key: str) -> bool:
+        """Raises: RelayUnreachable."""
+        code = self._store.is_exist(key)
+        if code not in (0, 1):
+            raise RelayUnreachable(f"mooncake master {self._master}: is_exist {key} answered {code}")
+        return bool(code)
 
     def close(self) -> None:
         self._admin.close()
