@@ -100,7 +100,7 @@ class MooncakeRelay:
         # -704: no such key
         failed = [(name, code) for name, code in zip(names, codes, strict=True) if code not in (0, -704)]
         if failed:
-            raise RelayError(f"mooncake master {self._master}: remove failed: {failed[:3]}")
+            raise RelayUnreachable(f"mooncake master {self._master}: remove failed: {failed[:3]}")
 
     def keys(self, prefix: str) -> list[str]:
         try:

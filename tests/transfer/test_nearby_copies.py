@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from rose.errors import RelayUnreachable
 from rose.transfer import replicated_relay
 from rose.transfer.nearby_copies import NearbyCopies
 from rose.transfer.relay import add_beside, beside_of, open_relay
@@ -102,10 +103,14 @@ def test_frames_that_nobody_fetches_are_written_before_their_version_counts(star
     both = open_relay(f"{first.url},{add_beside(second.url, first.url)}")
     both.put("rose/run/2-1/0", b"frame")
     assert near.get("rose/run/2-1/0") is None
+    alone = open_relay(first.url)
     first.kill()
+    for call in (lambda: alone.put("a", b"a"), lambda: alone.get("a"), lambda: alone.remove(["a"])):
+        with pytest.raises(RelayUnreachable):
+            call()
     both.put("rose/run/2-1/MANIFEST", b"manifest")
     assert near.get("rose/run/2-1/0") == b"frame" and near.get("rose/run/2-1/MANIFEST") == b"manifest"
-    for relay in (near, both):
+    for relay in (alone, near, both):
         relay.close()
 
 
