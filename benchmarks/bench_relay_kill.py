@@ -1,10 +1,10 @@
 """A relay killed while versions flow costs less than a second, and no version.
 
-Two embedded relays hold the same objects. A publisher puts version after version, a follower fetches each;
-then one of the relays gets SIGKILL at a random moment of a publish. `relay_kill_outage_s` is how much longer
-than the median before it the slowest version took after the kill, from publish() to the follower holding it;
-`versions_lost` counts versions that failed, or that the follower holds with other bits. Publisher, follower
-and relays share one machine, over loopback.
+Two relays of a kind, embedded or Mooncake, hold the same objects. A publisher puts version after version, a
+follower fetches each; then one of them gets SIGKILL at a random moment of a publish. `relay_kill_outage_s`
+is how much longer than the median before it the slowest version took after the kill, from publish() to the
+follower holding it; `versions_lost` counts versions that failed, or that the follower holds with other bits.
+Publisher, follower and relays share one machine, over loopback.
 
     python benchmarks/bench_relay_kill.py --json relay_kill.json
 """
@@ -25,19 +25,24 @@ from rose.demo.figures import Figure
 from rose.errors import RoseError
 from rose.transfer.follower import Follower
 from rose.transfer.mirror import WeightMirror
+from rose.transfer.mooncake_relay import mooncake_available
 from rose.transfer.publisher import WeightPublisher
 from rose.transfer.relay import open_relay
 
 NUM_ELEMENTS = 8 << 20
 BUCKET_BYTES = 2 << 20
+RELAY_BYTES = 1 << 30
 VERSIONS_BEFORE, VERSIONS_AFTER = 6, 6
+KINDS = ("embedded", "mooncake")
 
 
 class _Relay:
-    """A relay process on a free port."""
+    """A relay process on a free port; beside: the URL of a Mooncake store whose frames it copies."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "rose.transfer.relay_server", "--kind", "embedded"]
+    def __init__(self, kind: str, beside: str | None = None) -> None:
+        command = [sys.executable, "-m", "rose.transfer.relay_server", "--kind", kind]
+        command += ["--capacity-bytes", str(RELAY_BYTES)]
+        command += ["--beside", beside] if beside is not None else []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = str(json.loads(self.process.stdout.readline())["url"])
@@ -48,26 +53,34 @@ class _Relay:
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
+    kinds = [kind for kind in KINDS if args.only in (None, kind)]
+    if not mooncake_available()[0]:
+        kinds = [kind for kind in kinds if kind != "mooncake"]
     rounds = 2 if args.quick else 8
-    moments = random.Random(args.seed)
+    return [figure for kind in kinds for figure in _figures(kind, rounds, args.seed)]
+
+
+def _figures(kind: str, rounds: int, seed: int) -> list[Figure]:
+    moments = random.Random(seed)
     outages: dict[str, list[float]] = {"first": [], "second": []}
     lost = 0
     for _ in range(rounds):
         for index, victim in enumerate(outages):
-            outage_s, failed = _round(index, moments)
+            outage_s, failed = _round(kind, index, moments)
             outages[victim].append(outage_s)
             lost += failed
     figures = [
-        median_figure(f"relay_kill_outage_s[{victim} relay]", values, "s", target="< 1")
+        median_figure(f"relay_kill_outage_s[{victim} relay, {kind}]", values, "s", target="< 1")
         for victim, values in outages.items()
     ]
     total = 2 * rounds * (VERSIONS_BEFORE + VERSIONS_AFTER)
-    return [*figures, Figure(name="versions_lost", value=lost, unit=f"of {total}", target="<= 0")]
+    return [*figures, Figure(name=f"versions_lost[{kind}]", value=lost, unit=f"of {total}", target="<= 0")]
 
 
-def _round(victim: int, moments: random.Random) -> tuple[float, int]:
+def _round(kind: str, victim: int, moments: random.Random) -> tuple[float, int]:
     """(longest delay after the kill over the median before it, versions lost)."""
-    relays = [_Relay(), _Relay()]
+    first = _Relay(kind)
+    relays = [first, _Relay(kind, first.url if kind == "mooncake" else None)]
     url = ",".join(relay.url for relay in relays)
     weights = {"weight": torch.randn(NUM_ELEMENTS).to(torch.bfloat16)}
     publisher = WeightPublisher(weights, url, "run", bucket_bytes=BUCKET_BYTES)
@@ -111,5 +124,9 @@ def _sync(publisher: WeightPublisher, follower: Follower) -> tuple[float, bool]:
     return time.monotonic() - started, is_lost or mirror.state_hash != publisher.state_hash
 
 
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=KINDS, help="relays of this kind")
+
+
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__ or "", measure))
+    sys.exit(run_benchmark(__doc__ or "", measure, _add_arguments))

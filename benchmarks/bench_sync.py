@@ -22,6 +22,7 @@ from which each follower fetches.
 `projected_sync_s[...]` is arithmetic from this run's rates, not a measurement.
 
     python benchmarks/bench_sync.py --json sync.json
+    python benchmarks/bench_sync.py --only mooncake        the bytes of two Mooncake stores alone
 """
 
 import argparse
@@ -66,34 +67,43 @@ Syncs = dict[tuple[str, float], list[Sync]]
 def measure(args: argparse.Namespace) -> list[Figure]:
     repeats = 3 if args.quick else 9
     with stop_signals_raise(), Cluster(NUM_LAYERS, args.seed) as cluster:
-        syncs: Syncs = {}
-        copies_s: list[float] = []
-        for name, setup in VARIANTS.items():
-            links = LINKS_GBPS if name in (SHARDED, SPARSE) else (ABLATION_GBPS,)
-            for gbps in links:
-                # A run each: the relay keeps all its versions.
-                run = cluster.open(setup)
-                cluster.link.limit(gbps)
-                count = repeats
-                if args.quick and setup.codec == "DENSE":
-                    count = 1 if gbps < 1 else 2  # 20 s over the slowest link, and hardly varies
-                syncs[name, gbps] = _syncs(run, count, f"{name}, {gbps:g} Gbps")
-                if name == SPARSE:
-                    run.copy_s()  # its pages are new
-                    copies_s += [run.copy_s() for _ in range(count)]
-                run.close()
-        plain = {gbps: _plain_over_ideal(cluster, gbps) for gbps in LINKS_GBPS}
-        copies = [_copies_figure(cluster, replicas, repeats) for replicas in REPLICAS]
-        if mooncake_available()[0]:
-            copies.append(_copies_figure(cluster, 2, repeats, "mooncake"))
+        figures = _times(cluster, repeats, args.quick) if args.only in (None, "times") else []
+        if args.only in (None, "copies"):
+            figures += [_copies_figure(cluster, replicas, repeats) for replicas in REPLICAS]
+        if args.only in (None, "mooncake") and mooncake_available()[0]:
+            figures.append(_copies_figure(cluster, 2, repeats, "mooncake"))
+    return figures
+
+
+def _times(cluster: Cluster, repeats: int, is_quick: bool) -> list[Figure]:
+    syncs: Syncs = {}
+    copies_s: list[float] = []
+    for name, setup in VARIANTS.items():
+        links = LINKS_GBPS if name in (SHARDED, SPARSE) else (ABLATION_GBPS,)
+        for gbps in links:
+            # A run each: the relay keeps all its versions.
+            run = cluster.open(setup)
+            cluster.link.limit(gbps)
+            count = repeats
+            if is_quick and setup.codec == "DENSE":
+                count = 1 if gbps < 1 else 2  # 20 s over the slowest link, and hardly varies
+            syncs[name, gbps] = _syncs(run, count, f"{name}, {gbps:g} Gbps")
+            if name == SPARSE:
+                run.copy_s()  # its pages are new
+                copies_s += [run.copy_s() for _ in range(count)]
+            run.close()
+    plain = {gbps: _plain_over_ideal(cluster, gbps) for gbps in LINKS_GBPS}
     return [
         *_ablation(syncs),
         *_sensitivity(syncs),
         *_over_ideal(syncs, plain),
         *_over_floor(syncs, copies_s),
-        *copies,
         *_projections(syncs),
     ]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=("times", "copies", "mooncake"), help="one part of the figures")
 
 
 def _plain_over_ideal(cluster: Cluster, gbps: float) -> float:
@@ -262,4 +272,4 @@ def _model_bytes() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__ or "", measure))
+    sys.exit(run_benchmark(__doc__ or "", measure, _add_arguments))

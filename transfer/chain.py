@@ -56,9 +56,11 @@ class VersionChain:
         elif isinstance(self._relay, ReplicatedRelay):
             prefix = keys.run_prefix(self._run_id)
             written = {key for names in self._objects.values() for key in names}
-            others = {key for key in self._relay.keys(prefix) if not keys.is_version_key(key)}
-            spared = (keys.ack_prefix(self._run_id), *others_write)
-            self._relay.repair(prefix, written | others | {keys.HEAD_RUN_KEY}, spared)
+            last = max((version for version, _ in self._objects), default=None)
+            newest = [
+                key for (version, _), names in self._objects.items() if version == last for key in names
+            ]
+            self._relay.repair(prefix, written, newest, others_write)
 
     def start(self, version: int, base: int | None) -> list[str]:
         """The list in which a version's keys are to be noted; first removes what an aborted attempt left."""

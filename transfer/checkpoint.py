@@ -6,7 +6,9 @@ complete. Never imports torch, never converts a value.
 """
 
 import json
+import math
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +28,7 @@ _HELD_KEY = "rose_buckets"
 
 
 def write_checkpoint(path: Path, planes: WeightPlanes, metadata: Mapping[str, str]) -> None:
-    """Writes all tensors to `path`, replacing it at once. Raises: OSError, e.g. when the disk is full.
+    """Writes all tensors to `path`, replacing it at once. Raises: OSError with numbers: the disk is full.
 
     Of planes that hold a part of the weights, the rest are holes: zeros that take no memory. The file then
     says in its metadata which layout and buckets its state hash is over.
@@ -35,7 +37,8 @@ def write_checkpoint(path: Path, planes: WeightPlanes, metadata: Mapping[str, st
     order = sorted(planes.planes, key=lambda dtype: (-DTYPE_BYTES[dtype], dtype))
     if planes.layout.cuts:
         metadata = {**metadata, **_describe_shards(planes)}
-    head = json.dumps(_header(planes.layout, order, metadata), separators=(",", ":")).encode()
+    header = _header(planes.layout, order, metadata)
+    head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -43,12 +46,20 @@ def write_checkpoint(path: Path, planes: WeightPlanes, metadata: Mapping[str, st
             file.write(len(head).to_bytes(8, "little") + head)
             if planes.layout.cuts:
                 file.truncate(8 + len(head) + planes.layout.num_bytes)
+                _reserve_shards(file.fileno(), 8 + len(head), header, planes)
             else:
                 for dtype in order:
                     file.write(planes.planes[dtype].view(np.uint8).data)
         if planes.layout.cuts:
             _fill_shards(partial, planes)
         os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)  # before the room is counted
+        room = shutil.disk_usage(path.parent)
+        reason = (
+            f"{error.strerror}: {planes.layout.num_bytes} bytes of weights, {room.free} of {room.total} free"
+        )
+        raise OSError(error.errno, reason, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -56,6 +67,22 @@ def write_checkpoint(path: Path, planes: WeightPlanes, metadata: Mapping[str, st
 def _describe_shards(planes: WeightPlanes) -> dict[str, str]:
     held = ",".join(str(index) for index in sorted(planes.held))
     return {_LAYOUT_KEY: LayoutBody.of(planes.layout).model_dump_json(), _HELD_KEY: held}
+
+
+def _reserve_shards(file: int, data_at: int, header: Mapping[str, Any], planes: WeightPlanes) -> None:
+    """Takes the memory of what is held, from its first to its last byte in each tensor.
+
+    A disk that is full says so here; under a mapped hole it would end the process.
+    """
+    for part in planes.held_parts():
+        inner = math.prod(part.tensor.shape[part.dim + 1 :])
+        begin, end = part.start * inner, part.tensor.num_elements
+        if not part.is_whole:
+            end -= (part.tensor.shape[part.dim] - part.stop) * inner
+        if begin < end:
+            width = DTYPE_BYTES[part.tensor.dtype]
+            at = data_at + header[part.tensor.name]["data_offsets"][0] + begin * width
+            os.posix_fallocate(file, at, (end - begin) * width)
 
 
 def _fill_shards(path: Path, planes: WeightPlanes) -> None:

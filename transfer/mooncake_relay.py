@@ -20,11 +20,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from rose.config import default_variable
 from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable
 from rose.transfer.relay import Changes
+from rose.transfer.relay_calls import RelayCalls
 
 # Holds one object on its way in or out: a 64 MB frame, with room for the store's own alignment.
 CLIENT_BUFFER_BYTES = 160 << 20
@@ -49,7 +48,7 @@ class MooncakeRelay:
         except ImportError as error:
             raise RelayError(f"mooncake can't be loaded: {error}; see `rose doctor`") from error
         self._master = f"{host}:{port}"
-        self._admin = f"http://{host}:{admin_port}"
+        self._admin = RelayCalls(host, admin_port, None)
         _require_listener(host, port)
         self._lock = threading.Lock()
         self._config: Any = ReplicateConfig()
@@ -68,7 +67,7 @@ class MooncakeRelay:
             raise RelayError(f"mooncake master {self._master}: set-up answered {code}")
 
     def put(self, key: str, data: bytes) -> None:
-        if self._store.is_exist(key) == 1:
+        if self._exists(key):
             raise RelayError(f"{key} exists and is immutable")
         self._write("put", key, data)
 
@@ -79,22 +78,21 @@ class MooncakeRelay:
         for attempt in range(_RETRIES):
             with self._lock:
                 data = bytes(self._store.get(key))
-                exists = 1 if data else self._store.is_exist(key)
             if data:
                 return data
-            if exists == 0:
+            if not self._exists(key):
                 return None
             # An upsert between the two calls, or an expired lease: both pass.
             time.sleep(_RETRY_PAUSE_S * (attempt + 1))
-        failed = f"get {key} failed {_RETRIES} times ({exists})"
-        raise RelayUnreachable(f"mooncake master {self._master}: {failed}")
+        raise RelayUnreachable(f"mooncake master {self._master}: get {key} failed {_RETRIES} times")
 
-    def holds(self, key: str) -> bool:
-        """Whether the object is there, without fetching it. Raises: RelayUnreachable."""
-        code = self._store.is_exist(key)
-        if code not in (0, 1):
-            raise RelayUnreachable(f"mooncake master {self._master}: is_exist {key} answered {code}")
-        return bool(code)
+    def lacking(self, keys: Sequence[str]) -> list[str]:
+        """Those that are not there, asked for in one call. Raises: RelayUnreachable."""
+        codes = self._store.batch_is_exist(list(keys))
+        failed = [(key, code) for key, code in zip(keys, codes, strict=True) if code not in (0, 1)]
+        if failed:
+            raise RelayUnreachable(f"mooncake master {self._master}: batch_is_exist failed: {failed[:3]}")
+        return [key for key, code in zip(keys, codes, strict=True) if code == 0]
 
     def remove(self, keys: Iterable[str]) -> None:
         names = list(keys)
@@ -102,17 +100,16 @@ class MooncakeRelay:
         # -704: no such key
         failed = [(name, code) for name, code in zip(names, codes, strict=True) if code not in (0, -704)]
         if failed:
-            raise RelayError(f"mooncake master {self._master}: remove failed: {failed[:3]}")
+            raise RelayUnreachable(f"mooncake master {self._master}: remove failed: {failed[:3]}")
 
     def keys(self, prefix: str) -> list[str]:
-        url = f"{self._admin}/get_all_keys"
         try:
-            response = httpx.get(url, timeout=10.0, trust_env=False)
-            response.raise_for_status()
-        except httpx.HTTPError as error:
-            failed = f"{url}: {error!r}; give the master's metrics port as ?admin=PORT"
-            raise RelayUnreachable(failed) from error
-        return sorted(name for name in response.text.split("\n") if name and name.startswith(prefix))
+            answer = self._admin.call("GET", "/get_all_keys")
+        except RelayUnreachable as error:
+            raise RelayUnreachable(f"{error}; give the master's metrics port as ?admin=PORT") from error
+        if not answer.is_success:
+            raise RelayUnreachable(f"mooncake master {self._master}: get_all_keys answered {answer.status}")
+        return sorted(name for name in answer.body.decode().split("\n") if name.startswith(prefix) and name)
 
     def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
         """The store tells nobody of changes: waits for as long as it is polite to look again after."""
@@ -120,7 +117,15 @@ class MooncakeRelay:
             time.sleep(min(timeout_s, _LOOK_EVERY_S))
         return Changes(seen="", keys=None)
 
+    def _exists(self, key: str) -> bool:
+        """Raises: RelayUnreachable."""
+        code = self._store.is_exist(key)
+        if code not in (0, 1):
+            raise RelayUnreachable(f"mooncake master {self._master}: is_exist {key} answered {code}")
+        return bool(code)
+
     def close(self) -> None:
+        self._admin.close()
         self._store.close()
 
     def _write(self, verb: str, key: str, data: bytes) -> None:

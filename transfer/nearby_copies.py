@@ -60,12 +60,16 @@ class NearbyCopies:
 
     def _run(self) -> None:
         seen: str | None = None
+        is_late = False
         while not self._closing.is_set():
             try:
                 seen = self._source.wait([_PREFIX], seen, _WAIT_S).seen
                 self.step()
+                is_late = False
             except RoseError as error:
-                logger.warning("copies from the store beside are late: %s", error)
+                if not is_late:  # the store beside may be gone for hours
+                    logger.warning("copies from the store beside are late: %s", error)
+                is_late = True
                 self._closing.wait(_RETRY_S)
 
     def __enter__(self) -> "NearbyCopies":

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rose.transfer.codec import Bits, NewBits, Patch, SparsePatch, follow
-from rose.transfer.layout import DTYPE_BYTES, Bucket, Layout
+from rose.transfer.layout import DTYPE_BYTES, Bucket, Layout, Part
 from rose.transfer.state_hash import StateHash
 
 _BITS_BY_WIDTH: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
@@ -54,12 +54,13 @@ class WeightPlanes:
         """The bucket's elements, in place. Write through fill(), follow() or patch(), which keep the hash."""
         return self.planes[bucket.dtype][bucket.begin : bucket.end]
 
+    def held_parts(self) -> set[Part]:
+        """The parts of tensors of which something is held."""
+        return {piece.part for index in self.held for piece in self.layout.pieces(self.layout.buckets[index])}
+
     def read_into(self, tensors: Mapping[str, Any]) -> None:
         """Copies every part of which something is held into arrays of the tensors' shapes and bits."""
-        held_parts = {
-            piece.part for index in self.held for piece in self.layout.pieces(self.layout.buckets[index])
-        }
-        for part in held_parts:
+        for part in self.held_parts():
             target = part.of(tensors[part.tensor.name])
             source = self.planes[part.tensor.dtype][part.offset : part.offset + part.num_elements]
             target[...] = source.reshape(target.shape)

@@ -158,8 +158,12 @@ class WeightPublisher:
         return self._version_hash
 
     def publish(self) -> SyncReport:
-        """Publishes the weights as they are now. Raises: RelayError; calling again is safe."""
+        """Publishes the weights as they are now. Raises: RelayError; calling again is safe.
+
+        ValueError when a tensor has another shape or dtype than the run began with.
+        """
         self._ranks.attempt += 1
+        self._source.require_same()
         if self._ranks.is_leader:
             base = self._number if self._number >= 0 else None
             coming = keys.version_prefix(self.run_id, self._number + 1, base)

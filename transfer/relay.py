@@ -89,7 +89,8 @@ def add_beside(url: str, other: str) -> str:
 
 def beside_of(url: str) -> str | None:
     """host:port of the store whose frames this one copies, if it does."""
-    return parse_relay_url(url)[3].get("beside")
+    kind, _, _, options = parse_relay_url(url)
+    return options.get("beside") if kind == "mooncake" else None
 
 
 def open_relay(url: str, key: str | None = None) -> Relay:

@@ -1,4 +1,4 @@
-"""Blocking HTTP/1.1 calls to one embedded relay, from any thread, over connections that stay open.
+"""Blocking HTTP/1.1 calls to one relay, from any thread, over connections that stay open.
 
 Owns: those connections, one for each call under way. Promises: a relay that can't be reached, or falls
 silent, raises RelayUnreachable; any answer is given back, whatever its status. Never tries again.
@@ -59,7 +59,7 @@ class RelayCalls:
             if connection is not None:
                 connection.close()
             where = f"http://{self._host}:{self._port}"
-            raise RelayUnreachable(f"embedded relay {where}: {method} {path}: {error!r}") from error
+            raise RelayUnreachable(f"relay {where}: {method} {path}: {error!r}") from error
         if stays_open:
             with self._lock:
                 self._idle.append((connection, time.monotonic()))

@@ -3,7 +3,8 @@
 Owns: the choice of the copy to talk to, writing to all of them, bringing one up to date that missed writes.
 Promises: an object is written when every copy that answers has it, and at least one does; it is read from
 any. An embedded relay hands objects on to its peers itself, so that they cross the link from the trainer
-once; so does a Mooncake store that another one stands beside, which copies its frames (nearby_copies.py).
+once; a Mooncake store beside another one copies its frames (nearby_copies.py), which are looked for before
+their version counts (owed_frames.py).
 Other copies are written one by one. A copy that does not answer rests for a while instead of
 slowing every call.
 Never decides which objects are needed: the publisher says so in repair().
@@ -13,84 +14,19 @@ the next publish brings it up to date.
 """
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from rose.errors import RelayError, RelayUnreachable
+from rose.errors import RelayUnreachable
 from rose.transfer import manifest
-from rose.transfer.embedded_relay import EmbeddedRelay
-from rose.transfer.mooncake_relay import MooncakeRelay
-from rose.transfer.relay import Changes, Relay, address_of, beside_of
+from rose.transfer.owed_frames import MOST_OWED_BYTES, pair_up
+from rose.transfer.relay import Changes, Relay
+from rose.transfer.relay_copy import RelayCopy
 
 logger = logging.getLogger(__name__)
 
-REST_S = 2.0
-"""How long a copy that did not answer is left alone, at least, while another one does."""
-REST_OVER_WAIT = 6
-"""And by how much longer than it was waited for: one that hangs costs seconds each time it is asked."""
-_FETCH_S = 2.0
-_FETCH_BYTES_PER_S = 20e6
-_FETCH_POLL_S = 0.01
 Answer = TypeVar("Answer")
-
-
-class _Copy:
-    """One relay, opened at its first use."""
-
-    def __init__(self, url: str, open_copy: Callable[[], Relay]) -> None:
-        self.url = url
-        self._open = open_copy
-        self._relay: Relay | None = None
-        self._opening = threading.Lock()
-        self._rests_until_s = 0.0
-        self._fetches_from_s = 0.0
-
-    @property
-    def is_resting(self) -> bool:
-        return time.monotonic() < self._rests_until_s
-
-    def call(self, work: Callable[[Relay], Answer]) -> Answer:
-        """Raises: RelayUnreachable, and lets the copy rest; other RelayErrors as they come."""
-        asked_s = time.monotonic()
-        try:
-            with self._opening:
-                if self._relay is None:
-                    self._relay = self._open()
-            answer = work(self._relay)
-        except RelayUnreachable as error:
-            logger.warning("relay copy does not answer: url=%s error=%s", self.url, error)
-            now_s = time.monotonic()
-            self._rests_until_s = now_s + max(REST_S, REST_OVER_WAIT * (now_s - asked_s))
-            raise
-        self._rests_until_s = 0.0
-        return answer
-
-    def is_beside(self, other: "_Copy") -> bool:
-        """Whether this copy's own process copies frames from the other one, as far as we know."""
-        return beside_of(self.url) == address_of(other.url) and time.monotonic() >= self._fetches_from_s
-
-    def fetches(self, key: str, num_bytes: int) -> bool:
-        """Waits until it holds a frame that the copy beside it has; False when that takes too long."""
-
-        def holds(relay: Relay) -> bool:
-            return isinstance(relay, MooncakeRelay) and relay.holds(key)
-
-        deadline_s = time.monotonic() + _FETCH_S + num_bytes / _FETCH_BYTES_PER_S
-        with suppress(RelayUnreachable):
-            while time.monotonic() < deadline_s:
-                if self.call(holds):
-                    return True
-                time.sleep(_FETCH_POLL_S)
-        logger.warning("relay copy does not fetch from the one beside it: url=%s key=%s", self.url, key)
-        self._fetches_from_s = time.monotonic() + REST_OVER_WAIT * _FETCH_S
-        return False
-
-    def close(self) -> None:
-        if self._relay is not None:
-            self._relay.close()
 
 
 class ReplicatedRelay:
@@ -100,7 +36,8 @@ class ReplicatedRelay:
     """
 
     def __init__(self, copies: Iterable[tuple[str, Callable[[], Relay]]]) -> None:
-        self._copies = [_Copy(url, open_copy) for url, open_copy in copies]
+        self._copies = [RelayCopy(url, open_copy) for url, open_copy in copies]
+        self._owed = pair_up(self._copies)
         self._all(lambda relay: relay.keys("rose/HEAD_RUN"))
 
     def put(self, key: str, data: bytes) -> None:
@@ -126,6 +63,8 @@ class ReplicatedRelay:
 
     def remove(self, keys: Iterable[str]) -> None:
         names = list(keys)
+        for owed in self._owed:
+            owed.drop(names)
         self._all(lambda relay: relay.remove(names))
 
     def keys(self, prefix: str) -> list[str]:
@@ -139,26 +78,55 @@ class ReplicatedRelay:
         for copy in self._copies:
             copy.close()
 
-    def repair(self, prefix: str, wanted: Iterable[str], spared: tuple[str, ...] = ()) -> None:
-        """Gives every copy that is in use the wanted objects, and takes away the others under the prefix.
+    def repair(
+        self, prefix: str, versions: Iterable[str], newest: Sequence[str], spared: tuple[str, ...] = ()
+    ) -> None:
+        """Gives every copy that is in use these objects of versions, and what any copy has beside versions.
 
-        spared: prefixes of what others may be writing at this moment; nothing there is taken away.
+        Takes away other objects of versions, but those that others may be writing now: prefixes in `spared`.
+        newest: those of `versions` that were written last, also by others. Where all copies have them and
+        never failed to answer, nothing is missing, and listings, which grow with the chain, need not cross
+        the link.
         """
-        names = set(wanted)
+        if not any(self._is_behind(copy, newest) for copy in self._copies):
+            return
+        held: dict[RelayCopy, set[str]] = {}
+        followed: dict[RelayCopy, bytes | None] = {}
         for copy in self._copies:
-            if copy.is_resting:
-                continue  # still behind when it is back, then mended by the next one
-            try:
-                held = set(copy.call(lambda relay: relay.keys(prefix)))
-                for name in sorted(names - held):
-                    self._give(copy, name)
-                surplus = sorted(name for name in held - names if not name.startswith(spared))
+            if not copy.is_resting:  # or it is still behind when it is back, then mended by the next one
+                with suppress(RelayUnreachable):
+                    followed[copy] = copy.call(lambda relay: relay.get(manifest.HEAD_RUN_KEY))
+                    held[copy] = set(copy.call(lambda relay: relay.keys(prefix)))
+        others = {name for names in held.values() for name in names if not manifest.is_version_key(name)}
+        wanted = {*versions, *others}
+        newest_run = next((run for run in followed.values() if run is not None), None)
+        for copy, names in held.items():
+            with suppress(RelayUnreachable):
+                missing = wanted - names
+                fetched = {name for name in missing if self._fetches(copy, name)}
+                for name in sorted(missing - fetched):
+                    self._give(copy, name, self.get(name))
+                surplus = sorted(name for name in names - wanted if not name.startswith(spared))
                 copy.call(lambda relay, surplus=surplus: relay.remove(surplus))  # type: ignore[misc]
-            except RelayUnreachable:
-                continue  # it rests, and will still be behind when it is back
+                if followed[copy] != newest_run:
+                    self._give(copy, manifest.HEAD_RUN_KEY, newest_run)
+                copy.is_behind = bool(fetched)  # looked at again, until they are there
 
-    def _give(self, copy: _Copy, name: str) -> None:
-        data = self.get(name)
+    @staticmethod
+    def _is_behind(copy: RelayCopy, newest: Sequence[str]) -> bool:
+        if copy.is_resting:
+            return False
+        with suppress(RelayUnreachable):
+            return copy.is_behind or bool(copy.lacking(newest))
+        return False
+
+    def _fetches(self, copy: RelayCopy, name: str) -> bool:
+        """Whether the copy gets this object by itself from another one."""
+        is_frame = manifest.bucket_of(name) is not None
+        return is_frame and any(owed.copy is copy and owed.is_fetching for owed in self._owed)
+
+    @staticmethod
+    def _give(copy: RelayCopy, name: str, data: bytes | None) -> None:
         if data is not None:
             logger.info("relay copy gets what it missed: url=%s key=%s", copy.url, name)
             copy.call(lambda relay: relay.upsert(name, data))
@@ -173,7 +141,7 @@ class ReplicatedRelay:
                 failures.append(error)
         raise failures[0]
 
-    def _in_order(self) -> list[_Copy]:
+    def _in_order(self) -> list[RelayCopy]:
         """Those that rest come last: they are asked only when nobody else can answer."""
         return sorted(self._copies, key=lambda copy: copy.is_resting)
 
@@ -193,6 +161,14 @@ class ReplicatedRelay:
         return answers
 
     def _write(self, key: str, data: bytes, *, is_replacing: bool) -> None:
+        """What comes after a version's frames waits until every copy has them.
+
+        Before it is written anywhere: a copy that is full then fails nothing but a first try.
+        """
+        is_frame = manifest.bucket_of(key) is not None
+        if manifest.is_version_key(key):
+            for owed in self._owed:
+                owed.settle(MOST_OWED_BYTES if is_frame else 0)
         failures: list[RelayUnreachable] = []
         is_written = False
         pending = self._in_order()
@@ -202,42 +178,20 @@ class ReplicatedRelay:
                 continue
             peers = [peer for peer in pending if not peer.is_resting]
             try:
-                done = self._write_through(copy, peers, key, data, is_replacing=is_replacing)
+                done = copy.write(key, data, peers, is_replacing=is_replacing)
             except RelayUnreachable as error:
                 failures.append(error)
                 continue
             is_written = True
-            if not is_replacing and manifest.bucket_of(key) is not None:
-                done += [peer for peer in pending if peer.is_beside(copy) and peer.fetches(key, len(data))]
+            if is_frame:
+                done += self._leave_to_them(copy, key, data)
             pending = [peer for peer in pending if peer not in done]
         if not is_written:
             raise failures[0]
 
-    def _write_through(
-        self, copy: _Copy, peers: list[_Copy], key: str, data: bytes, *, is_replacing: bool
-    ) -> list[_Copy]:
-        """Writes to one copy; returns those of `peers` that it handed the object on to."""
-
-        def write(relay: Relay) -> list[_Copy]:
-            if isinstance(relay, EmbeddedRelay):
-                reachable = {_address(peer.url): peer for peer in peers if _address(peer.url) is not None}
-                addresses = [address for address in reachable if address is not None]
-                missed = relay.write_with_copies(key, data, is_replacing=is_replacing, copy_to=addresses)
-                return [peer for address, peer in reachable.items() if address not in missed]
-            relay.upsert(key, data) if is_replacing else relay.put(key, data)
-            return []
-
-        try:
-            return copy.call(write)
-        except RelayUnreachable:
-            raise
-        except RelayError:
-            # A copy that died after it had handed the object on leaves it behind: that is no second put.
-            if is_replacing or copy.call(lambda relay: relay.get(key)) != data:
-                raise
-            return []
-
-
-def _address(url: str) -> str | None:
-    """host:port of an embedded relay, None for another kind."""
-    return url.removeprefix("embedded://") if url.startswith("embedded://") else None
+    def _leave_to_them(self, written: RelayCopy, key: str, data: bytes) -> list[RelayCopy]:
+        """The copies that fetch this frame themselves from the one that has it."""
+        fetching = [owed for owed in self._owed if owed.source is written and owed.is_fetching]
+        for owed in fetching:
+            owed.add(key, data)
+        return [owed.copy for owed in fetching]

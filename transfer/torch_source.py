@@ -61,10 +61,10 @@ class TensorShard:
 class TorchSource:
     """Tensors by their Hugging Face names, from a module or from (name, tensor) pairs.
 
-    weights: anything with state_dict(), a mapping, or pairs, of tensors or TensorShards; pairs may name a
-    tensor several times, for several shards. The tensors are read anew at each publish, so an optimizer that
-    updates them in place needs nothing else. dtype: what floats of 2 bytes or more are cast to; None
-    publishes them as they are.
+    weights: anything with state_dict(), a mapping, or pairs, of tensors, DTensors (FSDP2) or TensorShards;
+    pairs may name a tensor several times, for several shards. The tensors are read anew at each publish, so
+    an optimizer that updates them in place needs nothing else. dtype: what floats of 2 bytes or more are cast
+    to; None publishes them as they are.
     """
 
     def __init__(self, weights: Any, dtype: str | None) -> None:
@@ -77,6 +77,7 @@ class TorchSource:
         self._shards = _untied(_named(weights))
         if not self._shards:
             raise ValueError("no tensors to publish")
+        self._formats = self._read_formats()
         self._scratch = threading.local()
         self._views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
@@ -90,6 +91,20 @@ class TorchSource:
     def holdings(self) -> dict[str, list[Box]]:
         """The region of each tensor that is here."""
         return {name: [shard.box for shard in shards] for name, shards in self._shards.items()}
+
+    def require_same(self) -> None:
+        """Raises: ValueError: a tensor has not the shape and dtype any more with which the run began."""
+        for (name, was), (_, now) in zip(self._formats, self._read_formats(), strict=True):
+            if now != was:
+                raise ValueError(f"tensor {name} is {now}, the run began with {was}: begin a new run")
+
+    def _read_formats(self) -> list[tuple[str, str]]:
+        """Each shard's tensor, and how it would be published."""
+        return [
+            (name, f"{self._wire_dtype(name, shard.tensor)} {tuple(shard.tensor.shape)}")
+            for name, shards in self._shards.items()
+            for shard in shards
+        ]
 
     def device(self) -> Any:
         """The device that all tensors lie on; None where they lie on several."""
@@ -208,8 +223,10 @@ def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[TensorShard]]:
     kept: dict[str, list[TensorShard]] = {}
     seen: set[tuple[Any, ...]] = set()
     for name, value in pairs:
-        shard = value if isinstance(value, TensorShard) else _whole(value)
+        shard = _shard_of(value)
         tensor = shard.tensor
+        if tensor.numel() == 0 and shard.shape != tuple(tensor.shape):
+            continue  # more ranks than rows: others have them
         place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
         if tensor.numel() > 0 and place in seen:
             continue
@@ -218,6 +235,12 @@ def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[TensorShard]]:
     return kept
 
 
-def _whole(tensor: Any) -> TensorShard:
-    shape = tuple(tensor.shape)
-    return TensorShard(tensor=tensor, shape=shape, start=(0,) * len(shape))
+def _shard_of(value: Any) -> TensorShard:
+    """Of a torch DTensor, as FSDP2 and torch's tensor parallelism make, this rank's part, where it lies."""
+    if isinstance(value, TensorShard):
+        return value
+    shape = tuple(value.shape)
+    if not hasattr(value, "__create_chunk_list__"):
+        return TensorShard(tensor=value, shape=shape, start=(0,) * len(shape))
+    (chunk,) = value.__create_chunk_list__()  # as for torch's own distributed checkpoints
+    return TensorShard(tensor=value.detach().to_local(), shape=shape, start=tuple(chunk.offsets))

@@ -28,7 +28,7 @@ def register() -> None:
         return
     _log_beside_vllm()
     patches.give_scheduler_its_input_queue()
-    _register_weight_backend()
+    register_weight_backends()
     _register_sleep_backend()
 
 
@@ -61,12 +61,17 @@ def _log_beside_vllm() -> None:
         ours.propagate = False
 
 
-def _register_weight_backend() -> None:
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+def register_weight_backends() -> None:
+    """Makes ``rose`` a weight-transfer backend of engines, and of trainers where vLLM has such."""
+    from vllm.distributed.weight_transfer import factory
 
     # register() runs once per load_general_plugins() call in a process; a second registration raises.
-    if "rose" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("rose", "rose.engine.weights", "StagedWeightEngine")
+    if "rose" not in factory.WeightTransferEngineFactory._registry:
+        engine = ("rose.engine.weights", "StagedWeightEngine")
+        factory.WeightTransferEngineFactory.register_engine("rose", *engine)
+    trainers = getattr(factory, "WeightTransferTrainerFactory", None)
+    if trainers is not None and "rose" not in trainers._registry:
+        trainers.register_engine("rose", "rose.engine.trainer_backend", "RelayTrainerEngine")
 
 
 def has_sleep_backends() -> bool:

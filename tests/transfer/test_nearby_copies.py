@@ -5,12 +5,15 @@ import threading
 
 import pytest
 
+from rose.errors import RelayUnreachable
+from rose.transfer import replicated_relay
 from rose.transfer.nearby_copies import NearbyCopies
-from rose.transfer.relay import beside_of, open_relay
+from rose.transfer.relay import add_beside, beside_of, open_relay
 from rose.transfer.relay_server import main
 
 FRAMES = {f"rose/run/1-0/{number}": os.urandom(1000 + number) for number in range(5)}
-OTHERS = ["rose/HEAD_RUN", "rose/run/HEAD", "rose/run/1-0/MANIFEST", "rose/run/1-0/PART1", "rose/run/ack/w"]
+MANIFEST = "rose/run/1-0/MANIFEST"
+OTHERS = ["rose/HEAD_RUN", "rose/run/HEAD", MANIFEST, "rose/run/1-0/PART1", "rose/run/ack/w"]
 
 
 @pytest.fixture
@@ -65,9 +68,48 @@ def test_a_mooncake_store_gets_frames_from_the_one_beside_it(start_relay):
     both = open_relay(f"{first.url},{second.url}")
     for key, data in list(FRAMES.items())[1:]:
         both.put(key, data)
+    both.put(MANIFEST, b"manifest")
+    for key, data in list(FRAMES.items())[1:]:
         assert alone.get(key) == near.get(key) == data
     both.upsert("rose/run/HEAD", b"head")
     assert alone.get("rose/run/HEAD") == near.get("rose/run/HEAD") == b"head"
+    # A version that the second store does not live to see whole.
+    both.put("rose/run/2-1/0", b"frame")
+    second.kill()
+    both.put("rose/run/2-1/MANIFEST", b"manifest")
+    assert alone.get("rose/run/2-1/0") == b"frame" and alone.get("rose/run/2-1/MANIFEST") == b"manifest"
+    for relay in (alone, near, both):
+        relay.close()
+
+
+@pytest.mark.mooncake
+def test_frames_that_nobody_fetches_are_written_before_their_version_counts(start_relay, monkeypatch):
+    monkeypatch.setattr(replicated_relay, "MOST_OWED_BYTES", 2000)
+    first, second = start_relay("mooncake"), start_relay("mooncake")
+    # Says that it stands beside the first, and does not.
+    both = open_relay(f"{first.url},{add_beside(second.url, first.url)}")
+    near = open_relay(second.url)
+    both.put("rose/run/1-0/9", b"of an attempt that is taken back")
+    both.remove(["rose/run/1-0/9"])
+    for key, data in FRAMES.items():
+        both.put(key, data)
+    # No more of them wait in the trainer's memory than that.
+    assert len(near.keys("rose/run/1-0/")) > 2
+    both.put(MANIFEST, b"manifest")
+    assert near.keys("rose/run/1-0/") == sorted([*FRAMES, MANIFEST])
+    assert all(near.get(key) == data for key, data in FRAMES.items())
+    both.close()
+    # Nor are those lost that only the first one had.
+    both = open_relay(f"{first.url},{add_beside(second.url, first.url)}")
+    both.put("rose/run/2-1/0", b"frame")
+    assert near.get("rose/run/2-1/0") is None
+    alone = open_relay(first.url)
+    first.kill()
+    for call in (lambda: alone.put("a", b"a"), lambda: alone.get("a"), lambda: alone.remove(["a"])):
+        with pytest.raises(RelayUnreachable):
+            call()
+    both.put("rose/run/2-1/MANIFEST", b"manifest")
+    assert near.get("rose/run/2-1/0") == b"frame" and near.get("rose/run/2-1/MANIFEST") == b"manifest"
     for relay in (alone, near, both):
         relay.close()
 

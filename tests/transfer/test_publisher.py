@@ -312,6 +312,27 @@ def test_bad_input_is_the_callers_mistake(relay_url, model):
         WeightPublisher({}, relay_url)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (torch.zeros(8, 5, dtype=torch.bfloat16), r"b is BF16 \(8, 5\), the run began with BF16 \(4, 5\)"),
+        (torch.zeros(4, 5, dtype=torch.float32), r"b is F32 \(4, 5\), the run began with BF16 \(4, 5\)"),
+    ],
+)
+def test_a_tensor_that_changes_its_shape_or_dtype_is_refused_and_named(embedded_url, changed, message):
+    weights = {name: torch.zeros(4, 5, dtype=torch.bfloat16) for name in "abc"}
+    publisher = WeightPublisher(weights, embedded_url, "run", dtype=None)
+    report = publisher.publish()
+    kept, weights["b"].data = weights["b"].data, changed
+    with pytest.raises(ValueError, match=message):
+        publisher.publish()
+    assert publisher.version == report.version
+    weights["b"].data = kept
+    weights["b"][0, 0] = 1
+    assert publisher.publish().num_changed == 1
+    publisher.close()
+
+
 def test_a_version_is_fetched_while_it_is_written(embedded_url):
     rows = 50
     ranks = [torch.randn(rows, 20).to(torch.bfloat16) for _ in range(2)]

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from training_steps import step
 
 from rose.errors import RelayError, RelayUnreachable
 from rose.transfer import manifest as keys
-from rose.transfer import relay_calls
+from rose.transfer import relay_calls, relay_copy
 from rose.transfer.follower import Follower
 from rose.transfer.manifest import Ack, pack_body
 from rose.transfer.mirror import WeightMirror
 from rose.transfer.publisher import WeightPublisher
 from rose.transfer.relay import open_relay
+from rose.transfer.replicated_relay import ReplicatedRelay
 
 
 @pytest.fixture
@@ -145,6 +147,29 @@ def test_a_copy_that_missed_versions_is_mended_by_the_next_publish(start_relay, 
     check_holds(follower.mirror, weights, report)
     publisher.close()
     alone.close()
+
+
+def test_a_copy_that_did_not_answer_is_mended_although_it_has_the_newest_objects(pair, monkeypatch):
+    monkeypatch.setattr(relay_copy, "REST_S", 0.0)
+    monkeypatch.setattr(relay_copy, "REST_OVER_WAIT", 0.0)
+    first, second, _ = pair
+    is_away = True
+
+    def open_second():
+        if is_away:
+            raise RelayUnreachable("away")
+        return open_relay(second.url)
+
+    # By its URL no relay that the first one could hand objects to.
+    relay = ReplicatedRelay([(first.url, partial(open_relay, first.url)), ("mooncake://far:1", open_second)])
+    relay.put("rose/run/1-0/0", b"missed")
+    relay.upsert(keys.HEAD_RUN_KEY, b"missed")
+    is_away = False
+    relay.put("rose/run/2-1/0", b"newest")
+    assert list(objects(second.url)) == ["rose/run/2-1/0"]
+    relay.repair("rose/run/", ["rose/run/1-0/0", "rose/run/2-1/0"], ["rose/run/2-1/0"])
+    assert objects(second.url) == objects(first.url) and len(objects(first.url)) == 3
+    relay.close()
 
 
 def test_a_follower_never_goes_back_with_a_copy_that_is_behind(pair, weights):

@@ -314,3 +314,25 @@ def test_ranks_that_contradict_each_other_are_refused(embedded_url):
         WeightPublisher({"a": tensor}, embedded_url, "run", rank=3, num_ranks=2)
     with pytest.raises(RelayError, match="no shards of rank 1"):
         WeightPublisher({"a": tensor}, embedded_url, "run", rank=0, num_ranks=2, ranks_timeout_s=0.1)
+
+
+def _attempt(url, rank, *shards):
+    WeightPublisher([("a", shard) for shard in shards], url, "run", rank=rank, num_ranks=2).close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "message"),
+    [
+        (range(3, 4), 4, "no trainer rank holds all of .* a"),
+        (range(2, 4), 5, r"shape=\(4, 5\).*shape=\(4, 4\)"),
+    ],
+)
+def test_a_missing_shard_and_another_shape_are_refused_by_every_rank(embedded_url, rows, columns, message):
+    first = TensorShard(tensor=torch.zeros(2, 4), shape=(4, 4), start=(0, 0))
+    part = torch.zeros(len(rows), columns)
+    second = TensorShard(tensor=part, shape=(4, columns), start=(rows.start, 0))
+    with ThreadPoolExecutor(2) as threads:
+        attempts = [threads.submit(_attempt, embedded_url, *each) for each in ((0, first), (1, second))]
+        for attempt in attempts:
+            with pytest.raises(ValueError, match=message):
+                attempt.result()
