@@ -174,8 +174,8 @@ class RoseScheduler(Scheduler):
         return self._input_queue is not None and not self._input_queue.empty()
 
     def may_sleep_on(self) -> bool:
-        """Whether nothing is due in the engine's loop: no input, no command, no change of the ledger. An engine
-        core within its caller's thread has no queue to tell."""
+        """Whether nothing is due in the engine's loop: no input, no command, no change of the ledger. An
+        engine core within its caller's thread has no queue to tell."""
         return self._input_queue is not None and self._input_queue.empty() and not self._must_pass()
 
     def _watch(self) -> None:
