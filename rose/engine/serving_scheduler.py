@@ -82,7 +82,7 @@ class ServingScheduler(RoseScheduler):
             self._track(request, time.monotonic())
         if self._side is None:
             return
-        self._side.set_max_step(gate.effective_max_step_s)
+        self._side.set_max_step(self._deadlines.max_idle_step_s(time.monotonic()))
         if gate.mode is GateMode.OFF:
             # Nothing is published from now on: rollout would wait for good for the turn that it needs.
             self._side.publish(NO_WORK)
