@@ -49,12 +49,12 @@ class Passthrough:
         try:
             answer = await self._until_answered(request, body, journey)
             result = "finished"
-            self._plane.counters.turns[result] += 1
             return answer
         except RoseError as error:
             result = type(error).__name__
             raise
         finally:
+            self._plane.counters.turns[result] += 1
             if journey.span is not None:
                 journey.span.end(result)
 
