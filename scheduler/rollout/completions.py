@@ -115,7 +115,7 @@ def checked_n(body: Mapping[str, Any], num_prompts: int = 1) -> int:
     if type(n) is not int or n < 1:
         raise BadRequest(f"n: want a positive integer, got {n!r}")
     if n * num_prompts > _MAX_SINGLES:
-        raise BadRequest(f"n: {num_prompts} prompts x {n} are more than {_MAX_SINGLES}; send several requests")
+        raise BadRequest(f"n: {num_prompts} prompts x {n}, at most {_MAX_SINGLES}; send several requests")
     for name in _INTEGERS:
         value = body.get(name)
         if value is not None and (type(value) is not int or abs(value) >= _MAX_INTEGER):
