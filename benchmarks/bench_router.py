@@ -16,8 +16,8 @@ in between (bare_passthrough.py): "aiohttp floor".
 
   added_latency[decision_p99]   a turn's placement among 16 workers, as the router asks for it
   added_latency[decision_p99,queued]   the same by way of the queue and its fair order
-  added_latency[p99,48KB]       P99 through the router less P99 direct, 50 req/s each, in turn with the floor's
-                                (router_latency.py says what is in it and accounts for the slowest)
+  added_latency[p99,48KB]       P99 through the router less P99 direct, 50 req/s each, in turn with the floor
+                                (router_latency.py: what is in it and what not)
   cpu_ms[0.7KB], [48KB], cpu_ms_32k   CPU of the router process per request, 8 at a time
   cpu_us_chunk                  CPU per chunk of 16 tokens to streaming clients, 384 streams at a time, all of
                                 their requests' CPU included

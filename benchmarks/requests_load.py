@@ -120,7 +120,7 @@ class Sample:
 async def open_loop(
     targets: Sequence[tuple[Target, Sequence[bytes]]], per_s: float, clocks: Sequence[Clock] = ()
 ) -> list[list[Sample]]:
-    """Requests at a fixed rate per target, to the targets in turn (their drift is shared); samples per target."""
+    """Requests at a fixed rate per target, to the targets in turn: their drift is shared. Samples by target."""
     idle: list[list[Connection]] = [[] for _ in targets]
     samples: list[list[Sample]] = [[] for _ in targets]
     began = time.perf_counter()
