@@ -120,7 +120,7 @@ class Sample:
 async def open_loop(
     targets: Sequence[tuple[Target, Sequence[bytes]]], per_s: float, clocks: Sequence[Clock] = ()
 ) -> list[list[Sample]]:
-    """Requests at a fixed rate per target, to the targets in turn: their drift is shared. Samples by target."""
+    """Samples per target of requests at a fixed rate each, to the targets in turn: their drift is shared."""
     idle: list[list[Connection]] = [[] for _ in targets]
     samples: list[list[Sample]] = [[] for _ in targets]
     began = time.perf_counter()
