@@ -13,8 +13,8 @@ on their cores (the same work takes longer where the host takes a core away, or 
 much did any of them wait for a core. What is left is time in which none of them ran or wanted to: a packet on
 its way to a core that sleeps.
 
-Where other programs use the machine, waiting for a core is most of the tail, and of the pass-through's as well.
-So beside the figure stands the same difference without the requests during which these processes waited for
+Where other programs use the machine, waiting for a core is most of the tail, also of the pass-through's. So
+beside the figure stands the same difference without the requests during which these processes waited for
 more than half a millisecond in all, and how many of the router's those were.
 """
 
