@@ -1,13 +1,16 @@
 """Loads an HTTP server with completions and says how long each took.
 
 Owns: requests written by hand over kept-alive connections, so that the client hardly shows.
-Promises: a latency is from the first byte sent to the last byte received; open loops keep to their schedule.
-Never: measures CPU.
+Promises: a latency is from the first byte sent to the last byte received; an open loop keeps to its schedule,
+and says how late it was where it could not.
+Never: judges.
 """
 
 import asyncio
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -82,25 +85,79 @@ async def closed_loop(target: Target, requests: Sequence[bytes], concurrency: in
     return latencies
 
 
-async def open_loop(targets: Sequence[tuple[Target, Sequence[bytes]]], per_s: float) -> list[list[float]]:
-    """Requests at a fixed rate, to the targets in turn (their drift is shared); latencies per target."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """One process's time so far, or during one request."""
+
+    ran_s: float
+    waited_s: float
+    """Ready to run, with no core to run on."""
+
+
+class Clock:
+    """Reads a process's times, as the kernel's scheduler counts them."""
+
+    def __init__(self, pid: int) -> None:
+        self._path = f"/proc/{pid}/schedstat"
+
+    def read(self) -> Times:
+        with open(self._path, "rb", buffering=0) as file:
+            ran_ns, waited_ns, _ = file.read().split()
+        return Times(ran_s=int(ran_ns) / 1e9, waited_s=int(waited_ns) / 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One request of an open loop."""
+
+    latency_s: float
+    late_s: float
+    """By how much the client itself sent it after its time; no part of the latency."""
+    took: tuple[Times, ...]
+    """What each process that is watched did during it."""
+
+
+async def open_loop(
+    targets: Sequence[tuple[Target, Sequence[bytes]]], per_s: float, clocks: Sequence[Clock] = ()
+) -> list[list[Sample]]:
+    """Samples per target of requests at a fixed rate each, to the targets in turn: their drift is shared."""
     idle: list[list[Connection]] = [[] for _ in targets]
-    latencies: list[list[float]] = [[] for _ in targets]
+    samples: list[list[Sample]] = [[] for _ in targets]
     began = time.perf_counter()
 
-    async def send(index: int, request: bytes) -> None:
+    async def send(index: int, request: bytes, due: float) -> None:
         connection = idle[index].pop() if idle[index] else Connection(targets[index][0])
-        latencies[index].append(await connection.send(request))
+        before = [clock.read() for clock in clocks]
+        late_s = time.perf_counter() - due
+        latency_s = await connection.send(request)
+        pairs = zip(before, [clock.read() for clock in clocks], strict=True)
+        took = tuple(
+            Times(ran_s=then.ran_s - first.ran_s, waited_s=then.waited_s - first.waited_s)
+            for first, then in pairs
+        )
+        samples[index].append(Sample(latency_s=latency_s, late_s=late_s, took=took))
         idle[index].append(connection)
 
     rounds = zip(*(requests for _, requests in targets), strict=True)
-    async with asyncio.TaskGroup() as group:
-        for number, requests in enumerate(rounds):
-            for index, request in enumerate(requests):
-                due = began + (number + index / len(targets)) / per_s
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                group.create_task(send(index, request))
+    with _no_garbage_collection():
+        async with asyncio.TaskGroup() as group:
+            for number, requests in enumerate(rounds):
+                for index, request in enumerate(requests):
+                    due = began + (number + index / len(targets)) / per_s
+                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                    group.create_task(send(index, request, due))
     for connections in idle:
         for connection in connections:
             connection.close()
-    return latencies
+    return samples
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """The client's own pauses, of up to 4 ms, would be found in the slowest latencies."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -74,9 +74,7 @@ class TestRouter:
 
     def test_an_unknown_key_names_the_file(self, tmp_path: Path) -> None:
         (tmp_path / "router.yaml").write_text("prot: 8100\n")
-        assert_refused(
-            rose("router", "--config", "router.yaml", cwd=tmp_path), "router.yaml: prot: unknown key"
-        )
+        assert_refused(rose("router", "router.yaml", cwd=tmp_path), "router.yaml: prot: unknown key")
 
 
 def test_a_pool_that_has_an_owner_is_refused(runtime_dir: Path) -> None:

@@ -67,7 +67,7 @@ class Service:
         """Starts a router for these workers and those of its own configuration; its URL."""
         known = [*config.get("workers", ()), *workers]
         content = {"host": self._host, **config, "workers": known}
-        self._run(["-m", "rose.scheduler.rollout.service", "--config", str(self._write(content))])
+        self._run(["-m", "rose.scheduler.rollout.service", str(self._write(content))])
         return self._wait_told("router's URL", _router_url)
 
     def start_node(self, config: Mapping[str, Any], relay_url: str | None) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def can_resume(body: Mapping[str, Any]) -> bool:
         and type(limit) is int
         and limit > 0
         and body.get("add_generation_prompt") is not False  # else the role is the last message's
-        and not (body.get("stream_options") or {}).get("continuous_usage_stats")
+        and _is_plain(body.get("stream_options"))
         and _are_texts(body.get("messages"))
     )
 
@@ -99,6 +99,13 @@ def can_resume(body: Mapping[str, Any]) -> bool:
 def _limit(body: Mapping[str, Any]) -> object:
     newer = body.get("max_completion_tokens")
     return newer if newer is not None else body.get("max_tokens")
+
+
+def _is_plain(stream_options: object) -> bool:
+    """Whether no event but the last is to tell the usage."""
+    if not isinstance(stream_options, dict):
+        return stream_options is None
+    return not stream_options.get("continuous_usage_stats")
 
 
 def _are_texts(messages: object) -> bool:

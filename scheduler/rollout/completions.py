@@ -88,7 +88,7 @@ def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
         BadRequest: prompt, n, max_tokens or seed is malformed.
     """
     prompts = split_prompts(body.get("prompt"))
-    n, call_id = checked_n(body), uuid.uuid4().hex
+    n, call_id = checked_n(body, len(prompts)), uuid.uuid4().hex
     singles = []
     for index, (prompt, child) in enumerate((p, i) for p in prompts for i in range(n)):
         request = {**child_body(body, child), "prompt": prompt, "request_id": f"{call_id}-{index}"}
@@ -99,14 +99,29 @@ def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
     return Call(body=body, n=n, singles=singles, is_batch=is_batch, id=name)
 
 
-def checked_n(body: Mapping[str, Any]) -> int:
-    """How many choices are asked for. Raises: BadRequest if what fanning out needs is malformed."""
+_MAX_SINGLES = 2**16
+"""Of one call: each costs some KB here, and n alone is a few bytes of a body."""
+_INTEGERS = ("max_tokens", "seed", "min_tokens", "stream_interval")
+_MAX_INTEGER = 2**63
+
+
+def checked_n(body: Mapping[str, Any], num_prompts: int = 1) -> int:
+    """How many choices are asked for of each prompt.
+
+    Raises:
+        BadRequest: what the router itself needs of the body is malformed.
+    """
     n = body.get("n") if body.get("n") is not None else 1
     if type(n) is not int or n < 1:
         raise BadRequest(f"n: want a positive integer, got {n!r}")
-    for name in ("max_tokens", "seed", "min_tokens"):
-        if body.get(name) is not None and type(body[name]) is not int:
-            raise BadRequest(f"{name}: want an integer, got {body[name]!r}")
+    if n * num_prompts > _MAX_SINGLES:
+        raise BadRequest(f"n: {num_prompts} prompts x {n}, at most {_MAX_SINGLES}; send several requests")
+    for name in _INTEGERS:
+        value = body.get(name)
+        if value is not None and (type(value) is not int or abs(value) >= _MAX_INTEGER):
+            raise BadRequest(f"{name}: want an integer of 64 bits, got {str(value)[:40]!r}")
+    if not isinstance(body.get("stream_options"), dict | None):
+        raise BadRequest(f"stream_options: want an object, got {body['stream_options']!r}")
     return n
 
 

@@ -8,7 +8,7 @@ Never does: start anything.
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -34,7 +34,7 @@ class WorkerSpec(_Settings):
     @classmethod
     def _check_url(cls, url: str) -> str:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
             raise ValueError(f"want http://HOST:PORT, got {url!r}")
         return url.rstrip("/")
 
@@ -42,6 +42,13 @@ class WorkerSpec(_Settings):
     def id(self) -> str:
         """host:port, which names the worker everywhere."""
         return urlsplit(self.url).netloc
+
+
+def _has_good_port(parts: SplitResult) -> bool:
+    try:
+        return parts.port != 0  # none at all is the scheme's own
+    except ValueError:
+        return False
 
 
 class JobSpec(_Settings):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import RawHeaders
 
 from rose.errors import RoseError
 from rose.scheduler.rollout.bodies import BadRequest, encode
@@ -38,6 +39,8 @@ class Guard:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keys, drain, and errors as HTTP answers."""
+        if not _are_text(request.raw_headers):
+            return error_response(400, "a header is not text in UTF-8")
         if not self._is_allowed(request):
             return error_response(401, "wrong or missing key in Authorization")
         if self.is_draining and request.method == "POST" and not request.path.startswith(_ADMIN_PATHS):
@@ -76,6 +79,17 @@ class Guard:
         while self._num_active and time.monotonic() < until:
             await asyncio.sleep(0.05)
         logger.info("drained left=%d", self._num_active)
+
+
+def _are_text(headers: RawHeaders) -> bool:
+    """Names of jobs and sessions go into answers, logs and metrics, which other bytes would break."""
+    try:
+        for _, value in headers:
+            if not value.isascii():
+                value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def error_response(status: int, message: str) -> web.Response:

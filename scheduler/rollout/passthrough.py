@@ -49,12 +49,12 @@ class Passthrough:
         try:
             answer = await self._until_answered(request, body, journey)
             result = "finished"
-            self._plane.counters.turns[result] += 1
             return answer
         except RoseError as error:
             result = type(error).__name__
             raise
         finally:
+            self._plane.counters.turns[result] += 1
             if journey.span is not None:
                 journey.span.end(result)
 
@@ -108,14 +108,10 @@ class Passthrough:
 
 def _plain(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -> web.Response | Ending:
     if response.status != 200:
-        ending = error_ending(response.status, body.decode(errors="replace"))
-        if ending.kind is not EndKind.REFUSED:
-            return ending
-    elif any(choice.get("stop_reason") in _ROSE_STOPS for choice in json.loads(body).get("choices", ())):
+        return error_ending(response.status, body.decode(errors="replace"))
+    if any(choice.get("stop_reason") in _ROSE_STOPS for choice in json.loads(body).get("choices", ())):
         return Ending(kind=EndKind.RECLAIMED, detail=f"{worker.id} aborted the request")
-    return web.Response(
-        body=body, status=response.status, content_type=response.content_type, headers=_origin(worker)
-    )
+    return web.Response(body=body, content_type=response.content_type, headers=_origin(worker))
 
 
 def _origin(worker: Worker) -> dict[str, str]:

@@ -138,14 +138,14 @@ def _keep_freed_memory() -> None:
 
 def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
     parsed = _parser().parse_args(argv)
-    fields = read_yaml(parsed.config, RouterConfig) if parsed.config is not None else {}
+    fields = read_yaml(parsed.file, RouterConfig) if parsed.file is not None else {}
     flags = {name: getattr(parsed, name) for name in ("host", "port", "policy")}
     fields |= {name: value for name, value in flags.items() if value is not None}
     if parsed.concurrency_profile is not None:
         fields["concurrency_profile"] = parsed.concurrency_profile
     if parsed.worker:
         fields["workers"] = [*fields.get("workers", ()), *(parse_worker(text) for text in parsed.worker)]
-    source = str(parsed.config) if parsed.config is not None else "command line"
+    source = str(parsed.file) if parsed.file is not None else "command line"
     return build_config(fields, source, Settings.from_environment())
 
 
@@ -156,13 +156,15 @@ def _parser() -> CommandParser:
         "rose router --worker http://gpu1:8000 --worker http://gpu2:8001,serving --port 8100",
     )
     parser.add_argument(
+        "file", nargs="?", type=Path, metavar="ROUTER.yaml", help="settings, see RouterConfig; flags win"
+    )
+    parser.add_argument(
         "--worker",
         action="append",
         default=[],
         metavar="URL[,dedicated|serving][,gpus=N]",
         help="a rollout engine; may be repeated",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="settings, see RouterConfig")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8100)")
     parser.add_argument(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.rollout.conftest import Client, StartRouter
-from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
+from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 
 pytestmark = pytest.mark.asyncio
 
@@ -63,6 +63,61 @@ async def test_a_prompt_over_the_context_is_400_with_both_numbers(start_router: 
 async def test_n_that_is_no_positive_integer_is_400(start_router: StartRouter, n: object) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         assert_error(*await client.post("/v1/completions", {**BODY, "n": n}), 400, "n:")
+        assert not worker.requests
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{**BODY, "n": 10**9}, {**BODY, "n": 10**5}, {**BODY, "prompt": [[1]] * 40_000, "n": 2}],
+)
+async def test_more_choices_than_can_be_held_are_400(start_router: StartRouter, body: object) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        assert_error(*await client.post("/v1/completions", body), 400, "n:", "65536")
+        assert not worker.requests
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stream_options", "usage"),
+        ("stream_options", []),
+        ("stream_interval", "often"),
+        ("max_tokens", 2**63),
+        ("seed", 1.5),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_field_that_the_router_reads_itself_is_400_where_it_is_malformed(
+    start_router: StartRouter, field: str, value: object, is_stream: bool
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        body = {**BODY, "stream": is_stream, field: value}
+        assert_error(*await client.post("/v1/completions", body), 400, field)
+        assert not worker.requests
+
+
+async def test_options_that_are_none_send_a_chat_to_the_worker_which_refuses_them(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        worker.faults.append(Fault(kind="status", status=400))
+        body = {"messages": [], "max_tokens": 4, "stream_options": "usage"}
+        assert (await client.post("/v1/chat/completions", body))[0] == 400
+        assert client.counters()["turns"] == {"Refused": 1}
+
+
+@pytest.mark.parametrize("name", [b"Authorization", b"X-Rose-Job", b"X-Session-ID", b"Idempotency-Key"])
+async def test_a_header_that_is_no_text_is_400(start_router: StartRouter, name: bytes) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, api_key="k") as client:
+        host, port = client.router.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"prompt":[1],"max_tokens":1}'
+        for value, wanted in ((b"\xff", b" 400 "), ("k\u00e9".encode(), b" 401 ")):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b: %b\r\nContent-Length: %d\r\n\r\n"
+            writer.write(head % (name, value, len(body)) + body)
+            answer = await reader.readuntil(b"}}")
+            assert wanted in answer and b'"error"' in answer
+        writer.close()
         assert not worker.requests
 
 

@@ -332,6 +332,8 @@ async def post_json(http: aiohttp.ClientSession, url: str, body: dict[str, Any])
         ("gpu1:8000", "url"),
         ("http://a:1,gpu", "kind"),
         ("http://a:1,gpus=0", "gpus"),
+        ("http://a:99999", "url"),
+        ("http://a:b", "url"),
         ("http://a:1,x=1", "x"),
     ],
 )
@@ -380,7 +382,7 @@ def test_a_settings_file_that_can_not_be_read_is_one_clear_error(
     path = tmp_path / "router.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"router\.yaml: {problem}"):
-        main(["--config", str(path)])
+        main([str(path)])
 
 
 def test_keys_come_from_the_environment_unless_given() -> None:

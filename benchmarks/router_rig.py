@@ -1,0 +1,129 @@
+"""What bench_router.py measures and measures with: stub worker, routers, requests.
+
+Owns: processes and their pinning, the requests' bodies. Promises: everything started is stopped, also on
+failure; a router is ready when it is handed out. Never: measures.
+"""
+
+import asyncio
+import json
+import random
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+import uvloop
+from requests_load import Target
+
+from rose.errors import WorkerError
+from rose.node.checks import free_port
+
+STUB = Path(__file__).with_name("stub_worker.py")
+PASSTHROUGH = Path(__file__).with_name("bare_passthrough.py")
+FLOOR = "aiohttp floor"
+FLOOR_COMMAND = f"{FLOOR}={sys.executable} {PASSTHROUGH} --worker {{worker}} --port {{port}}"
+BODIES = {"0.7KB": 120, "48KB": 8_192, "190KB": 32_768}
+"""Prompt tokens."""
+START_S = 30.0
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def stub(**flags: object) -> Iterator[tuple[str, psutil.Process]]:
+    """A stub worker's URL and process."""
+    argv = [sys.executable, str(STUB)]
+    for name, value in flags.items():
+        argv += [f"--{name.replace('_', '-')}", str(value)]
+    with _started(argv, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().decode().strip(), psutil.Process(process.pid)
+
+
+@contextmanager
+def router(worker: str, cpu: int) -> Iterator[tuple[str, psutil.Process]]:
+    """Our router before one worker, ready."""
+    port = free_port()
+    argv = [sys.executable, "-m", "rose.scheduler.rollout.service", "--port", str(port), "--worker", worker]
+    with _listening(argv, port, cpu) as ready:
+        yield ready
+
+
+@contextmanager
+def other_router(spec: str, worker: str, cpu: int) -> Iterator[tuple[str, psutil.Process]]:
+    """A router of another's before one worker, ready. `spec`: NAME[,PATH]=COMMAND."""
+    port = free_port()
+    argv = shlex.split(spec.partition("=")[2].format(worker=worker, port=port))
+    with _listening(argv, port, cpu) as ready:
+        yield ready
+
+
+@contextmanager
+def _started(
+    argv: Sequence[str], cpu: int | None = None, **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(argv, **options)
+    try:
+        if cpu is not None:
+            psutil.Process(process.pid).cpu_affinity([cpu])
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _listening(argv: Sequence[str], port: int, cpu: int) -> Iterator[tuple[str, psutil.Process]]:
+    url = f"http://127.0.0.1:{port}"
+    with _started(argv, cpu, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until = time.monotonic() + START_S
+        while not _is_healthy(url):
+            if process.poll() is not None or time.monotonic() > until:
+                raise WorkerError(f"{shlex.join(argv)} did not become ready in {START_S:.0f} s")
+            time.sleep(0.1)
+        yield url, psutil.Process(process.pid)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False, timeout=1.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU of a process and its children so far."""
+    times = [p.cpu_times() for p in [process, *process.children(recursive=True)]]
+    return sum(each.user + each.system for each in times)
+
+
+def requests_for(
+    target: Target, num_tokens: int, count: int, rng: random.Random, **fields: object
+) -> list[bytes]:
+    """Requests whose prompts differ from the first id on; a session each, as a trainer sends."""
+    rest = ",".join(str(rng.randrange(150_000)) for _ in range(num_tokens - 1))
+    made = []
+    for number in range(count):
+        key = "prompt"
+        body: dict[str, object] = {"model": "stub", "max_tokens": 64, "temperature": 1.0, **fields}
+        if target.path == "/generate":
+            key, body = "input_ids", {"sampling_params": {"max_new_tokens": 64}}
+        others = json.dumps(body, separators=(",", ":"))
+        data = f'{{"{key}":[{number},{rest}],{others[1:]}'.encode()
+        made.append(target.request(data, f"X-Session-ID: s{number}\r\n"))
+    return made
