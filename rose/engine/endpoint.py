@@ -7,7 +7,6 @@ what they do is control.py's. Loaded only where ``VLLM_PLUGINS`` names ``rose``.
 from __future__ import annotations
 
 import hmac
-import os
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from vllm.engine.protocol import EngineClient
 from rose.config import Settings
 from rose.engine.activation import INACTIVE
 from rose.engine.control import EngineControl
+from rose.engine.priority import give_way_on_cpus
 from rose.engine.settings import EngineSettings
 from rose.errors import ConfigError, WorkerError
 from rose.messages import (
@@ -34,9 +34,6 @@ from rose.messages import (
     WorkerStatus,
 )
 from rose.types import Role
-
-GUEST_NICE = 10
-"""Of a rollout engine's front end where serving's is on the same host."""
 
 
 def _key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
@@ -184,12 +181,4 @@ class RoseEndpoint:
             await control.start()
             state.rose = control
             if settings.role is Role.ROLLOUT and settings.pool is not None:
-                _give_way_on_cpus()
-
-
-def _give_way_on_cpus() -> None:
-    """Serving first on the host's CPUs as well: answers of many rollouts, streamed at once, kept a burst of
-    serving requests from its engine for 220 ms. The engine core, which the gate holds back, is left as it is.
-    """
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    os.setpriority(os.PRIO_PROCESS, 0, max(nice, GUEST_NICE))
+                give_way_on_cpus()

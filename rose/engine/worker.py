@@ -12,6 +12,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from rose.engine.priority import give_way_on_cpus
 from rose.engine.rank import RoseWorker
 from rose.engine.weights import device_bytes
 from rose.types import Role
@@ -25,13 +26,13 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_pinned = False
+        self._is_placed = False
         # No engine argument leads here; vLLM looks the backend up by this name when first told to sleep.
         self.model_config.sleep_mode_backend = "rose"
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        if not self._is_pinned and scheduler_output.total_num_scheduled_tokens > 0:
-            self._pin_to_compute_cpus()
+        if not self._is_placed and scheduler_output.total_num_scheduled_tokens > 0:
+            self._place_on_cpus()
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -77,13 +78,15 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
         backend.attach(self._staged_weights())
         return backend
 
-    def _pin_to_compute_cpus(self) -> None:
-        """Pin the calling thread alone: those that only move bytes stay off the CPUs that stand for a GPU.
+    def _place_on_cpus(self) -> None:
+        """Place the calling thread alone: those that only move bytes stay off the CPUs that stand for a GPU.
 
         At the first step with tokens, not at start-up or at an empty step that a wake-up caused: whoever
         started the engine may still move all its threads then.
         """
-        self._is_pinned = True
-        cpus = self._rose.settings.compute_cpus
-        if cpus is not None:
-            os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+        self._is_placed = True
+        settings = self._rose.settings
+        if settings.compute_cpus is not None:
+            os.sched_setaffinity(0, {int(cpu) for cpu in settings.compute_cpus.split(",")})
+        if settings.role is Role.ROLLOUT and settings.pool is not None:
+            give_way_on_cpus()
