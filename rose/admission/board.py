@@ -36,9 +36,9 @@ Bounds and deaths
     process every LIVENESS_SLICE_S meanwhile and goes at once if that is dead. A dead rollout (named by
     its attach epoch) is not waited for again. One that leaves a turn without an answer (it died, was
     stopped or hangs between two steps) is offered no other until its heartbeat is newer than that offer.
-    rollout never sleeps longer than MAX_TURN_WAIT_S per call. A serving process that died in OPEN or
-    RUNNING leaves its phase: view().alive turns False and no rollout step starts until a serving process
-    attaches anew. One that died or detached in IDLE has left the GPU free.
+    rollout never sleeps longer than MAX_TURN_WAIT_S per call. Once a serving process has died, in whatever
+    phase, view().alive turns False and no rollout step starts until a serving process attaches anew. One
+    that detached has left the GPU free.
 """
 
 import math

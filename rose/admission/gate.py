@@ -50,7 +50,7 @@ class GateReason(StrEnum):
     PREFILL_FIRST = "prefill_first"
     NO_SLACK = "no_slack"
     SERVING_LOST = "serving_lost"
-    """The serving process died with work in hand: what runs on the GPU is unknown."""
+    """The serving process died: what runs on the GPU is unknown, and its successor may start at any moment."""
     SAVING = "saving"
     """Slack is left, but not for all decodes at once: it is kept for the next gap."""
 
@@ -236,7 +236,7 @@ class GatePolicy:
             return GateReason.NOTHING_TO_RUN
         if mode is GateMode.OFF:
             return None
-        if view.has_work and not view.alive:
+        if not view.alive:
             return GateReason.SERVING_LOST
         if not view.may_start:
             return GateReason.SERVING_TURN

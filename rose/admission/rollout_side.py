@@ -172,7 +172,7 @@ class RolloutSide:
         phase = self._load(_S_PHASE)
         if phase == _OPEN:
             return self._load(_S_TURN) != self._turn_used
-        return phase != _RUNNING
+        return phase != _RUNNING and self._serving_alive
 
     def _check_serving(self, now_ns: int, max_age_ns: int) -> bool:
         if now_ns - self._checked_ns >= max_age_ns:

@@ -43,7 +43,7 @@ class EngineSettings(BaseModel):
     max_step_ms: float | None = Field(default=None, gt=0)
     """The longest rollout step, also on an idle GPU, where a request that comes waits for its end; the
     serving engine's counts for both. None: a quarter of the TTFT SLO, on a decoder half the TPOT SLO."""
-    chunk_tokens: int = Field(default=512, gt=0)
+    chunk_tokens: int = Field(default=512, gt=0, le=512)
     stall_s: float = Field(default=2.0, gt=0)
     lease_s: float = Field(default=10.0, gt=0)
     high_watermark: float = Field(default=0.5, gt=0, le=1)

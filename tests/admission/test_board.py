@@ -451,6 +451,22 @@ def test_rollout_stays_off_the_gpu_after_serving_is_killed_in_a_step(words: Word
     serving.detach()
 
 
+def test_rollout_stays_off_the_gpu_after_serving_died_without_work(words: Words, players: Players) -> None:
+    player = players.start_hanging("hang-serving")
+    words.store(Word.S_PHASE, board.Phase.IDLE)
+    rollout = RolloutSide(words)
+    player.kill()
+    player.wait()
+    assert not rollout.serving_alive()
+    lost = rollout.view()
+    assert not lost.alive and not lost.may_start
+    assert not rollout.may_try() and not begin(rollout)  # it sleeps instead of asking again and again
+    ServingSide(words).detach()  # its successor came, and left the GPU free
+    assert rollout.serving_alive()
+    assert begin(rollout)
+    rollout.end_step(1)
+
+
 def test_a_restarted_serving_engine_takes_its_place_beside_a_running_rollout_step(
     words: Words, players: Players, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,7 +170,8 @@ def test_without_a_profile_one_small_step_runs_and_only_when_serving_is_idle() -
          GateReason.SERVING_LOST),
         (ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER, may_start=False),
          GateReason.SERVING_TURN),
-        (ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER, alive=False), ADMITTED),
+        (ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER, alive=False),
+         GateReason.SERVING_LOST),
     ],
 )  # fmt: skip
 def test_board_states(view: ServingView, reason: GateReason) -> None:
