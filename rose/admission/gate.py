@@ -50,7 +50,7 @@ class GateReason(StrEnum):
     PREFILL_FIRST = "prefill_first"
     NO_SLACK = "no_slack"
     SERVING_LOST = "serving_lost"
-    """The serving process died: what runs on the GPU is unknown, and its successor may start at any moment."""
+    """The serving process died: what runs on the GPU is unknown, its successor may come any moment."""
     SAVING = "saving"
     """Slack is left, but not for all decodes at once: it is kept for the next gap."""
 
