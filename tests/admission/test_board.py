@@ -458,8 +458,7 @@ def test_rollout_stays_off_the_gpu_after_serving_died_without_work(words: Words,
     player.kill()
     player.wait()
     assert not rollout.serving_alive()
-    lost = rollout.view()
-    assert not lost.alive and not lost.may_start
+    assert not rollout.view().alive
     assert not rollout.may_try() and not begin(rollout)  # it sleeps instead of asking again and again
     ServingSide(words).detach()  # its successor came, and left the GPU free
     assert rollout.serving_alive()
