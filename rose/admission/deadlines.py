@@ -25,6 +25,8 @@ from rose.types import SLO, Deployment, GateMode
 MAX_FRONT_END_WAIT_S = 60.0
 # How long the tightest SLO that requests brought along counts for those of its kind to come.
 CLASS_MEMORY_S = 300.0
+# Of a step that is cut short for the decodes in it: fewer would cost more in steps than they save.
+MIN_PREFILL_TOKENS = 64
 
 
 def monotonic_arrival(now: float, wall_now: float, wall_arrival: float) -> float:
@@ -197,10 +199,26 @@ class ServingDeadlines:
         if not self._decodes:
             return True
         prefill = 1 if self._is_decoder else self._chunk_tokens
-        step_s = model.predict_safe(prefill, len(self._decodes), context_tokens)
+        return now + model.predict_safe(prefill, len(self._decodes), context_tokens) <= self._least_cap()
+
+    def prefill_room(self, now: float, model: StepTimeModel, context_tokens: float = 0) -> int:
+        """How many prompt tokens the step that starts now may take along, so that no decode in it breaks the
+        ITL cap.
+
+        More prompts come during a rollout step than serving alone meets at once: in one step, they would make
+        a gap that no rollout ran in.
+        """
+        if not self._decodes or not self._is_prefill_first:
+            return self._chunk_tokens
+        budget_s = self._least_cap() - now
+        room = model.tokens_within(budget_s, len(self._decodes), self._chunk_tokens, context_tokens)
+        return max(room, MIN_PREFILL_TOKENS)
+
+    def _least_cap(self) -> float:
+        """When the first of all decodes breaks its ITL cap."""
         decodes = self._decodes.values()
         caps_s = {own: self._target_and_cap(own)[1] for own in {times.tpot_s for times in decodes}}
-        return now + step_s <= min(times.last_token_s + caps_s[times.tpot_s] for times in decodes)
+        return min(times.last_token_s + caps_s[times.tpot_s] for times in decodes)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the books disagree."""

@@ -74,6 +74,12 @@ class ServingSide:
         """Whether the GPU is claimed: between begin_step and end_step."""
         return self._is_stepping
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a rollout engine has something to run."""
+        words = self._words
+        return bool(words.load(Word.R_WANT)) and words.load(Word.R_EPOCH) != self._dead_epoch
+
     def begin_step(self, *, grace_s: float = GRACE_S) -> StepStart:
         """Claims the GPU and waits, bounded, for a running rollout step. Idempotent until end_step, so
         that steps in flight at once share one claim."""
@@ -181,9 +187,7 @@ class ServingSide:
 
     def _rollout_can_use_a_turn(self, now_ns: int, latest_ns: int) -> bool:
         words = self._words
-        if not words.load(Word.R_WANT) or words.load(Word.S_PHASE) != Phase.OPEN:
-            return False
-        if words.load(Word.R_EPOCH) == self._dead_epoch or is_arrival_pending(words, now_ns):
+        if not self.is_wanted or words.load(Word.S_PHASE) != Phase.OPEN or is_arrival_pending(words, now_ns):
             return False
         # Each offer to a process that is gone or stopped would cost the whole hand-over, step after step.
         if words.load(Word.R_HEARTBEAT) <= self._unanswered_ns:

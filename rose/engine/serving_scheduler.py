@@ -118,6 +118,15 @@ class ServingScheduler(RoseScheduler):
                 self.max_num_scheduled_tokens = 0
                 return
         side.begin_step()
+        if side.is_wanted and self._deadlines.has_pending_prefill:
+            self._spare_decodes()
+
+    def _spare_decodes(self) -> None:
+        """Splits the prefill that came while rollouts computed, where it would break a decode's ITL cap."""
+        if self.recorder.is_profiled and self.scheduler_config.enable_chunked_prefill:
+            deadlines = self._deadlines
+            room = deadlines.prefill_room(time.monotonic(), self.recorder.model, self._context_tokens)
+            self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, deadlines.num_decodes + room)
 
     def _may_join(self) -> bool:
         return self._deadlines.may_join(time.monotonic(), self.recorder.model, self._context_tokens)

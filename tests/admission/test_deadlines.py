@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.admission.deadlines import CLASS_MEMORY_S, ServingDeadlines, monotonic_arrival
+from rose.admission.deadlines import CLASS_MEMORY_S, MIN_PREFILL_TOKENS, ServingDeadlines, monotonic_arrival
 from rose.admission.gate import GateSettings
 from rose.admission.slack import NEVER
 from rose.admission.step_time import StepTimeModel
@@ -208,6 +208,25 @@ def test_a_newcomer_joins_a_step_only_within_the_itl_cap() -> None:
     serving.produced(["a"], 1.0)
     assert serving.may_join(1.137, MODEL)
     assert not serving.may_join(1.139, MODEL)
+
+
+def test_prefill_that_piled_up_is_split_for_the_decodes_beside_it() -> None:
+    serving = (
+        books()
+    )  # a step with one decode takes 11 ms and 0.1 ms more per prompt token, the cap is 200 ms
+    assert serving.prefill_room(5.0, MODEL) == 512
+    serving.produced(["a"], 1.0)
+    assert serving.prefill_room(1.137, MODEL) == 512
+    assert serving.prefill_room(1.16, MODEL) == pytest.approx(290, abs=1)
+    assert serving.prefill_room(1.3, MODEL) == MIN_PREFILL_TOKENS  # it is late anyway
+    serving.finished(["a"])
+    assert serving.prefill_room(1.3, MODEL) == 512
+
+
+def test_other_modes_take_prefill_along_as_vllm_does() -> None:
+    serving = books(GateMode.TTFT_ONLY)
+    serving.produced(["a"], 1.0)
+    assert serving.prefill_room(1.3, MODEL) == 512
 
 
 def test_no_work_means_no_deadline() -> None:

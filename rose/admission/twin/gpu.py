@@ -161,7 +161,8 @@ class TwinGpu:
 
     def _serve(self) -> None:
         self._switch(to_rollout=False)
-        work = self._serving.start_step()
+        is_shared = self._rollout is not None
+        work = self._serving.start_step(self._serving.prefill_room(self._now) if is_shared else None)
         self._peak_batch = max(self._peak_batch, self._serving.num_running)
         seconds = self._seconds("serving", self._serving.model, work)
         self._pass("serving", seconds)

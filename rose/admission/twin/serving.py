@@ -158,10 +158,16 @@ class TwinServing:
         """Whether what arrived during a gap may be part of the step that ends it."""
         return self._deadlines.may_join(now, self.online.model, self._context())
 
-    def start_step(self) -> StepWork:
-        """Fills the next step."""
+    def prefill_room(self, now: float) -> int:
+        """How many prompt tokens the next step may take along, beside a rollout engine."""
+        return self._deadlines.prefill_room(now, self.online.model, self._context())
+
+    def start_step(self, max_prefill: int | None = None) -> StepWork:
+        """Fills the next step, with at most so many prompt tokens."""
         decodes = [r for r in self._running if not r.prompt_left]
         room = self.model.max_batched_tokens - len(decodes)
+        if max_prefill is not None:
+            room = min(room, max_prefill)
         prefill = 0
         for request in self._running:
             if request.prompt_left:
