@@ -42,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of the real runs, which workloads: {cases}; default: all",
     )
     parser.add_argument(
+        "--policies",
+        nargs="+",
+        choices=slo_real.MODES,
+        metavar="POLICY",
+        help=f"of the real runs, only the default mode and these: {', '.join(slo_real.MODES)}; default: all",
+    )
+    parser.add_argument("--rounds", type=int, help="of the real runs; default: 2, with --quick 1")
+    parser.add_argument(
         "--records",
         type=Path,
         metavar="FOLDER",

@@ -66,8 +66,8 @@ def measure(args: Namespace, console: Console) -> list[Figure]:
         folder = args.records if args.records is not None else rig.folder
         folder.mkdir(parents=True, exist_ok=True)
         options = DemoOptions(out_dir=folder, quick=args.quick, seed=args.seed, trace=args.trace)
-        bench = _RealBench(rig, DemoPlan.of(options), window_s, rounds)
-        return bench.figures(console, args.cases)
+        bench = _RealBench(rig, DemoPlan.of(options), window_s, args.rounds or rounds)
+        return bench.figures(console, args.cases, args.policies)
 
 
 class _RealBench:
@@ -79,8 +79,11 @@ class _RealBench:
         self._engines = SloEngines(rig, plan)
         self._steps = RlSteps(self._engines.rollout)
 
-    def figures(self, console: Console, names: Sequence[str]) -> list[Figure]:
-        """Of the workloads called ``names``, each printed as soon as it has run."""
+    def figures(
+        self, console: Console, names: Sequence[str], only: Sequence[str] | None = None
+    ) -> list[Figure]:
+        """Of the workloads called ``names``, each printed as soon as it has run; with the default mode and
+        ``only`` these policies, if named, and then without other targets for the gate."""
         base = self._plan.serving
         few = {name: Policy(mode=MODES[name]) for name in FEW}
         all_modes = {name: Policy(mode=mode) for name, mode in MODES.items()}
@@ -93,12 +96,14 @@ class _RealBench:
         figures = []
         for case in names:
             load, policies = cases[case]
+            if only is not None:
+                policies = {name: Policy(mode=MODES[name]) for name in MODES if name in (DUAL, *only)}
             windows, rates = self._windows(case, replace(self._plan, serving=load), policies)
             runs = _runs(windows, rates, self._plan.slo)
             console.print(policy_table(f"MEASURED on two real engines: {case}", runs, _notes(windows)))
             named = {name: run for name, run in runs.items() if name in (ALONE, AGAIN, *MODES)}
             figures += case_figures(case, named)
-            if case == "density 1":
+            if case == "density 1" and only is None:
                 figures += self._tuned_figures(runs, named)
         return figures
 
