@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from run_delay import Times, read_times
+
 from rose.errors import WorkerError
 
 
@@ -85,15 +87,6 @@ async def closed_loop(target: Target, requests: Sequence[bytes], concurrency: in
     return latencies
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """One process's time so far, or during one request."""
-
-    ran_s: float
-    waited_s: float
-    """Ready to run, with no core to run on."""
-
-
 class Clock:
     """Reads a process's times, as the kernel's scheduler counts them."""
 
@@ -101,9 +94,7 @@ class Clock:
         self._path = f"/proc/{pid}/schedstat"
 
     def read(self) -> Times:
-        with open(self._path, "rb", buffering=0) as file:
-            ran_ns, waited_ns, _ = file.read().split()
-        return Times(ran_s=int(ran_ns) / 1e9, waited_s=int(waited_ns) / 1e9)
+        return read_times(self._path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,30 @@
-"""How long an engine's threads computed, and how long they were ready to but had no CPU.
+"""How long processes and threads ran, and how long they were ready to but had no CPU.
 
 Owns the reading of Linux's schedstat. Never measures by itself: subtract two readings.
 """
 
-from pathlib import Path
+from dataclasses import dataclass
 
 import psutil
 
 CORE = "VLLM::Engine"
 """How an engine core's process begins its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """A process's or a thread's time so far, or between two readings."""
+
+    ran_s: float
+    waited_s: float
+    """Ready to run, with no core to run on."""
+
+
+def read_times(path: str) -> Times:
+    """Of /proc/PID[/task/TID]/schedstat. Raises: FileNotFoundError: it ended, or the kernel doesn't count."""
+    with open(path, "rb", buffering=0) as file:
+        ran_ns, waited_ns, _ = file.read().split()
+    return Times(ran_s=int(ran_ns) / 1e9, waited_s=int(waited_ns) / 1e9)
 
 
 def cpu_use_s(leader_pid: int) -> dict[str, float]:
@@ -24,15 +40,11 @@ def cpu_use_s(leader_pid: int) -> dict[str, float]:
             part = "api server"
             if is_core:
                 part = "step thread" if thread.id == process.pid else "core's other threads"
-            for name, seconds in _read(Path(f"/proc/{process.pid}/task/{thread.id}/schedstat")).items():
+            try:
+                times = read_times(f"/proc/{process.pid}/task/{thread.id}/schedstat")
+            except FileNotFoundError:
+                continue
+            for name, seconds in (("computed", times.ran_s), ("had no CPU", times.waited_s)):
                 key = f"{part}, {name}"
                 found[key] = found.get(key, 0.0) + seconds
     return found
-
-
-def _read(path: Path) -> dict[str, float]:
-    try:
-        computed_ns, waited_ns, _ = path.read_text().split()
-    except FileNotFoundError:  # the thread ended, or the kernel doesn't count
-        return {}
-    return {"computed": int(computed_ns) / 1e9, "had no CPU": int(waited_ns) / 1e9}
