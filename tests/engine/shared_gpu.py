@@ -11,6 +11,8 @@ from typing import Any
 from real_engine import RealEngine, runtime_dir, until
 from tiny_models import SLAB_BYTES
 
+from rose._shm import Words
+from rose.admission.board import NUM_WORDS, Word
 from rose.memory.daemon import start_daemon
 from rose.memory.ledger import Ledger
 from rose.memory.policy_word import Pressure
@@ -170,3 +172,40 @@ class LedgerLog:
         self._closing.set()
         self._thread.join()
         self._look()
+
+
+class BoardLog:
+    """A context manager: looks at the board's turns every fraction of a millisecond, in a thread."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._first = self._counters()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="board-log", daemon=True)
+        self.num_overlaps = 0
+        """Looks that found steps of both engines."""
+
+    def has_grown(self, word: int) -> bool:
+        """Whether a counter of the board has grown since this log was made."""
+        return self._counters()[word] > self._first[word]
+
+    def _counters(self) -> list[int]:
+        return [self._words.load(word) for word in range(NUM_WORDS)]
+
+    def _run(self) -> None:
+        load = self._words.load
+        while not self._closing.is_set():
+            rollout_ns = load(Word.R_STARTED)
+            is_serving = load(Word.S_STARTED) > 0
+            # A step's start is its name: the same before and after means that it ran in between.
+            if is_serving and rollout_ns > 0 and load(Word.R_STARTED) == rollout_ns:
+                self.num_overlaps += 1
+            time.sleep(0.0005)
+
+    def __enter__(self) -> "BoardLog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._closing.set()
+        self._thread.join()

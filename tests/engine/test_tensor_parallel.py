@@ -17,10 +17,11 @@ from probes import (
 )
 from real_engine import Answer, RealEngine, runtime_dir, until
 from references import ModelDirs, StockAnswers
-from shared_gpu import NUM_SLABS, LedgerLog, SharedGpu
+from shared_gpu import NUM_SLABS, BoardLog, LedgerLog, SharedGpu
 from tiny_models import SLAB_BYTES, staged_update
 from weight_probes import probe, update
 
+from rose.admission.board import Word
 from rose.memory.pool_state import read_state
 from rose.memory.wire import Kind
 from rose.types import GateMode, Role, StopReason
@@ -35,7 +36,7 @@ STALL_S = 60.0
 
 @pytest.fixture(scope="module")
 def ranks(engines_dir: Path, models: ModelDirs) -> Iterator[SharedGpu]:
-    """Ungated: only their memory is shared here."""
+    """Ungated, where a test doesn't say otherwise: only their memory is shared."""
     gpu = SharedGpu(
         engines_dir,
         {Role.SERVING: models.serving, Role.ROLLOUT: models.untied[0]},
@@ -86,6 +87,33 @@ def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_all_ranks(
             is_whole = answer.finish_reason == "length"
             assert is_whole or (role is Role.ROLLOUT and answer.stop_reason == StopReason.RECLAIMED)
             assert answer.tokens == expected[tuple(given)]["tokens"][: len(answer.tokens)]
+
+
+def test_the_ranks_of_both_engines_take_turns_on_one_board(
+    ranks: SharedGpu, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
+) -> None:
+    for engine in (rollout, serving):  # profiling serving takes the whole pool, and so rollouts' budget
+        engine.profile()
+    ranks.settle()
+    for engine in (rollout, serving):
+        engine.set_gate(GateMode.DUAL)
+    prompts = {role: wave_prompts(role, 0) for role in Role}
+    with BoardLog(ranks.observer.board_words) as log:
+        requests = rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS)
+        until(lambda: log.has_grown(Word.R_STEPS), "rollouts step on the idle GPU")
+        before = rollout.status().gate.admitted_steps
+        servings = [each.result() for each in serving.start_requests(prompts[Role.SERVING], SERVING_TOKENS)]
+        admitted_meanwhile = rollout.status().gate.admitted_steps - before
+        rollouts = [each.result() for each in requests]
+    assert log.has_grown(Word.S_STEPS) and log.has_grown(Word.S_YIELDS) and admitted_meanwhile > 0
+    # Serving doesn't wait for ever for a rollout step that runs past its predicted end, on a busy machine.
+    assert log.num_overlaps == 0 or log.has_grown(Word.S_OVERRUNS)
+    expected = {role: stock.of(str(role)) for role in Role}
+    for given, answer in zip(prompts[Role.SERVING], servings, strict=True):
+        assert answer.tokens == expected[Role.SERVING][tuple(given)]["tokens"]
+    for given, answer in zip(prompts[Role.ROLLOUT], rollouts, strict=True):
+        assert answer.finish_reason == "length" or answer.stop_reason == StopReason.RECLAIMED
+        assert answer.tokens == expected[Role.ROLLOUT][tuple(given)]["tokens"][: len(answer.tokens)]
 
 
 def test_weights_change_on_all_ranks_or_on_none(
