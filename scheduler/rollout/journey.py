@@ -22,12 +22,14 @@ class Refused(RoseError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What the client's headers say about how to route a call."""
+    """What the client says about how to route a call."""
 
     job: str
     explicit_session: str | None
     run_id: str | None
     deadline: float
+    model: str | None = None
+    """Only workers that serve it; None: any."""
     trace_parent: str | None = None
     """The client's `traceparent`."""
 
