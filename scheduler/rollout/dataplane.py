@@ -26,6 +26,7 @@ from rose.scheduler.rollout.dispatch import Dispatcher
 from rose.scheduler.rollout.endings import Ending, EndKind
 from rose.scheduler.rollout.jobs import JobTable
 from rose.scheduler.rollout.journey import Journey, Refused, Route
+from rose.scheduler.rollout.latencies import Latencies
 from rose.scheduler.rollout.placement import Place
 from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
 from rose.scheduler.rollout.registry import Registry
@@ -71,6 +72,7 @@ class DataPlane:
         self.http = http
         self.wire = Wire()
         self.counters = Counters()
+        self.latencies = Latencies()
         self.registry = Registry(config, http, self._workers_changed)
         self.jobs = JobTable(config)
         self.versions = self._rule(config.version_mode, config.max_lag)
@@ -144,6 +146,10 @@ class DataPlane:
     def ended(self, journey: Journey, result: str, generation: Accumulated | None = None) -> None:
         """Take down what became of a request; `result`: finished, cancelled, or the error's name."""
         self.counters.turns[result] += 1
+        model, num_tokens = journey.route.model, generation.num_tokens if generation is not None else 0
+        known = model if model in self.registry.catalogue else None
+        is_finished = result == _FINISHED
+        self.latencies.ended(journey, known, time.monotonic(), num_tokens, is_finished=is_finished)
         if journey.span is not None:
             journey.span.end(result, generation)
 
@@ -191,8 +197,12 @@ class DataPlane:
     async def acquire(self, journey: Journey, first_version: WeightVersion | None = None) -> Place:
         """A place on a worker for the journey's next attempt; release it after."""
         turn, deadline = self.trajectories.turn(journey, first_version), journey.route.deadline
-        is_continuation = journey.num_attempts > 0
-        place = await self.dispatcher.acquire(turn, deadline, is_continuation=is_continuation)
+        asked_at = time.monotonic()
+        try:
+            is_continuation = journey.num_attempts > 0
+            place = await self.dispatcher.acquire(turn, deadline, is_continuation=is_continuation)
+        finally:
+            journey.queued_s += time.monotonic() - asked_at
         journey.num_attempts += 1
         place.worker.num_turns += 1
         return place
@@ -206,6 +216,8 @@ class DataPlane:
         async def take(chunk: Chunk, chunk_model: str | None) -> None:
             nonlocal model
             model = chunk_model
+            if chunk.token_ids:
+                journey.took(len(chunk.token_ids))
             if not generation.add(epoch, chunk, worker.id, worker.weight_version):
                 self.counters.late_chunks += 1
             elif sink is not None and (chunk.token_ids or chunk.text):
