@@ -211,9 +211,7 @@ class Admin:
 
     async def metrics(self, _request: web.Request) -> web.Response:
         plane = self._plane
-        text = prometheus_text(
-            plane.counters, plane.latencies, plane.registry, plane.dispatcher, plane.jobs
-        )
+        text = prometheus_text(plane.counters, plane.latencies, plane.registry, plane.dispatcher, plane.jobs)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 

@@ -111,7 +111,10 @@ def test_a_weight_of_zero_is_refused() -> None:
         FairQueue[str]().push("a", "x", cost=1, weight=0)
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5000), st.sampled_from("kl")), max_size=60), st.integers(0, 99))
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5000), st.sampled_from("kl")), max_size=60),
+    st.integers(0, 99),
+)
 def test_every_item_leaves_once_and_nothing_is_lost(items: list[tuple[str, float, str]], seed: int) -> None:
     chance = random.Random(seed)
     queue: FairQueue[int] = FairQueue()

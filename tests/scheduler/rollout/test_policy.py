@@ -206,7 +206,14 @@ OF_MODELS = [
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("model", "affine", "picked"),
-    [("a", None, "a1"), ("a", "b0", "a1"), ("c", None, "any"), ("c", "b0", "any"), (None, "b0", "b0"), ("b", "b0", "b0")],
+    [
+        ("a", None, "a1"),
+        ("a", "b0", "a1"),
+        ("c", None, "any"),
+        ("c", "b0", "any"),
+        (None, "b0", "b0"),
+        ("b", "b0", "b0"),
+    ],
 )
 def test_a_turn_goes_to_a_worker_of_its_model_or_one_that_does_not_say(
     policy: Policy, model: str | None, affine: str | None, picked: str
