@@ -27,9 +27,9 @@ def jain(values: Iterable[float]) -> float:
     return sum(given) ** 2 / (len(given) * squares) if squares else 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Found(Generic[Item, Place]):
-    """An item that can be placed."""
+    """An item that can be placed. Not frozen: one is made for each turn that waits."""
 
     number: int
     kind: str | None
@@ -70,7 +70,7 @@ class _Queue(Generic[Item]):
             del self.entries[kind]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Candidate(Generic[Item, Place]):
     job: str
     found: _Found[Item, Place]

@@ -9,6 +9,7 @@ Never does: I/O, wait, choose a worker (policy.py, cost.py).
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.borrowing import Lendable, assign, lend_idle
@@ -19,6 +20,8 @@ from rose.scheduler.rollout.views import NOBODY, Policy, Turn, WorkerKind, Worke
 from rose.scheduler.rollout.worker import Worker
 
 _EXPIRE_EVERY_S = 1.0
+
+_models = attrgetter("models")
 
 Members = Callable[[], Mapping[str, Worker]]
 
@@ -172,7 +175,7 @@ class Placement:
         if now >= self._expire_at:
             self._jobs.expire(self._queue.lengths(), now)
             self._expire_at = now + _EXPIRE_EVERY_S
-        key = (self._jobs.revision, *members, *[worker.models for worker in members.values()])
+        key = (self._jobs.revision, *members, *map(_models, members.values()))
         if key == self._lent_to:
             return
         self._lent_to = key
