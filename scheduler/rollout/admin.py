@@ -156,7 +156,7 @@ class Admin:
     async def show_version(self, _request: web.Request) -> web.Response:
         rule, workers = self._plane.versions, self._plane.registry.workers()
         held = {w.id: str(w.weight_version) if w.weight_version is not None else None for w in workers}
-        newest = dict(rule.known)
+        newest = dict(rule.known.numbers)
         shown = {"mode": rule.mode.value, "max_lag": rule.max_lag, "newest": newest, "workers": held}
         return web.json_response(shown)
 
@@ -211,7 +211,7 @@ class Admin:
 
     async def metrics(self, _request: web.Request) -> web.Response:
         plane = self._plane
-        text = prometheus_text(plane.counters, plane.registry, plane.dispatcher, plane.jobs)
+        text = prometheus_text(plane.counters, plane.latencies, plane.registry, plane.dispatcher, plane.jobs)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 

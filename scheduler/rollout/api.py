@@ -44,7 +44,8 @@ _FORMATS: dict[str, Format] = {
     "/generate": SglangGenerate(),
 }
 _RENDER_PATH = "/v1/chat/completions/render"
-_QUESTION_PATHS = ("/tokenize", "/detokenize")
+_QUESTION_PATHS = {"/tokenize": "prompt", "/detokenize": "tokens"}
+"""Where each may have long lists."""
 _JOB_HEADER = "X-Rose-Job"
 _RUN_HEADER = "X-Rose-Run"
 _TIMEOUT_HEADER = "X-Rose-Timeout-S"
@@ -87,21 +88,27 @@ class Service:
 
     # Questions that any worker can answer without generating ---------------------------------------------
 
-    async def models(self, request: web.Request) -> web.Response:
-        return await self._ask_any(request, "GET", None)
+    async def models(self, _request: web.Request) -> web.Response:
+        """All models, each once, wherever it is served."""
+        registry = self._plane.registry
+        if not any(worker.is_alive for worker in registry.workers()):
+            raise NoWorkerError(f"none of {len(registry.workers())} workers answers")
+        await registry.refresh_models()
+        body = encode({"object": "list", "data": registry.model_cards()})
+        return web.Response(body=body, content_type="application/json")
 
     async def ask(self, request: web.Request) -> web.Response:
-        return await self._ask_any(request, "POST", await self._read(request))
-
-    async def _ask_any(self, request: web.Request, method: str, body: bytes | None) -> web.Response:
-        alive = sorted((w for w in self._plane.registry.workers() if w.is_alive), key=lambda w: w.in_flight)
-        for worker in alive:
+        """As any worker that serves the model answers."""
+        body = await self._read(request)
+        model = await self._checks.model(parse(body, _QUESTION_PATHS[request.path]).get("model"))
+        able = [worker for worker in self._plane.registry.workers() if worker.serves(model)]
+        for worker in sorted((w for w in able if w.is_alive), key=lambda w: w.in_flight):
             url = f"{worker.spec.url}{request.path}"
             headers = {**openai_headers(self._config), "Content-Type": "application/json"}
             timeout = aiohttp.ClientTimeout(total=self._config.first_token_s)
             try:
-                async with self._plane.http.request(
-                    method, url, data=body, headers=headers, timeout=timeout
+                async with self._plane.http.post(
+                    url, data=body, headers=headers, timeout=timeout
                 ) as response:
                     data = await response.read()
                     return web.Response(body=data, status=response.status, content_type=response.content_type)
@@ -109,7 +116,7 @@ class Service:
                 logger.warning(
                     "no answer worker=%s path=%s error=%s", worker.id, request.path, type(error).__name__
                 )
-        raise NoWorkerError(f"none of {len(self._plane.registry.workers())} workers answers")
+        raise NoWorkerError(f"none of {len(able)} workers answers")
 
     # Turns --------------------------------------------------------------------------------------------------
 
@@ -133,11 +140,12 @@ class Service:
             pieces.append(piece)
         return b"".join(pieces)
 
-    def _route(self, request: web.Request, body: Json) -> Route:
+    def _route(self, request: web.Request, body: Json, model: str | None) -> Route:
         given = request.headers.get(_TIMEOUT_HEADER)
         return Route(
             job=request.headers.get(_JOB_HEADER, DEFAULT_JOB),
             explicit_session=explicit_key(request.headers, body),
+            model=model,
             run_id=request.headers.get(_RUN_HEADER),
             deadline=time.monotonic() + min(_seconds(given), self._config.deadline_s),
             trace_parent=request.headers.get(PARENT_HEADER) if self._plane.traces is not None else None,
@@ -145,29 +153,29 @@ class Service:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         body = parse(await self._read(request))
-        await self._checks.model(body.get("model"))
-        return await self._passthrough.forward(request, body, self._route(request, body))
+        model = await self._checks.model(body.get("model"))
+        return await self._passthrough.forward(request, body, self._route(request, body, model))
 
     def _generating(self, shape: Format) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             data = await self._read(request)
             body = parse(data, shape.ids_key)
-            await self._checks.model(body.get("model"))
-            route = self._route(request, body)
-            if self._goes_whole(shape, body):
+            model = await self._checks.model(body.get("model"))
+            route = self._route(request, body, model)
+            if self._goes_whole(shape, body, model):
                 return await self._passthrough.forward(request, body, route)
             try:
                 return await self._generate(request, shape, data, body, route)
             except ChatParsed as found:
-                logger.info("chats go whole model=%s reason=%s", body.get("model"), found)
-                self._parsed_models.add(body.get("model"))
+                logger.info("chats go whole model=%s reason=%s", model, found)
+                self._parsed_models.add(model)
             return await self._passthrough.forward(request, body, route)
 
         return handle
 
-    def _goes_whole(self, shape: Format, body: Json) -> bool:
+    def _goes_whole(self, shape: Format, body: Json, model: str | None) -> bool:
         if isinstance(shape, Chat):
-            return body.get("model") in self._parsed_models or not chat.can_resume(body)
+            return model in self._parsed_models or not chat.can_resume(body)
         return isinstance(shape, Completions) and not completions.can_stream(body)
 
     async def _generate(
@@ -175,7 +183,7 @@ class Service:
     ) -> web.StreamResponse:
         """Raises: ChatParsed, as long as the client has received nothing."""
         call = shape.call(body)
-        self._checks.lengths(call)
+        self._checks.lengths(call, route.model)
         given = request.headers.get(IDEMPOTENCY_HEADER)
         key = f"{request.path} {given}" if given is not None else None
         if call.wants_stream:

@@ -9,7 +9,7 @@ Never does: estimate speeds, shares or cached tokens (speed.py, worker.py, sessi
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rose.scheduler.rollout.policy import constraints, prefer_affine, usable
+from rose.scheduler.rollout.policy import constraints, of_model, prefer_affine, usable
 from rose.scheduler.rollout.versions import VersionRule
 from rose.scheduler.rollout.views import Speed, Turn, WorkerView
 
@@ -40,17 +40,17 @@ def cost_s(turn: Turn, worker: WorkerView, speed: Speed) -> float:
 class CostPolicy:
     """The worker with the least cost; the paper's choice without any speed, or with a share missing or old.
 
-    A worker whose own speed isn't known yet counts as the slowest known one: else it would get no turn to
-    show it.
+    A worker whose own speed isn't known yet counts as the slowest known one of its model: else it would get
+    no turn to show it.
     """
 
     versions: VersionRule = field(default_factory=VersionRule)
 
     def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
-        found = usable(turn, self.versions.admits(turn, workers), now)
+        found = usable(turn, workers, self.versions, now)
         if not found:
             return None
-        slowest = _slowest(workers)
+        slowest = _slowest(of_model(turn, workers))
         if slowest is None or not all(w.share is not None and now < w.share_until for w in found):
             return prefer_affine(turn, found)
         costs = [(cost_s(turn, w, w.speed if w.speed is not None else slowest), w.id) for w in found]

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from rose.scheduler.rollout.dispatch import Dispatcher
 from rose.scheduler.rollout.jobs import JobTable
+from rose.scheduler.rollout.latencies import Latencies
 from rose.scheduler.rollout.registry import Registry
 
 
@@ -49,9 +50,15 @@ class Counters:
 
 class _RouterCollector(Collector):
     def __init__(
-        self, counters: Counters, registry: Registry, dispatcher: Dispatcher, jobs: JobTable
+        self,
+        counters: Counters,
+        latencies: Latencies,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        jobs: JobTable,
     ) -> None:
         self._counters = counters
+        self._latencies = latencies
         self._jobs = jobs
         self._registry = registry
         self._dispatcher = dispatcher
@@ -71,6 +78,7 @@ class _RouterCollector(Collector):
         yield queued
         yield from self._by_job()
         yield from self._workers()
+        yield from self._latencies.metrics()
 
     def _by_job(self) -> Iterable[Metric]:
         tokens = CounterMetricFamily("rose_router_job_tokens", "Tokens generated.", labels=["job"])
@@ -104,7 +112,9 @@ def _by(name: str, text: str, label: str, counts: Counter[str]) -> Metric:
     return family
 
 
-def prometheus_text(counters: Counters, registry: Registry, dispatcher: Dispatcher, jobs: JobTable) -> bytes:
+def prometheus_text(
+    counters: Counters, latencies: Latencies, registry: Registry, dispatcher: Dispatcher, jobs: JobTable
+) -> bytes:
     collectors = CollectorRegistry(auto_describe=False)
-    collectors.register(_RouterCollector(counters, registry, dispatcher, jobs))
+    collectors.register(_RouterCollector(counters, latencies, registry, dispatcher, jobs))
     return generate_latest(collectors)

@@ -17,7 +17,6 @@ import aiohttp
 from rose.errors import RoseError, WorkerError
 from rose.scheduler.rollout.aborts import abortable
 from rose.scheduler.rollout.attempt import Attempt
-from rose.scheduler.rollout.bodies import TokenIds
 from rose.scheduler.rollout.boundary import decoder, end_on_character
 from rose.scheduler.rollout.completions import Call, Single
 from rose.scheduler.rollout.config import RouterConfig
@@ -27,14 +26,15 @@ from rose.scheduler.rollout.dispatch import Dispatcher
 from rose.scheduler.rollout.endings import Ending, EndKind
 from rose.scheduler.rollout.jobs import JobTable
 from rose.scheduler.rollout.journey import Journey, Refused, Route
-from rose.scheduler.rollout.placement import Place, probably_cached
+from rose.scheduler.rollout.latencies import Latencies
+from rose.scheduler.rollout.placement import Place
 from rose.scheduler.rollout.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
 from rose.scheduler.rollout.registry import Registry
 from rose.scheduler.rollout.resume import Accumulated, Chunk
-from rose.scheduler.rollout.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
 from rose.scheduler.rollout.traces import open_traces
+from rose.scheduler.rollout.trajectories import Trajectories, about_tokens
 from rose.scheduler.rollout.versions import VersionMode, VersionRule
-from rose.scheduler.rollout.views import Policy, Turn, WorkerKind
+from rose.scheduler.rollout.views import Policy
 from rose.scheduler.rollout.wire import Wire
 from rose.scheduler.rollout.worker import Worker
 from rose.types import WeightVersion
@@ -54,7 +54,7 @@ _WORKERS_FAULT = (EndKind.STALLED, EndKind.LOST, EndKind.FAILED)
 _YIELDS = (EndKind.RECLAIMED, EndKind.ENGINE_STALL)
 """The GPU's serving side needs it: no new turns before the next heartbeat says otherwise."""
 _COUNTED_FAILURES = (EndKind.LOST, EndKind.FAILED)
-
+_FINISHED = "finished"
 
 POLICIES: Mapping[str, Callable[..., Policy]] = {
     "paper": PaperPolicy,
@@ -72,13 +72,13 @@ class DataPlane:
         self.http = http
         self.wire = Wire()
         self.counters = Counters()
+        self.latencies = Latencies()
         self.registry = Registry(config, http, self._workers_changed)
         self.jobs = JobTable(config)
         self.versions = self._rule(config.version_mode, config.max_lag)
         policy = POLICIES[config.policy](versions=self.versions)
         self.dispatcher = Dispatcher(self.registry, policy, self.jobs, config.max_queued_per_job)
-        self.sessions = SessionTable(config.max_sessions)
-        self._keys = SessionKeys(Fingerprints(config.max_fingerprints))
+        self.trajectories = Trajectories(config, self.registry, self.jobs)
         self.traces = open_traces(config.otlp_endpoint) if config.otlp_endpoint is not None else None
 
     def _workers_changed(self) -> None:
@@ -92,7 +92,7 @@ class DataPlane:
         return len(aborts)
 
     def _rule(self, mode: VersionMode, max_lag: int) -> VersionRule:
-        return VersionRule(mode=mode, max_lag=max_lag, known=self.registry.newest.numbers)
+        return VersionRule(mode=mode, max_lag=max_lag, known=self.registry.newest)
 
     def set_versions(self, mode: VersionMode, max_lag: int) -> None:
         """Place turns by another rule of versions from now on."""
@@ -121,22 +121,20 @@ class DataPlane:
     async def _run_single(
         self, single: Single, num_singles: int, route: Route, sink: Sink | None
     ) -> str | None:
-        key = self._keys.key(route.explicit_session, single.prompt, single.index, num_singles)
+        key = self.trajectories.key(single, num_singles, route)
         journey = self.traced(Journey(session=key, route=route, max_tokens=single.generation.max_tokens))
         result = "cancelled"
         try:
             model = await self._attempt_until_done(single, journey, sink)
             if sink is not None:
                 await sink.end(single, model)
-            result = "finished"
+            result = _FINISHED
             return model
         except RoseError as error:
             result = type(error).__name__
             raise
         finally:
-            self.counters.turns[result] += 1
-            if journey.span is not None:
-                journey.span.end(result, single.generation)
+            self.ended(journey, result, single.generation)
 
     def traced(self, journey: Journey) -> Journey:
         """With a span, where turns are traced; whoever asks ends it."""
@@ -145,13 +143,23 @@ class DataPlane:
             journey.span = self.traces.begin(route.job, journey.session, route.trace_parent)
         return journey
 
+    def ended(self, journey: Journey, result: str, generation: Accumulated | None = None) -> None:
+        """Take down what became of a request; `result`: finished, cancelled, or the error's name."""
+        self.counters.turns[result] += 1
+        model, num_tokens = journey.route.model, generation.num_tokens if generation is not None else 0
+        known = model if model in self.registry.catalogue else None
+        is_finished = result == _FINISHED
+        self.latencies.ended(journey, known, time.monotonic(), num_tokens, is_finished=is_finished)
+        if journey.span is not None:
+            journey.span.end(result, generation)
+
     async def _attempt_until_done(self, single: Single, journey: Journey, sink: Sink | None) -> str | None:
         generation = single.generation
         model: str | None = None
         while not generation.is_exhausted:
             self._begin(single, is_streamed=sink is not None)
             first = generation.spans[0].weight_version if generation.spans else None
-            journey.prompt_tokens = _about_tokens(single.prompt) + generation.num_tokens
+            journey.prompt_tokens = about_tokens(single.prompt) + generation.num_tokens
             place = await self.acquire(journey, first)
             worker, before = place.worker, generation.num_tokens
             try:
@@ -160,7 +168,8 @@ class DataPlane:
                 self.dispatcher.release(place, generation.num_tokens - before)
             if ending.kind is EndKind.FINISHED:
                 generation.finish(ending.finish_reason, ending.stop_reason)
-                self._remember(single, journey, worker)
+                self.trajectories.ended(single, journey, worker)
+                self.jobs.get(journey.route.job, time.monotonic()).turn_ended(generation.num_tokens)
                 return model
             self.rerouted(ending, worker, journey)
         generation.finish("length", None)
@@ -187,29 +196,16 @@ class DataPlane:
 
     async def acquire(self, journey: Journey, first_version: WeightVersion | None = None) -> Place:
         """A place on a worker for the journey's next attempt; release it after."""
-        turn = self._turn(journey, first_version)
-        is_continuation = journey.num_attempts > 0
-        place = await self.dispatcher.acquire(turn, journey.route.deadline, is_continuation=is_continuation)
+        turn, deadline = self.trajectories.turn(journey, first_version), journey.route.deadline
+        asked_at = time.monotonic()
+        try:
+            is_continuation = journey.num_attempts > 0
+            place = await self.dispatcher.acquire(turn, deadline, is_continuation=is_continuation)
+        finally:
+            journey.queued_s += time.monotonic() - asked_at
         journey.num_attempts += 1
         place.worker.num_turns += 1
         return place
-
-    def _turn(self, journey: Journey, first_version: WeightVersion | None) -> Turn:
-        route, session, now = journey.route, self.sessions.get(journey.session), time.monotonic()
-        if first_version is None and session is not None:
-            first_version = session.first_version
-        job = self.jobs.get(route.job, now)
-        return Turn(
-            session=journey.session,
-            job=route.job,
-            affine=session.worker if session is not None else None,
-            run_id=route.run_id if route.run_id is not None else self.config.run_id,
-            pinned_version=first_version,
-            avoid_until=journey.avoid_until,
-            prompt_tokens=journey.prompt_tokens,
-            expected_tokens=job.expected_tokens(journey.max_tokens),
-            cached_tokens=probably_cached(session, self.registry.members(), now),
-        )
 
     async def _attempt(
         self, single: Single, place: Place, journey: Journey, sink: Sink | None
@@ -220,6 +216,8 @@ class DataPlane:
         async def take(chunk: Chunk, chunk_model: str | None) -> None:
             nonlocal model
             model = chunk_model
+            if chunk.token_ids:
+                journey.took(len(chunk.token_ids))
             if not generation.add(epoch, chunk, worker.id, worker.weight_version):
                 self.counters.late_chunks += 1
             elif sink is not None and (chunk.token_ids or chunk.text):
@@ -275,23 +273,6 @@ class DataPlane:
             if journey.num_failures >= self.config.max_failures:
                 raise WorkerError(f"{journey.num_failures} attempts failed, the last: {ending.detail}")
 
-    def _remember(self, single: Single, journey: Journey, worker: Worker) -> None:
-        generation = single.generation
-        first = generation.spans[0].weight_version if generation.spans else worker.weight_version
-        num_tokens = _about_tokens(single.prompt) + generation.num_tokens
-        is_leased = worker.spec.kind is WorkerKind.SERVING
-        until_s = time.monotonic() + self.config.lease_s if is_leased else float("inf")
-        held = Held(num_tokens=num_tokens, version=worker.weight_version, until=until_s)
-        self.sessions.record(journey.session, worker.id, first, held)
-        self.jobs.get(journey.route.job, time.monotonic()).turn_ended(generation.num_tokens)
-        if journey.route.explicit_session is not None:
-            return
-        if isinstance(single.prompt, str):
-            whole = prefix_of(single.prompt + generation.text)
-        else:
-            whole = single.prompt.plus(generation.token_ids).prefix()
-        self._keys.fingerprints.record(whole, journey.session)
-
     def new_journey(self, route: Route) -> Journey:
         """For a request that goes to a worker whole: its session is the client's, or none."""
         session = route.explicit_session
@@ -313,14 +294,6 @@ class DataPlane:
             "workers": [worker.as_json(now) for worker in self.registry.workers()],
             "queued": self.dispatcher.queued_by_job(),
             "jobs": self.job_status(),
-            "sessions": len(self.sessions),
+            "sessions": len(self.trajectories.sessions),
             "counters": self.counters.as_json(),
         }
-
-
-_CHARACTERS_PER_TOKEN = 4
-
-
-def _about_tokens(prompt: str | TokenIds) -> int:
-    """A text's length in tokens is only known to the worker."""
-    return prompt.about() if isinstance(prompt, TokenIds) else max(1, len(prompt) // _CHARACTERS_PER_TOKEN)

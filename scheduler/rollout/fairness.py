@@ -6,6 +6,7 @@ and its turns' sizes; a job that can't be placed now holds up nobody; order with
 Never does: know what an item is, or place it: the caller says what can be placed.
 """
 
+import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -27,21 +28,58 @@ def jain(values: Iterable[float]) -> float:
 
 
 @dataclass(slots=True)
-class _Queue(Generic[Item]):
-    weight: float
-    deficit: float = 0.0
-    entries: deque[tuple[Item, float]] = field(default_factory=deque)
+class _Found(Generic[Item, Place]):
+    """An item that can be placed. Not frozen: one is made for each turn that waits."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Candidate(Generic[Item, Place]):
-    job: str
+    number: int
+    kind: str | None
     index: int
     item: Item
     cost: float
     place: Place
+
+
+@dataclass(slots=True)
+class _Queue(Generic[Item]):
+    weight: float
+    deficit: float = 0.0
+    entries: dict[str | None, deque[tuple[int, Item, float]]] = field(default_factory=dict)
+    """By kind: the item's number, the item, its cost. Of all kinds together the lowest number goes first."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.entries.values()))
+
+    def first(
+        self, place: Callable[[Item], Place | None], may_go: Callable[[str | None], bool]
+    ) -> _Found[Item, Place] | None:
+        """The first item that can be placed."""
+        first: _Found[Item, Place] | None = None
+        for kind, entries in self.entries.items():
+            if not may_go(kind):
+                continue
+            for index, (number, item, cost) in enumerate(entries):
+                if first is not None and first.number < number:
+                    break
+                if (found := place(item)) is not None:
+                    first = _Found(number, kind, index, item, cost, found)
+                    break
+        return first
+
+    def drop_if_empty(self, kind: str | None) -> None:
+        if not self.entries[kind]:
+            del self.entries[kind]
+
+
+@dataclass(slots=True)
+class _Candidate(Generic[Item, Place]):
+    job: str
+    found: _Found[Item, Place]
     rounds: int
     position: int
+
+
+def _anything(_kind: str | None) -> bool:
+    return True
 
 
 class FairQueue(Generic[Item]):
@@ -49,34 +87,51 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, _Queue[Item]] = OrderedDict()
+        self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
-        return sum(len(queue.entries) for queue in self._queues.values())
+        return sum(len(queue) for queue in self._queues.values())
 
     def lengths(self) -> dict[str, int]:
-        return {job: len(queue.entries) for job, queue in self._queues.items()}
+        return {job: len(queue) for job, queue in self._queues.items()}
 
     def length(self, job: str) -> int:
         queue = self._queues.get(job)
-        return len(queue.entries) if queue is not None else 0
+        return len(queue) if queue is not None else 0
 
-    def push(self, job: str, item: Item, *, cost: float, weight: float = 1.0, is_first: bool = False) -> None:
-        """Queue an item; `cost` in tokens. `is_first`: ahead of the job's others."""
+    def kinds(self) -> dict[str, list[str | None]]:
+        """What kinds of items each job waits with."""
+        return {job: list(queue.entries) for job, queue in self._queues.items()}
+
+    def push(
+        self,
+        job: str,
+        item: Item,
+        *,
+        cost: float,
+        weight: float = 1.0,
+        is_first: bool = False,
+        kind: str | None = None,
+    ) -> None:
+        """Queue an item; `cost` in tokens. `is_first`: ahead of the job's others. `kind`: see take()."""
         if weight <= 0:
             raise ValueError(f"weight of job {job}: want more than 0, got {weight}")
         queue = self._queues.setdefault(job, _Queue(weight))
         queue.weight = weight
+        entries, number = queue.entries.setdefault(kind, deque()), next(self._numbers)
         if is_first:
-            queue.entries.appendleft((item, cost))
+            entries.appendleft((-number, item, cost))
         else:
-            queue.entries.append((item, cost))
+            entries.append((number, item, cost))
 
     def remove(self, job: str, item: Item) -> None:
         """Take an item out, if it is still there."""
         queue = self._queues.get(job)
         if queue is None:
             return
-        queue.entries = deque(entry for entry in queue.entries if entry[0] is not item)
+        for kind, entries in list(queue.entries.items()):
+            queue.entries[kind] = deque(entry for entry in entries if entry[1] is not item)
+            queue.drop_if_empty(kind)
         self._drop_if_empty(job)
 
     def settle(self, job: str, difference: float) -> None:
@@ -84,12 +139,15 @@ class FairQueue(Generic[Item]):
         if (queue := self._queues.get(job)) is not None:
             queue.deficit -= difference
 
-    def take(self, place: Callable[[Item], Place | None]) -> tuple[Item, Place] | None:
+    def take(
+        self, place: Callable[[Item], Place | None], may_go: Callable[[str | None], bool] = _anything
+    ) -> tuple[Item, Place] | None:
         """The next item in turn that can be placed, taken out; None if there is none.
 
-        `place` says where an item would go, None for nowhere now.
+        `place` says where an item would go, None for nowhere now. `may_go`: whether any item of a kind could
+        go anywhere; a long queue of those that can't isn't looked at.
         """
-        candidates = list(self._candidates(place))
+        candidates = list(self._candidates(place, may_go))
         if not candidates:
             return None
         won = min(candidates, key=lambda c: (c.rounds, c.position))
@@ -98,24 +156,25 @@ class FairQueue(Generic[Item]):
             visits = won.rounds if other.position <= won.position else won.rounds - 1
             queue = self._queues[other.job]
             queue.deficit += max(0, visits) * _QUANTUM * queue.weight
-        queue = self._queues[won.job]
-        queue.deficit -= won.cost
-        del queue.entries[won.index]
+        queue, found = self._queues[won.job], won.found
+        queue.deficit -= found.cost
+        del queue.entries[found.kind][found.index]
+        queue.drop_if_empty(found.kind)
         self._visit(won.job)
         self._drop_if_empty(won.job)
-        return won.item, won.place
+        return found.item, found.place
 
-    def _candidates(self, place: Callable[[Item], Place | None]) -> Iterator[_Candidate[Item, Place]]:
+    def _candidates(
+        self, place: Callable[[Item], Place | None], may_go: Callable[[str | None], bool]
+    ) -> Iterator[_Candidate[Item, Place]]:
         """Each job's first placeable item and how many more visits the job needs to afford it."""
         for position, (job, queue) in enumerate(self._queues.items()):
-            for index, (item, cost) in enumerate(queue.entries):
-                if (found := place(item)) is None:
-                    continue
-                rounds = max(0, math.ceil((cost - queue.deficit) / (_QUANTUM * queue.weight)))
-                # The first job is being visited already: its next visit comes after all others'.
-                behind = len(self._queues) if position == 0 and rounds > 0 else position
-                yield _Candidate(job, index, item, cost, found, rounds, behind)
-                break
+            if (found := queue.first(place, may_go)) is None:
+                continue
+            rounds = max(0, math.ceil((found.cost - queue.deficit) / (_QUANTUM * queue.weight)))
+            # The first job is being visited already: its next visit comes after all others'.
+            behind = len(self._queues) if position == 0 and rounds > 0 else position
+            yield _Candidate(job, found, rounds, behind)
 
     def _visit(self, job: str) -> None:
         """Turn the circle until this job is first."""

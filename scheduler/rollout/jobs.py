@@ -6,7 +6,7 @@ limits that an operator gave it are not.
 Never does: place turns, I/O, read a clock.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rose.scheduler.rollout.borrowing import Borrower
@@ -29,6 +29,8 @@ class Job:
         self.num_tokens = 0
         self.mean_tokens = _FIRST_GUESS_TOKENS
         self.last_active = now
+        self.models: set[str | None] = set()
+        """That its turns have asked for; None: any."""
         self.aborts: set[Callable[[], None]] = set()
         """Each ends one of its requests."""
 
@@ -46,8 +48,15 @@ class Job:
         self.num_tokens += num_tokens
         self.mean_tokens = (1 - _SMOOTHING) * self.mean_tokens + _SMOOTHING * num_tokens
 
-    def borrower(self) -> Borrower:
-        return Borrower(job=self.name, weight=self.spec.weight, max_serving_gpus=self.spec.max_serving_gpus)
+    def borrower(self, models: Iterable[str | None]) -> Borrower:
+        """As one who wants GPUs for these models."""
+        wanted = frozenset(models)
+        return Borrower(
+            job=self.name,
+            weight=self.spec.weight,
+            max_serving_gpus=self.spec.max_serving_gpus,
+            models=wanted if wanted and None not in wanted else None,
+        )
 
     def as_json(self, num_queued: int) -> dict[str, Any]:
         return {
@@ -68,7 +77,7 @@ class JobTable:
         self._specs = dict(config.jobs)
         self._jobs: dict[str, Job] = {}
         self.revision = 0
-        """Grows when a job comes, goes or gets other limits."""
+        """Grows when a job comes, goes, gets other limits or asks for another model."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -84,6 +93,12 @@ class JobTable:
             self.revision += 1
         job.last_active = now
         return job
+
+    def asked(self, job: Job, model: str | None) -> None:
+        """One of its turns is for this model; None: for any."""
+        if model not in job.models:
+            job.models.add(model)
+            self.revision += 1
 
     def find(self, name: str) -> Job | None:
         return self._jobs.get(name)

@@ -54,12 +54,10 @@ class Passthrough:
             result = type(error).__name__
             raise
         finally:
-            self._plane.counters.turns[result] += 1
-            if journey.span is not None:
-                journey.span.end(result)
+            self._plane.ended(journey, result)
 
     async def _until_answered(self, request: web.Request, body: Json, journey: Journey) -> web.StreamResponse:
-        session, span = journey.route.explicit_session, journey.span
+        span = journey.span
         while True:
             place = await self._plane.acquire(journey)
             worker = place.worker
@@ -71,8 +69,7 @@ class Passthrough:
             if isinstance(outcome, web.StreamResponse):
                 if span is not None:
                     span.end_attempt("finished")
-                if session is not None:
-                    self._plane.sessions.record(session, worker.id, worker.weight_version)
+                self._plane.trajectories.answered_whole(journey, worker)
                 return outcome
             if span is not None:
                 span.end_attempt(outcome.kind.value)

@@ -9,6 +9,7 @@ Never does: I/O, wait, choose a worker (policy.py, cost.py).
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.borrowing import Lendable, assign, lend_idle
@@ -19,6 +20,8 @@ from rose.scheduler.rollout.views import NOBODY, Policy, Turn, WorkerKind, Worke
 from rose.scheduler.rollout.worker import Worker
 
 _EXPIRE_EVERY_S = 1.0
+
+_models = attrgetter("models")
 
 Members = Callable[[], Mapping[str, Worker]]
 
@@ -105,17 +108,28 @@ class Placement:
         Raises:
             NoWorkerError: no worker can ever take it.
         """
-        if self.is_paused or len(self._queue) or not job.may_start:
+        if self.is_paused or not job.may_start or (len(self._queue) and self._is_waited_for(turn.model)):
             return None
         members = self._members()
+        self._jobs.asked(job, turn.model)
         self._lend(members, now)
         picked = self._policy.pick(turn, [worker.view() for worker in members.values()], now)
-        return _take(turn, job, cost, members[picked]) if picked is not None else None
+        if picked is None:
+            return None
+        self._queue.settle(job.name, cost)  # with turns of another model it may wait
+        return _take(turn, job, cost, members[picked])
+
+    def _is_waited_for(self, model: str | None) -> bool:
+        """Whether a turn in the queue may go where one for this model may."""
+        if model is None:
+            return True
+        return any(None in models or model in models for models in self._queue.kinds().values())
 
     def enqueue(self, waiter: Waiter, *, is_first: bool = False) -> None:
         """Let a turn wait; `is_first`: ahead of its job's others. Call pump() after it."""
-        weight = waiter.job.spec.weight
-        self._queue.push(waiter.job.name, waiter, cost=waiter.cost, weight=weight, is_first=is_first)
+        job, model, weight = waiter.job, waiter.turn.model, waiter.job.spec.weight
+        self._jobs.asked(job, model)
+        self._queue.push(job.name, waiter, cost=waiter.cost, weight=weight, is_first=is_first, kind=model)
 
     def set_policy(self, policy: Policy) -> None:
         """Place by another policy from now on."""
@@ -148,7 +162,8 @@ class Placement:
     def _place(self, members: Mapping[str, Worker], now: float) -> None:
         views = {worker_id: worker.view() for worker_id, worker in members.items()}
         while any(view.has_room for view in views.values()):
-            taken = self._queue.take(_Asking(self._policy, list(views.values()), now))
+            asking = _Asking(self._policy, list(views.values()), now)
+            taken = self._queue.take(asking, asking.has_room_for)
             if taken is None:
                 return
             waiter, picked = taken
@@ -156,27 +171,29 @@ class Placement:
             views[picked] = members[picked].view()
 
     def _lend(self, members: Mapping[str, Worker], now: float) -> None:
-        """Assign the serving GPUs anew when a job or a worker came or went."""
+        """Assign the serving GPUs anew when a job or a worker came, went or has to do with other models."""
         if now >= self._expire_at:
             self._jobs.expire(self._queue.lengths(), now)
             self._expire_at = now + _EXPIRE_EVERY_S
-        key = (self._jobs.revision, *members)
+        key = (self._jobs.revision, *members, *map(_models, members.values()))
         if key == self._lent_to:
             return
         self._lent_to = key
         serving = _serving(members)
         held = {worker.id: worker.owner for worker in serving if worker.owner is not None}
-        self._entitled = assign([job.borrower() for job in self._jobs], _lendables(serving), held)
+        self._entitled = assign([job.borrower(job.models) for job in self._jobs], _lendables(serving), held)
         for worker in serving:
             worker.owner = self._entitled[worker.id]
 
     def _lend_idle(self, members: Mapping[str, Worker]) -> bool:
         """Lend what jobs leave idle to those whose turns still wait; whether any GPU changed hands."""
-        if len(self._jobs) < 2:
+        if len(self._jobs) < 2 and all(len(job.models) < 2 for job in self._jobs):
             return False
-        found = [self._jobs.find(name) for name in self._queue.lengths()]
-        waiting = [job.borrower() for job in found if job is not None and job.may_start]
         serving = _serving(members)
+        if not serving:
+            return False
+        found = [(self._jobs.find(name), models) for name, models in self._queue.kinds().items()]
+        waiting = [job.borrower(models) for job, models in found if job is not None and job.may_start]
         owners = {worker.id: worker.owner or NOBODY for worker in serving}
         busy = {worker.id for worker in serving if worker.tenants[worker.owner or NOBODY]}
         lent = lend_idle(waiting, _lendables(serving), self._entitled, owners, busy)
@@ -208,7 +225,9 @@ def _serving(members: Mapping[str, Worker]) -> list[Worker]:
 
 
 def _lendables(serving: Iterable[Worker]) -> list[Lendable]:
-    return [Lendable(worker=w.id, gpus=w.spec.gpus, kv_usage=w.kv_usage.mean()) for w in serving]
+    return [
+        Lendable(worker=w.id, gpus=w.spec.gpus, kv_usage=w.kv_usage.mean(), models=w.models) for w in serving
+    ]
 
 
 class _Asking:
@@ -219,6 +238,14 @@ class _Asking:
         self._views = views
         self._now = now
         self._hopeless: set[Hashable] = set()
+        self._has_room: dict[str | None, bool] = {}
+
+    def has_room_for(self, model: str | None) -> bool:
+        """Whether any worker could take a turn for this model."""
+        if model not in self._has_room:
+            fitting = (w for w in self._views if model is None or w.models is None or model in w.models)
+            self._has_room[model] = any(worker.has_room for worker in fitting)
+        return self._has_room[model]
 
     def __call__(self, waiter: Waiter) -> str | None:
         if waiter.is_settled or not waiter.job.may_start:

@@ -12,11 +12,19 @@ from rose.scheduler.rollout.versions import VersionRule
 from rose.scheduler.rollout.views import Turn, WorkerKind, WorkerView
 
 
-def usable(turn: Turn, workers: Iterable[WorkerView], now: float) -> list[WorkerView]:
-    """Workers with room that may take this job's work now."""
+def of_model(turn: Turn, workers: Sequence[WorkerView]) -> Sequence[WorkerView]:
+    """The workers that serve the turn's model, or don't say what they serve."""
+    model = turn.model
+    if model is None:
+        return workers
+    return [w for w in workers if w.models is None or model in w.models]
+
+
+def usable(turn: Turn, workers: Sequence[WorkerView], versions: VersionRule, now: float) -> list[WorkerView]:
+    """Workers of the turn's model with room that may take this job's work now."""
     return [
         w
-        for w in workers
+        for w in versions.admits(turn, of_model(turn, workers))
         if w.has_room
         and w.not_before <= now
         and turn.avoid_until.get(w.id, now) <= now
@@ -32,7 +40,7 @@ def least_loaded(workers: Iterable[WorkerView]) -> str | None:
 def constraints(turn: Turn, now: float) -> Hashable:
     """What decides whether a turn that may go anywhere can be placed at all."""
     avoided = tuple(sorted(worker for worker, until in turn.avoid_until.items() if until > now))
-    return (turn.job, turn.run_id, turn.pinned_version, avoided)
+    return (turn.job, turn.model, turn.run_id, turn.pinned_version, avoided)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +53,7 @@ class TurnwisePolicy:
     versions: VersionRule = field(default_factory=VersionRule)
 
     def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
-        return prefer_dedicated(usable(turn, self.versions.admits(turn, workers), now))
+        return prefer_dedicated(usable(turn, workers, self.versions, now))
 
     def likeness(self, turn: Turn, now: float) -> Hashable:
         return constraints(turn, now)
@@ -62,7 +70,7 @@ class PaperPolicy:
     versions: VersionRule = field(default_factory=VersionRule)
 
     def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
-        return prefer_affine(turn, usable(turn, self.versions.admits(turn, workers), now))
+        return prefer_affine(turn, usable(turn, workers, self.versions, now))
 
     def likeness(self, turn: Turn, now: float) -> Hashable:
         return constraints(turn, now)
@@ -90,8 +98,8 @@ class PinnedPolicy:
     versions: VersionRule = field(default_factory=VersionRule)
 
     def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
-        found = usable(turn, self.versions.admits(turn, workers), now)
-        if turn.affine is not None and any(w.id == turn.affine and w.alive for w in workers):
+        found = usable(turn, workers, self.versions, now)
+        if turn.affine is not None and any(w.id == turn.affine and w.alive for w in of_model(turn, workers)):
             found = [w for w in found if w.id == turn.affine]
         return least_loaded(found)
 

@@ -1,7 +1,8 @@
 """The set of rollout workers: who is there, and how they are.
 
-Owns: membership at run time, the heartbeats, what they tell of each training run's newest weights.
+Owns: membership at run time, the heartbeats, what they tell of models and of each run's newest weights.
 Promises: a worker that shows no sign of life for `lost_after_s` is dead, and what runs on it is told at once.
+One that is alive has been asked which models it serves.
 Never does: place turns (policy.py), keep a worker's state (worker.py).
 """
 
@@ -13,10 +14,11 @@ import uuid
 from collections.abc import Callable, Mapping
 
 import aiohttp
-from pydantic import BaseModel
 
 from rose.errors import WorkerError
+from rose.scheduler.rollout.bodies import Json
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.models import Catalogue, ModelCard, ModelCards
 from rose.scheduler.rollout.status import WorkerStatus
 from rose.scheduler.rollout.versions import NewestVersions
 from rose.scheduler.rollout.worker import Worker
@@ -28,15 +30,8 @@ _CLOCK_S = 0.01
 """The event loop's timers may be early by so much."""
 _UPDATING_S = 0.05
 """Between heartbeats of a worker that changes its weights: turns wait for its new version."""
-
-
-class _Model(BaseModel):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(BaseModel):
-    data: list[_Model]
+_MODELS_EVERY_S = 5.0
+"""Adapters are loaded while engines run, and turns that name one may go to each that has it."""
 
 
 class Registry:
@@ -51,6 +46,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self.newest = NewestVersions()
+        self.catalogue = Catalogue()
         self._name = f"router-{uuid.uuid4().hex}"
         """Engines wait until those who ask by name know of new weights: tokens are tagged by what we know."""
 
@@ -74,6 +70,7 @@ class Registry:
             raise ValueError(f"worker {spec.id} is registered already")
         worker = Worker(spec, self._config)
         self._workers[worker.id] = worker
+        self.catalogue.take(worker.id, None)
         self._heartbeats[worker.id] = asyncio.create_task(self._watch(worker), name=f"heartbeat-{worker.id}")
         return worker
 
@@ -85,6 +82,7 @@ class Registry:
         """
         worker = self._workers.pop(worker_id)
         self._heartbeats.pop(worker_id).cancel()
+        self.catalogue.forget(worker_id)
         worker.lost("removed")
         self._changed()
 
@@ -108,37 +106,63 @@ class Registry:
             status = await self._ask_status(worker)
             if status is not None:
                 worker.take_status(status, time.monotonic())
+            if not worker.is_alive:  # before it gets turns: it may not be the engine that it was
+                self._take_models(worker, await self._ask_models(worker))
             worker.seen(time.monotonic())
             # Others may go on with the version before while this worker still changes to its next one.
             if worker.weight_version is not None and worker.view().alive:
-                self.newest.heard(worker.weight_version)
-            if worker.models is None:
-                worker.models = await self._ask_models(worker)
+                self.newest.heard(worker.weight_version, worker.models)
+            if time.monotonic() - worker.models_asked_at > _MODELS_EVERY_S:
+                await self._refresh(worker)
         except (aiohttp.ClientError, TimeoutError, ValueError, WorkerError) as error:
             now = time.monotonic()
             is_refused = isinstance(error, aiohttp.ClientConnectorError)
             if is_refused or worker.last_seen is None or now - worker.last_seen > self._config.lost_after_s:
                 worker.lost(f"{type(error).__name__}: {error}")
                 worker.has_rose_routes = True
-                worker.models = None
 
     async def refresh_models(self) -> None:
         """Ask all live workers which models they serve."""
-        alive = [worker for worker in self._workers.values() if worker.is_alive]
-        asked = await asyncio.gather(*(self._ask_models(w) for w in alive), return_exceptions=True)
-        for worker, models in zip(alive, asked, strict=True):
-            worker.models = models if isinstance(models, dict) else None
+        await asyncio.gather(*(self._refresh(worker) for worker in self.workers() if worker.is_alive))
 
-    async def _ask_models(self, worker: Worker) -> dict[str, int | None] | None:
-        """Model name -> context; None where it doesn't say."""
+    async def _refresh(self, worker: Worker) -> None:
+        """What it said before stands while it says nothing else."""
+        try:
+            if cards := await self._ask_models(worker):
+                self._take_models(worker, cards)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            logger.warning("no models worker=%s error=%s", worker.id, type(error).__name__)
+
+    def _take_models(self, worker: Worker, cards: list[ModelCard]) -> None:
+        """No card: it does not say."""
+        worker.cards = cards
+        models = {card.id: card.max_model_len for card in cards} if cards else None
+        if models != worker.models and self._workers.get(worker.id) is worker:
+            logger.info("worker=%s models=%s", worker.id, list(models or ()))
+            worker.models = models
+            self.catalogue.take(worker.id, models)
+
+    def model_cards(self) -> list[Json]:
+        """Each model once, as the first worker that serves it shows it; those of lost workers, too."""
+        cards: dict[str, Json] = {}
+        for worker in self._workers.values():
+            for card in worker.cards:
+                cards.setdefault(card.id, card.as_json())
+        return list(cards.values())
+
+    async def _ask_models(self, worker: Worker) -> list[ModelCard]:
+        """The cards it shows; none where it doesn't have that route, or another shape of it."""
+        worker.models_asked_at = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=self._config.lost_after_s)
         url, headers = f"{worker.spec.url}/v1/models", openai_headers(self._config)
         async with self._http.get(url, headers=headers, timeout=timeout) as response:
             if response.status != 200:
-                return None
-            return {
-                card.id: card.max_model_len for card in _Models.model_validate(await response.json()).data
-            }
+                return []
+            data = await response.read()
+        try:
+            return ModelCards.model_validate_json(data).data
+        except ValueError:
+            return []
 
     def _patience_s(self, worker: Worker) -> float:
         """The time to wait for an answer: until the worker counts as lost, and not for a second such time."""

@@ -1,7 +1,8 @@
 """Which trajectory a request belongs to, and where its last turn ran.
 
 Owns: the session key of a request, the affinity table, the fingerprints of finished turns.
-Promises: all tables are bounded (least recently used entries leave first).
+Promises: all tables are bounded (least recently used entries leave first); trajectories of different models
+are different ones, whatever their clients call them.
 Never does: I/O. Losing an entry costs a prefix-cache hit, never a wrong answer.
 """
 
@@ -52,30 +53,38 @@ class Session:
 
 
 class SessionTable:
-    """Session key -> Session, bounded."""
+    """Session key and model -> Session, bounded."""
 
     def __init__(self, max_sessions: int) -> None:
         self._max_sessions = max_sessions
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: OrderedDict[tuple[str, str | None], Session] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def get(self, key: str) -> Session | None:
-        return self._sessions.get(key)
+    def get(self, key: str, model: str | None = None) -> Session | None:
+        return self._sessions.get((key, model))
 
-    def record(self, key: str, worker: str, version: WeightVersion | None, held: Held | None = None) -> None:
+    def record(
+        self,
+        key: str,
+        worker: str,
+        version: WeightVersion | None,
+        held: Held | None = None,
+        model: str | None = None,
+    ) -> None:
         """Remember that this session's turn ran on `worker`; the version of its first turn is kept."""
-        session = self._sessions.get(key)
+        entry = (key, model)
+        session = self._sessions.get(entry)
         if session is None:
-            session = self._sessions[key] = Session(worker=worker, first_version=version)
+            session = self._sessions[entry] = Session(worker=worker, first_version=version)
         session.worker = worker
         if held is not None:
             session.holders[worker] = held
             session.holders.move_to_end(worker)
             if len(session.holders) > _MAX_HOLDERS:
                 session.holders.popitem(last=False)
-        self._sessions.move_to_end(key)
+        self._sessions.move_to_end(entry)
         while len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
 
@@ -89,7 +98,8 @@ class Fingerprints:
     A finished turn is filed under the digest of prompt + generated tokens. The next turn's prompt
     begins with exactly that, so the longest filed prefix names its trajectory. Siblings of a GRPO
     group share the first prompt but not what was generated: they are told apart, and a first turn
-    matches nothing, so it goes where the load is least.
+    matches nothing, so it goes where the load is least. The model's name is the digests' seed: equal
+    prompts for different models don't match.
 
     Filed by stride: an entry lies under the digest of its whole strides, so a look-up hashes the prompt once,
     stops at the numbers of strides that entries have, and compares with the few that share a digest, not with
@@ -108,9 +118,9 @@ class Fingerprints:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def record(self, prefix: bytes, key: str) -> None:
+    def record(self, prefix: bytes, key: str, model: str | None = None) -> None:
         """File a finished turn, as `prefix_of` gives it."""
-        entry, stride = _digests(prefix)
+        entry, stride = _digests(prefix, _seed(model))
         if entry not in self._entries:
             strides, digest = stride
             if strides not in self._by_stride:
@@ -136,10 +146,10 @@ class Fingerprints:
             del self._by_stride[strides]
             self._strides.remove(strides)
 
-    def find(self, prefix: bytes) -> str | None:
+    def find(self, prefix: bytes, model: str | None = None) -> str | None:
         """The session whose filed prefix is the longest that this one begins with."""
         found, hashed = None, 0
-        digest, view = xxhash.xxh3_64(), memoryview(prefix)
+        digest, view = xxhash.xxh3_64(seed=_seed(model)), memoryview(prefix)
         for strides in self._strides:
             start = strides * _STRIDE_BYTES
             if start > len(prefix):
@@ -168,10 +178,14 @@ class Fingerprints:
         assert filed == set(self._entries)
 
 
-def _digests(prefix: bytes) -> tuple[tuple[int, int], tuple[int, int]]:
+def _seed(model: str | None) -> int:
+    return xxhash.xxh3_64_intdigest(model.encode()) if model is not None else 0
+
+
+def _digests(prefix: bytes, seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """((length, digest) of the whole, (count, digest) of its whole strides)."""
     strides = len(prefix) // _STRIDE_BYTES
-    digest = xxhash.xxh3_64(prefix[: strides * _STRIDE_BYTES])
+    digest = xxhash.xxh3_64(prefix[: strides * _STRIDE_BYTES], seed=seed)
     stride = (strides, digest.intdigest())
     digest.update(prefix[strides * _STRIDE_BYTES :])
     return (len(prefix), digest.intdigest()), stride
@@ -198,9 +212,11 @@ class SessionKeys:
         self.fingerprints = fingerprints
         self._serial = itertools.count()
 
-    def key(self, explicit: str | None, prompt: str | TokenIds, index: int, count: int) -> str:
+    def key(
+        self, explicit: str | None, prompt: str | TokenIds, index: int, count: int, model: str | None = None
+    ) -> str:
         """Request `index` of the `count` that one call was fanned out to."""
         if explicit is not None:
             return explicit if count == 1 else f"{explicit}#{index}"
-        found = self.fingerprints.find(prefix_of(prompt))
+        found = self.fingerprints.find(prefix_of(prompt), model)
         return found if found is not None else f"anonymous-{next(self._serial)}"

@@ -5,7 +5,7 @@ Promises: plain values that both the service and the simulator fill in.
 Never does: decide, or read a clock.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -30,6 +30,8 @@ class Turn:
 
     session: str
     job: str = DEFAULT_JOB
+    model: str | None = None
+    """Only workers that serve it; None: any will do."""
     affine: str | None = None
     """The worker that ran the session's previous turn and most likely still holds its prefix KV."""
     run_id: str | None = None
@@ -79,6 +81,8 @@ class WorkerView:
     """Serving GPUs: the SLO gate admits rollout work and no memory pressure is on."""
     owner: str | None = None
     """Serving GPUs: the one job that has borrowed it, or NOBODY. None: open to every job."""
+    models: Collection[str] | None = None
+    """Names of those that it serves; None: it does not say, and may serve any."""
     weight_version: WeightVersion | None = None
     load: float = 0.0
     not_before: float = 0.0

@@ -16,6 +16,7 @@ from yarl import URL
 from rose.scheduler.rollout.borrowing import UsageWindow
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.events import CHAT_PATH, COMPLETIONS_PATH
+from rose.scheduler.rollout.models import Contexts, ModelCard
 from rose.scheduler.rollout.speed import SpeedEstimate
 from rose.scheduler.rollout.status import WorkerStatus, parse_version
 from rose.scheduler.rollout.views import NOBODY, WorkerKind, WorkerView
@@ -29,7 +30,18 @@ _INTERVALS_PER_STALL = 4
 _OWN_REPORT_S = 0.5
 """An engine that reports its stalls needs time for it, however long a stall is. With 2 s a turn on a stopped
 worker still goes on elsewhere within 3 s."""
-_UNSEEN = frozenset(("_view", "last_seen", "num_tokens", "num_turns", "seconds_per_token", "problem"))
+_UNSEEN = frozenset(
+    (
+        "_view",
+        "cards",
+        "last_seen",
+        "models_asked_at",
+        "num_tokens",
+        "num_turns",
+        "problem",
+        "seconds_per_token",
+    )
+)
 """What a policy doesn't see."""
 _SHARE_MEMORY_S = 15.0
 """About a turn's length: a turn gets the mean of its time, not the share of its first second."""
@@ -69,8 +81,11 @@ class Worker:
         """Turns on it by job."""
         self.pending_prefill_tokens = 0.0
         self.watches: set[Watch] = set()
-        self.models: dict[str, int | None] | None = None
-        """Model name -> its context in tokens; None: not known yet."""
+        self.models: Contexts | None = None
+        """What it serves, or served before it was lost; None: it does not say. Known before it is alive."""
+        self.cards: list[ModelCard] = []
+        """The same, as it shows it."""
+        self.models_asked_at = -math.inf
         self.num_tokens = 0
         self.num_turns = 0
         self.seconds_per_token: float | None = None
@@ -100,6 +115,10 @@ class Worker:
             return True
         return (status.pressure or "").lower() != "pressure" and status.num_waiting == 0
 
+    def serves(self, model: str | None) -> bool:
+        """Whether it serves this model, or may; None: any will do."""
+        return model is None or self.models is None or model in self.models
+
     def view(self) -> WorkerView:
         if self._view is None:
             self._view = self._make_view()
@@ -114,6 +133,7 @@ class Worker:
             cap=1 if self.is_on_probation else self.cap,
             eligible=self.is_eligible,
             owner=self._lent_to(),
+            models=self.models,
             weight_version=self.weight_version,
             load=self.in_flight / self.cap,
             not_before=self.cooldown_until,
@@ -255,6 +275,7 @@ class Worker:
             "id": self.id,
             "url": self.spec.url,
             "kind": self.spec.kind.value,
+            "models": list(self.models) if self.models is not None else None,
             "alive": self.is_alive,
             "active": self.is_active,
             "updating": self.is_updating,

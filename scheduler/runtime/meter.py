@@ -4,32 +4,15 @@ Owns: the counts since this scheduler's start. Promises: they only grow, and dec
 an earlier scheduler has counted is gone, as Prometheus expects. Pure: takes ``now``. Never: does I/O.
 """
 
-import bisect
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from rose.scheduler.histogram import Histogram
 
 PERMIT_BOUNDS_S = (0.01, 0.1, 1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 """Phases take minutes, those of a test a hundredth of a second."""
 DECISION_BOUNDS_S = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.5, 1.0, 5.0)
-
-
-class Histogram:
-    """Counts by upper bound, the last without one."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def add(self, value: float) -> None:
-        """One more."""
-        self._counts[bisect.bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def to_json(self) -> dict[str, Any]:
-        return {"bounds": list(self._bounds), "counts": self._counts, "sum": self._sum}
 
 
 @dataclass(slots=True)

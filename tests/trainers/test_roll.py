@@ -35,7 +35,7 @@ async def test_rolls_registry_makes_a_proxy_whose_turns_go_to_the_router(start_r
 
     async with ScriptedWorker() as worker, start_router(worker) as routed:
         answer = await asyncio.to_thread(play, routed.router.url)
-        assert routed.router.plane.sessions.get("roll-5") is not None
+        assert routed.router.plane.trajectories.sessions.get("roll-5", "scripted") is not None
     tokens = expected_tokens([1, 2], 4)
     assert answer.batch["responses"][0].tolist()[:4] == tokens
     mask = answer.batch["response_mask"][0].bool()

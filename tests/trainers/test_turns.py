@@ -19,7 +19,7 @@ async def test_a_turn_keeps_its_ids_logprobs_and_version_over_a_lost_worker(
             turns = RouterTurns(client.router.url, "scripted")
             turn = await turns.complete("trajectory-1", [1, 2, 3], {"max_tokens": 5, "temperature": 1.0})
             await turns.close()
-            assert len(client.router.plane.sessions) == 1
+            assert len(client.router.plane.trajectories.sessions) == 1
     tokens = expected_tokens([1, 2, 3], 5)
     assert turn.token_ids == tokens
     assert turn.logprobs == [-token / 1000 for token in tokens]

@@ -37,7 +37,7 @@ async def test_verls_client_class_sends_a_trajectorys_turns_to_the_router(start_
             output = await client.generate("trajectory-1", prompt_ids=[1, 2], sampling_params=sampling)
             again = [1, 2, *output.token_ids, 9, 9]
             second = await client.generate("trajectory-1", prompt_ids=again, sampling_params={})
-            assert len(routed.router.plane.sessions) == 1
+            assert len(routed.router.plane.trajectories.sessions) == 1
     assert isinstance(output, TokenOutput)
     assert output.token_ids == expected_tokens([1, 2], 4)
     assert output.log_probs == [-token / 1000 for token in output.token_ids]

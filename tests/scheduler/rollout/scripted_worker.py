@@ -75,6 +75,7 @@ class ScriptedWorker:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/pause", self._health)
         if self.has_rose_routes:
@@ -123,8 +124,15 @@ class ScriptedWorker:
         self.steps.append((await request.json())["step"])
         return web.json_response({})
 
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self._check_model(body)
+        return web.json_response({"tokens": list(body["prompt"].encode()), "model": self.models[0]})
+
     async def _detokenize(self, request: web.Request) -> web.Response:
-        tokens = (await request.json())["tokens"]
+        body = await request.json()
+        self._check_model(body)
+        tokens = body["tokens"]
         return web.json_response({"prompt": "".join(map(self._text, tokens))})
 
     def _text(self, token: int) -> str:
@@ -135,7 +143,13 @@ class ScriptedWorker:
         self.requests.append(body)
         if (parent := request.headers.get("traceparent")) is not None:
             self.trace_parents.append(parent)
+        self._check_model(body)
         return body
+
+    def _check_model(self, body: dict[str, Any]) -> None:
+        if (model := body.get("model")) is not None and model not in self.models:
+            error = {"message": f"The model `{model}` does not exist.", "code": 404}
+            raise web.HTTPNotFound(text=json.dumps({"error": error}), content_type="application/json")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._take(request)
@@ -198,7 +212,7 @@ class ScriptedWorker:
             finish = "length" if position == total - 1 else None
             await _send(response, self._chunk(body, prompt, tokens[-1], position, finish))
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 1}}
-        await _send(response, {"choices": [], "usage": usage, "model": "scripted"})
+        await _send(response, {"choices": [], "usage": usage, "model": self.models[0]})
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -208,7 +222,7 @@ class ScriptedWorker:
         usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
         if self.parses_chat:
             usage["completion_tokens_details"] = {"reasoning_tokens": 0}
-        return {"model": "scripted", "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
+        return {"model": self.models[0], "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
 
     def _chunk(
         self, body: dict[str, Any], prompt: list[int], token: int, position: int, finish: str | None
@@ -224,7 +238,7 @@ class ScriptedWorker:
             choice["delta"] = {"content": choice.pop("text")}
             if body.get("logprobs"):
                 choice["logprobs"] = {"content": [{"token": f"<{token}>", "logprob": -token / 1000}]}
-            return {"model": "scripted", "choices": [choice]}
+            return {"model": self.models[0], "choices": [choice]}
         if position == 0:
             choice["prompt_token_ids"] = prompt
         if body.get("logprobs") is not None:
@@ -235,7 +249,7 @@ class ScriptedWorker:
                 "top_logprobs": [{name: -token / 1000}],
                 "text_offset": [0],
             }
-        return {"id": "cmpl-x", "object": "text_completion", "model": "scripted", "choices": [choice]}
+        return {"id": "cmpl-x", "object": "text_completion", "model": self.models[0], "choices": [choice]}
 
     async def _fail(self, request: web.Request, response: web.StreamResponse, fault: Fault | None) -> bool:
         """True: carry on with the stream after all (a hang that ended)."""
@@ -265,7 +279,7 @@ class ScriptedWorker:
             choice: dict[str, Any] = {"index": 0, "token_ids": [], "finish_reason": "abort"}
             choice |= {"text": "", "delta": {"content": ""}}
             choice["stop_reason"] = stops[fault.kind]
-            await _send(response, {"model": "scripted", "choices": [choice]})
+            await _send(response, {"model": self.models[0], "choices": [choice]})
         await response.write(b"data: [DONE]\n\n")
         return False
 

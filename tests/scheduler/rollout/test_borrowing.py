@@ -63,6 +63,42 @@ def test_no_job_has_more_than_its_bound_and_every_gpu_has_one_answer(
     assert set(owners.values()) <= {NOBODY, *(borrower.job for borrower in borrowers)}
 
 
+MODELS = st.frozensets(st.sampled_from("mno"), min_size=1)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.none() | st.integers(0, 6), st.none() | MODELS), max_size=4),
+    st.lists(st.tuples(st.none() | MODELS, st.floats(0, 1), st.integers(0, 5)), max_size=10),
+)
+def test_no_job_has_a_gpu_of_other_models_and_none_that_a_job_could_use_is_nobodys(
+    jobs: list[tuple[float, int | None, frozenset[str] | None]],
+    gpus: list[tuple[frozenset[str] | None, float, int]],
+) -> None:
+    borrowers = [
+        Borrower(job=f"j{i}", weight=weight, max_serving_gpus=bound, models=models)
+        for i, (weight, bound, models) in enumerate(jobs)
+    ]
+    lendables = [Lendable(worker=f"w{i}", kv_usage=u, models=models) for i, (models, u, _) in enumerate(gpus)]
+    owners = assign(borrowers, lendables, {f"w{i}": f"j{job}" for i, (_, _, job) in enumerate(gpus)})
+    by_job = {borrower.job: borrower for borrower in borrowers}
+    counts = {job: len(owned(owners, job)) // 2 for job in by_job}
+    for each in lendables:
+        owner = owners[each.worker]
+        if owner != NOBODY:
+            assert by_job[owner].can_use(each)
+            continue
+        for borrower in borrowers:
+            bound = borrower.max_serving_gpus
+            assert not borrower.can_use(each) or (bound is not None and counts[borrower.job] >= bound)
+
+
+def test_what_few_can_use_counts_towards_their_part_of_what_all_can() -> None:
+    both, one = Borrower(job="both", models={"m", "n"}), Borrower(job="one", models={"m"})
+    gpus = [Lendable(worker="a", models={"m"}), Lendable(worker="b", models={"n"})]
+    assert assign([both, one], gpus, {}) == {"a": "one", "b": "both"}
+    assert assign([both], gpus, {}) == {"a": "both", "b": "both"}
+
+
 ONE = [Lendable(worker="w")]
 
 
@@ -77,6 +113,18 @@ def test_a_turn_that_waits_takes_the_gpu_that_its_holder_leaves_idle_and_gives_i
     assert lend_idle([b, Borrower(job="a")], ONE, entitled, taken, {"w"}) == {"w": "a"}
     assert lend_idle([], ONE, entitled, taken, set()) == {"w": "b"}
     assert lend_idle([Borrower(job="b", max_serving_gpus=0)], ONE, entitled, entitled, set()) == entitled
+
+
+def test_idle_gpus_go_to_jobs_whose_waiting_turns_they_can_run() -> None:
+    gpus = [Lendable(worker="a", models={"m"}), Lendable(worker="b", models={"n"})]
+    entitled = {"a": "x", "b": NOBODY}
+    x, y = Borrower(job="x", models={"n"}, max_serving_gpus=1), Borrower(job="y", models={"m"})
+    assert lend_idle([y], gpus, entitled, entitled, {"a"}) == entitled
+    assert lend_idle([y], gpus, entitled, entitled, set()) == {"a": "y", "b": NOBODY}
+    # Its bound is 1, and its turns that wait now are for the other model.
+    assert lend_idle([x], gpus, entitled, entitled, {"a"}) == entitled
+    assert lend_idle([x], gpus, entitled, entitled, set()) == {"a": NOBODY, "b": "x"}
+    assert lend_idle([x, y], gpus, entitled, entitled, set()) == {"a": "y", "b": "x"}
 
 
 JOBS = st.sampled_from("abcd")

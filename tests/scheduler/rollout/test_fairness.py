@@ -76,6 +76,27 @@ def test_a_job_that_cannot_be_placed_holds_up_nobody_and_order_within_a_job_is_k
     assert len(queue) == 0
 
 
+def test_kinds_share_their_jobs_order_and_those_that_cannot_go_are_not_looked_at() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a1", "b1", "a2", "b2", "a3"):
+        queue.push("job", name, cost=10, kind=name[0])
+    queue.push("job", "b0", cost=10, kind="b", is_first=True)
+    assert queue.kinds() == {"job": ["a", "b"]}
+    asked: list[str] = []
+
+    def place(item: str) -> str | None:
+        asked.append(item)
+        return "w" if item != "b1" else None
+
+    taken = [queue.take(place, lambda kind: kind == "b") for _ in range(3)]
+    assert [each[0] if each is not None else None for each in taken] == ["b0", "b2", None]
+    assert not any(item[0] == "a" for item in asked)
+    queue.remove("job", "a1")
+    queue.push("job", "c1", cost=10)
+    assert [queue.take(anywhere) for _ in range(4)] == [(name, "w") for name in ("b1", "a2", "a3", "c1")]
+    assert len(queue) == 0 and queue.kinds() == {}
+
+
 def test_a_job_that_was_away_has_saved_nothing_up() -> None:
     queue = filled({"a": 10.0}, {}, 1000)
     served(queue, 5_000)
@@ -90,12 +111,15 @@ def test_a_weight_of_zero_is_refused() -> None:
         FairQueue[str]().push("a", "x", cost=1, weight=0)
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5000)), max_size=60), st.integers(0, 99))
-def test_every_item_leaves_once_and_nothing_is_lost(items: list[tuple[str, float]], seed: int) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5000), st.sampled_from("kl")), max_size=60),
+    st.integers(0, 99),
+)
+def test_every_item_leaves_once_and_nothing_is_lost(items: list[tuple[str, float, str]], seed: int) -> None:
     chance = random.Random(seed)
     queue: FairQueue[int] = FairQueue()
-    for index, (job, cost) in enumerate(items):
-        queue.push(job, index, cost=cost)
+    for index, (job, cost, kind) in enumerate(items):
+        queue.push(job, index, cost=cost, kind=kind)
     left = []
     for _ in itertools.count():
         taken = queue.take(lambda item: item if chance.random() < 0.7 else None)

@@ -29,6 +29,13 @@ def version(number: int, run_id: str = "run") -> WeightVersion:
     return WeightVersion(run_id=run_id, number=number)
 
 
+def heard(numbers: dict[str, int], models: list[str] | None = None) -> NewestVersions:
+    newest = NewestVersions()
+    for run_id, number in numbers.items():
+        newest.heard(version(number, run_id), models)
+    return newest
+
+
 @pytest.mark.parametrize(
     ("affine", "workers", "picked"),
     [
@@ -123,7 +130,7 @@ BEGUN_ANEW = [dedicated("base"), dedicated("v5", weight_version=version(5)), ded
 def test_the_newest_version_outlives_its_workers_and_counts_for_its_own_run_alone(
     mode: VersionMode, max_lag: int, run_id: str | None, known: dict[str, int], admitted: list[str]
 ) -> None:
-    rule = VersionRule(mode=mode, max_lag=max_lag, known=known)
+    rule = VersionRule(mode=mode, max_lag=max_lag, known=heard(known))
     assert [w.id for w in rule.admits(Turn(session="t", run_id=run_id), BEGUN_ANEW)] == admitted
 
 
@@ -135,6 +142,18 @@ def test_the_newest_version_never_goes_back_until_its_run_is_forgotten() -> None
     newest.forget("run")
     newest.heard(version(1))
     assert newest.numbers == {"run": 1, "next": 0}
+
+
+def test_the_newest_version_is_that_of_the_turns_model() -> None:
+    newest = heard({"run": 7}, ["a", "both"])
+    newest.heard(version(3), ["b", "both"])
+    assert [newest.of(model) for model in ("a", "b", "both", "c")] == [{"run": 7}, {"run": 3}, {"run": 7}, {}]
+    newest.heard(version(2, "next"))  # of a worker that does not say what it serves
+    assert [newest.of(model) for model in ("b", "c")] == [{"run": 3, "next": 2}, {"next": 2}]
+    newest.heard(version(1), ["d"])
+    assert newest.of("d") == {"run": 1, "next": 2}
+    newest.forget("run")
+    assert [newest.of(model) for model in ("a", "d", None)] == [{"next": 2}] * 3
 
 
 def test_a_pinned_version_that_no_worker_holds_is_an_error_not_a_wait() -> None:
@@ -176,6 +195,36 @@ def test_a_serving_gpu_takes_turns_of_the_job_that_borrowed_it_alone(
     assert policy.pick(Turn(session="t", job="job"), [serving("s", owner=owner)], NOW) == picked
 
 
+OF_MODELS = [
+    dedicated("b0", models={"b"}, weight_version=version(9)),
+    dedicated("a1", 5, models={"a", "b"}, weight_version=version(4)),
+    serving("a2", 2, models={"a"}, weight_version=version(4)),
+    dedicated("any", 9, weight_version=version(4)),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("model", "affine", "picked"),
+    [
+        ("a", None, "a1"),
+        ("a", "b0", "a1"),
+        ("c", None, "any"),
+        ("c", "b0", "any"),
+        (None, "b0", "b0"),
+        ("b", "b0", "b0"),
+    ],
+)
+def test_a_turn_goes_to_a_worker_of_its_model_or_one_that_does_not_say(
+    policy: Policy, model: str | None, affine: str | None, picked: str
+) -> None:
+    if isinstance(policy, PinnedPolicy) and model == "a":
+        picked = "a2"  # whatever its kind
+    assert policy.pick(Turn(session="t", model=model, affine=affine), OF_MODELS, NOW) == picked
+    without = [worker for worker in OF_MODELS if worker.id == "b0"]
+    assert policy.pick(Turn(session="t", model="a", affine="b0"), without, NOW) is None
+
+
 FAST = Speed(prefill_s_per_token=1e-4, step_s=0.01, step_s_per_turn=0.001)
 
 
@@ -214,12 +263,13 @@ def test_cost_policy_is_the_papers_while_telemetry_is_missing_or_stale(unknown: 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_turns_that_are_alike_find_a_place_together_or_not_at_all(policy: Policy) -> None:
-    workers = [dedicated("a", 16), dedicated("b", 3), serving("s", owner="x")]
+    workers = [dedicated("a", 16), dedicated("b", 3, models={"m"}), serving("s", owner="x", models={"n"})]
     turns = [
-        Turn(session=str(i), job=job, affine=affine, avoid_until=avoid)
-        for i, (job, affine, avoid) in enumerate(
-            (job, affine, avoid)
+        Turn(session=str(i), job=job, model=model, affine=affine, avoid_until=avoid)
+        for i, (job, model, affine, avoid) in enumerate(
+            (job, model, affine, avoid)
             for job in ("x", "y")
+            for model in ("m", "n", "o", None)
             for affine in ("a", "b", None)
             for avoid in ({}, {"b": NOW + 1}, {"b": NOW - 1})
         )

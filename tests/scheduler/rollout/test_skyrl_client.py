@@ -31,7 +31,7 @@ async def test_it_gets_ids_logprobs_and_text_for_each_session(engine_url: str) -
         again = await client.generate({**batch, "session_ids": ["a", "b"]})
         body = {"model": SERVED_MODEL, "messages": [{"role": "user", "content": "w9"}], "max_tokens": 4}
         chat = await client.chat_completion({"json": {**body, "session_id": "a"}})
-        sessions = len(router.plane.sessions)
+        sessions = len(router.plane.trajectories.sessions)
         await client.teardown()
     assert [len(ids) for ids in output["response_ids"]] == [6, 6]
     assert [len(logprobs) for logprobs in output["response_logprobs"]] == [6, 6]

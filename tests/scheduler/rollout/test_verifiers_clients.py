@@ -42,7 +42,7 @@ async def test_the_eval_client_gets_its_chat_answer(router: RunningRouter) -> No
     assert response.message.content
     assert response.usage is not None and response.usage.completion_tokens == 6
     assert response.finish_reason == "length"
-    assert router.plane.sessions.get(SESSION) is not None
+    assert router.plane.trajectories.sessions.get(SESSION, SERVED_MODEL) is not None
 
 
 async def test_the_train_client_gets_ids_and_logprobs_turn_by_turn(
@@ -65,4 +65,4 @@ async def test_the_train_client_gets_ids_and_logprobs_turn_by_turn(
         assert len(response.tokens.completion_ids) == 6 == len(response.tokens.completion_logprobs)
         assert all(logprob <= 0 for logprob in response.tokens.completion_logprobs)
     await client.close()
-    assert len(router.plane.sessions) == 1
+    assert len(router.plane.trajectories.sessions) == 1
