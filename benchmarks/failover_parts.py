@@ -36,8 +36,15 @@ class Engine:
 
     def generated_tokens(self) -> int:
         """As its scheduler counts them, from the page that outlives it."""
+        return self._word(Field.GENERATED_TOKENS)
+
+    def running_turns(self) -> int:
+        """So many are on it, as its scheduler counts them."""
+        return self._word(Field.NUM_RUNNING)
+
+    def _word(self, word: Field) -> int:
         page = StatusPage(page_path(Settings.from_environment().runtime_dir, self.engine_id), create=False)
-        return page.get(Field.GENERATED_TOKENS)
+        return page.get(word)
 
 
 @dataclass(slots=True)
@@ -65,10 +72,17 @@ async def is_idle(client: RouterClient, engine: Engine) -> bool:
 async def begin_turns(
     client: RouterClient, engine: Engine, name: str
 ) -> tuple[list[Turn], list[asyncio.Task[Turn]]]:
-    """Long turns, all under way, some of them on the engine. Raises: WorkerError if there are none."""
+    """Long turns, all under way, some of them on the engine. Raises: WorkerError if that isn't so."""
     begun = [client.begin(random_prompt(f"{name}-{i}", PROMPT_TOKENS), LONG_TOKENS) for i in range(NUM_TURNS)]
     turns, tasks = [turn for turn, _ in begun], [task for _, task in begun]
-    await until(lambda: all(len(turn.token_ids) >= RUNNING_TOKENS for turn in turns), "all turns run")
-    if not (await client.worker(engine.id))["in_flight"]:
+    await until(
+        lambda: (
+            any(task.done() for task in tasks) or all(len(turn.token_ids) >= RUNNING_TOKENS for turn in turns)
+        ),
+        "all turns run",
+    )
+    if ended := [turn.error or turn.finish_reason for turn, task in begun if task.done()]:
+        raise WorkerError(f"turns ended too early: {ended}")
+    if not engine.running_turns():
         raise WorkerError(f"no turn runs on {engine.id}")
     return turns, tasks
