@@ -139,6 +139,7 @@ async def _replace(client: RouterClient, rig: Rig, dead: Engine, name: str, weig
     await client.remove(dead.id)
     rig.start_engine(name, Role.ROLLOUT, gate=GateMode.OFF)
     engine = await asyncio.to_thread(_engine, rig, name)
+    await asyncio.to_thread(engine.control.complete, [[1, 2, 3]], 2)  # the first step takes long
     await give(client, engine, weights, 3)
     await client.add(engine.control.url)
     return engine

@@ -76,13 +76,12 @@ async def begin_turns(
     begun = [client.begin(random_prompt(f"{name}-{i}", PROMPT_TOKENS), LONG_TOKENS) for i in range(NUM_TURNS)]
     turns, tasks = [turn for turn, _ in begun], [task for _, task in begun]
     await until(
-        lambda: (
-            any(task.done() for task in tasks) or all(len(turn.token_ids) >= RUNNING_TOKENS for turn in turns)
-        ),
+        lambda: all(len(turn.token_ids) >= RUNNING_TOKENS or turn.error is not None for turn in turns),
         "all turns run",
     )
-    if ended := [turn.error or turn.finish_reason for turn, task in begun if task.done()]:
-        raise WorkerError(f"turns ended too early: {ended}")
+    if errors := [turn.error for turn in turns if turn.error is not None]:
+        raise WorkerError(f"turns failed before anything was done to them: {errors}")
     if not engine.running_turns():
-        raise WorkerError(f"no turn runs on {engine.id}")
+        lengths = [len(turn.token_ids) for turn in turns]
+        raise WorkerError(f"no turn runs on {engine.id}; all of them have {lengths} tokens")
     return turns, tasks
