@@ -16,6 +16,11 @@ processes of one engine.
   sigkill_failed_turns    turns that did not end with the answer of an engine that nobody disturbed
   sigkill_lost_tokens     tokens that the killed engine had made and the router never got, per turn on it
 
+Peers get the SIGSTOP and the SIGKILL after ours: the same engines, client and turns, a new process of the
+peer for each. It has to take token ids on /v1/completions. 20 s after a SIGSTOP its turns are given up.
+
+    --peer 'vllm-router=BIN/vllm-router --worker-urls {worker} --host 127.0.0.1 --port {port}'
+
     python benchmarks/bench_failover.py --json failover.json
 """
 
@@ -28,9 +33,11 @@ from pathlib import Path
 
 from failover_faults import CUTS, kill, migrate, stop
 from failover_parts import Engine, Samples, is_idle
+from failover_peers import PeerSamples, kill_behind, stop_behind
 from failover_weights import give, update
 from harness import run_benchmark
 from rig import Rig
+from router_rig import COMPLETIONS_PATH, add_peers, peer_name, peer_path
 from turn_client import RouterClient, until_so
 
 from rose.demo.figures import Figure
@@ -39,38 +46,58 @@ from rose.node.checks import free_port
 from rose.types import GateMode, Role
 
 ROUTER_START_S = 30.0
+BESIDE: dict[str, dict[str, float | None]] = {
+    "sigstop_reroute_s": {"vllm-router 0.1.17, in the prototypes": 20.0},
+    "sigstop_new_turns": {},
+    "sigkill_failed_turns": {"vllm-router 0.1.17, in the prototypes, of 6": 3.0},
+}
+"""Stands beside ours where no peer is run."""
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     """All phases on the same two engines; after a SIGKILL the dead one is replaced."""
-    samples = Samples()
+    if not all(peer_path(spec) == COMPLETIONS_PATH for spec in args.peer):
+        raise WorkerError(f"turns go to {COMPLETIONS_PATH}, of a peer too")
+    samples, peers = Samples(), [PeerSamples(spec) for spec in args.peer]
     with Rig() as rig:
         for name in ("a", "b"):
             rig.start_engine(name, Role.ROLLOUT, gate=GateMode.OFF)
         other = _other_weights(rig)
         engines = [_engine(rig, name) for name in ("a", "b")]
         url = _start_router(rig, engines)
-        asyncio.run(_phases(args, rig, url, engines, other, samples))
-    return _figures(samples)
+        asyncio.run(_phases(args, rig, url, engines, other, samples, peers))
+    return _figures(samples, peers)
 
 
 async def _phases(
-    args: argparse.Namespace, rig: Rig, url: str, engines: list[Engine], other: Path, samples: Samples
+    args: argparse.Namespace,
+    rig: Rig,
+    url: str,
+    engines: list[Engine],
+    other: Path,
+    samples: Samples,
+    peers: Sequence[PeerSamples],
 ) -> None:
+    mine = rig.model(Role.ROLLOUT)
+    num_stops, num_kills = (2, 1) if args.quick else (5, 3)
     async with RouterClient(url, str(Role.ROLLOUT)) as client:
         for engine in engines:
             await until_so(lambda e=engine: is_idle(client, e), f"{engine.id} is there")  # type: ignore[misc]
         for number in range(3 if args.quick else 10):
             await migrate(client, f"migrate-{args.seed}-{number}", samples)
-        for number in range(2 if args.quick else 5):
+        for number in range(num_stops):
             await stop(client, engines[0], f"stop-{args.seed}-{number}", samples)
-        mine = rig.model(Role.ROLLOUT)
         await update(client, engines, [mine, other], f"update-{args.seed}", samples)
-        num_kills = 1 if args.quick else 3
         for number in range(num_kills):
-            await kill(client, engines, f"kill-{args.seed}-{number}", samples)
-            if number < num_kills - 1:
+            if number > 0:
                 engines[0] = await _replace(client, rig, engines[0], f"a{number}", mine)
+            await kill(client, engines, f"kill-{args.seed}-{number}", samples)
+        for index, peer in enumerate(peers):
+            for number in range(num_kills):
+                engines[0] = await _replace(client, rig, engines[0], f"p{index}-{number}", mine)
+                for each in range(num_stops if number == 0 else 0):
+                    await stop_behind(engines, f"stop-{args.seed}-{each}", peer)
+                await kill_behind(engines, f"kill-{args.seed}-{number}", peer)
 
 
 # Processes ------------------------------------------------------------------------------------------------
@@ -112,14 +139,28 @@ async def _replace(client: RouterClient, rig: Rig, dead: Engine, name: str, weig
     await client.remove(dead.id)
     rig.start_engine(name, Role.ROLLOUT, gate=GateMode.OFF)
     engine = await asyncio.to_thread(_engine, rig, name)
+    await asyncio.to_thread(engine.control.complete, [[1, 2, 3]], 2)  # the first step takes long
     await give(client, engine, weights, 3)
     await client.add(engine.control.url)
     return engine
 
 
-def _figures(samples: Samples) -> list[Figure]:
+def _beside(peers: Sequence[PeerSamples]) -> dict[str, dict[str, float | None]]:
+    """What stands beside a figure, by its name."""
+    beside: dict[str, dict[str, float | None]] = {name: {} for name in BESIDE}
+    for peer in peers:
+        for name, values in peer.beside().items():
+            beside[name] |= values
+    return beside if peers else BESIDE
+
+
+def _figures(samples: Samples, peers: Sequence[PeerSamples]) -> list[Figure]:
     for failed in samples.failed:
         print(f"a turn failed when its engine was killed: {failed}")
+    for peer in peers:
+        for failed in (*peer.broken, *peer.failed):
+            print(f"{peer_name(peer.spec)}, a turn failed: {failed}")
+    beside = _beside(peers)
     return [
         Figure(
             name="migrated_greedy_equal",
@@ -133,7 +174,7 @@ def _figures(samples: Samples) -> list[Figure]:
             value=max(samples.reroutes_s),
             unit="s",
             target="<= 3",
-            peers={"vllm-router 0.1.17, in the prototypes": 20.0},
+            peers=beside["sigstop_reroute_s"],
             spread=(min(samples.reroutes_s), max(samples.reroutes_s)),
         ),
         Figure(
@@ -141,7 +182,8 @@ def _figures(samples: Samples) -> list[Figure]:
             value=float(samples.num_sent_aware),
             unit="turns",
             target="<= 0",
-            peers={"sent before the first reroute": float(samples.num_sent_unaware)},
+            peers={"sent before the first reroute": float(samples.num_sent_unaware)}
+            | beside["sigstop_new_turns"],
         ),
         Figure(
             name="version_tagged",
@@ -162,7 +204,7 @@ def _figures(samples: Samples) -> list[Figure]:
             value=float(len(samples.failed)),
             unit="turns",
             target="<= 0",
-            peers={"turns cut": float(samples.num_cut), "vllm-router 0.1.17, in the prototypes, of 6": 3.0},
+            peers={"turns cut": float(samples.num_cut)} | beside["sigkill_failed_turns"],
         ),
         Figure(
             name="sigkill_lost_tokens",
@@ -175,4 +217,4 @@ def _figures(samples: Samples) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__ or "", measure))
+    sys.exit(run_benchmark(__doc__ or "", measure, add_peers))

@@ -37,7 +37,19 @@ from harness import run_benchmark
 from requests_load import Target, closed_loop
 from router_decision import decision
 from router_latency import latencies
-from router_rig import BODIES, FLOOR_COMMAND, cpu_s, other_router, requests_for, router, run, stub
+from router_rig import (
+    BODIES,
+    FLOOR_COMMAND,
+    add_peers,
+    cpu_s,
+    other_router,
+    peer_name,
+    peer_path,
+    requests_for,
+    router,
+    run,
+    stub,
+)
 from router_streams import fairness, streams
 
 from rose.demo.figures import Figure
@@ -62,7 +74,7 @@ def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
     peers: dict[str, dict[str, float | None]] = {name: {} for name in BODIES}
     for spec in (FLOOR_COMMAND, *args.peer):
         for name, value in _peer(spec, cpu, rng, args.quick).items():
-            peers[name][spec.partition("=")[0].partition(",")[0]] = value
+            peers[name][peer_name(spec)] = value
     figures += [_cpu_figure(name, values, peers[name]) for name, values in ours.items()]
     figures += streams(cpu, args.quick)
     return [*figures, fairness(args.quick)]
@@ -98,21 +110,10 @@ def _cpu_figure(name: str, values: list[float], peers: dict[str, float | None]) 
 
 def _peer(spec: str, cpu: int, rng: random.Random, is_quick: bool) -> dict[str, float]:
     """A peer's CPU per request, by body."""
-    path = spec.partition("=")[0].partition(",")[2] or "/v1/completions"
-    with stub(num_chunks=4) as (worker, _), other_router(spec, worker, cpu) as (url, process):
-        values = _cpu_per_request(Target(url=url, path=path), process, rng, is_quick)
+    with stub(num_chunks=4) as (worker, _), other_router(spec, [worker], cpu) as (url, process):
+        values = _cpu_per_request(Target(url=url, path=peer_path(spec)), process, rng, is_quick)
     return {body: sorted(each)[1] for body, each in values.items()}
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME[,PATH]=COMMAND",
-        help="a router to run beside ours",
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__ or "", measure, _add_arguments))
+    sys.exit(run_benchmark(__doc__ or "", measure, add_peers))

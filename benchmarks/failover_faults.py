@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from failover_parts import LONG_TOKENS, PROMPT_TOKENS, SHORT_TOKENS, Engine, Samples, begin_turns, is_idle
-from turn_client import RouterClient, random_prompt, until, until_so
+from turn_client import RouterClient, Turn, random_prompt, until, until_so
 
 from rose.errors import WorkerError
 
@@ -45,11 +45,8 @@ async def stop(client: RouterClient, victim: Engine, name: str, samples: Samples
     stopped_s = time.monotonic()
     try:
         detection = asyncio.create_task(_num_turns_when_cut(client, victim, num_cut))
-        new = []
-        for number in range(round(NEW_TURNS_S / NEW_TURN_EVERY_S)):
-            new.append(client.begin(random_prompt(f"{name}-new-{number}", PROMPT_TOKENS), SHORT_TOKENS)[1])
-            await asyncio.sleep(NEW_TURN_EVERY_S)
-        ended = [*await asyncio.gather(*tasks), *await asyncio.gather(*new)]
+        _, new = await begin_new_turns(client, name)
+        ended = await asyncio.gather(*tasks, *new)
         num_then, num_after = await detection, (await client.worker(victim.id))["turns"]
     finally:
         os.killpg(victim.pid, signal.SIGCONT)
@@ -62,6 +59,15 @@ async def stop(client: RouterClient, victim: Engine, name: str, samples: Samples
             samples.reroutes_s.append(turn.times_s[turn.rose["spans"][0]["tokens"]] - stopped_s)
     samples.reroutes_s += [turn.times_s[0] - turn.begun_s for turn in ended[len(turns) :]]
     await _rehabilitate(client, victim)
+
+
+async def begin_new_turns(client: RouterClient, name: str) -> tuple[list[Turn], list[asyncio.Task[Turn]]]:
+    """Short turns, one after the other for NEW_TURNS_S."""
+    begun = []
+    for number in range(round(NEW_TURNS_S / NEW_TURN_EVERY_S)):
+        begun.append(client.begin(random_prompt(f"{name}-new-{number}", PROMPT_TOKENS), SHORT_TOKENS))
+        await asyncio.sleep(NEW_TURN_EVERY_S)
+    return [turn for turn, _ in begun], [task for _, task in begun]
 
 
 async def _num_turns_when_cut(client: RouterClient, victim: Engine, num_cut: int) -> int:
@@ -98,9 +104,15 @@ async def kill(client: RouterClient, engines: Sequence[Engine], name: str, sampl
         raise WorkerError(f"no turn was cut when {victim.id} was killed")
     samples.num_cut += num_cut
     samples.lost_per_turn.append(num_lost / num_cut)
-    answers = await asyncio.to_thread(
-        survivor.control.complete, [list(turn.prompt) for turn in turns], LONG_TOKENS
-    )
-    for turn, (tokens, _) in zip(turns, answers, strict=True):
-        if not turn.is_whole(LONG_TOKENS) or turn.token_ids != tokens:
-            samples.failed.append(turn.error or f"{len(turn.token_ids)} tokens, {turn.finish_reason}")
+    samples.failed += await failures(survivor, turns)
+
+
+async def failures(survivor: Engine, turns: Sequence[Turn]) -> list[str]:
+    """What is wrong with those that did not end with the answer of an engine that nobody disturbed."""
+    prompts = [list(turn.prompt) for turn in turns]
+    answers = await asyncio.to_thread(survivor.control.complete, prompts, LONG_TOKENS)
+    return [
+        turn.error or f"{len(turn.token_ids)} tokens, {turn.finish_reason}"
+        for turn, (tokens, _) in zip(turns, answers, strict=True)
+        if not turn.is_whole(LONG_TOKENS) or turn.token_ids != tokens
+    ]

@@ -36,8 +36,15 @@ class Engine:
 
     def generated_tokens(self) -> int:
         """As its scheduler counts them, from the page that outlives it."""
+        return self._word(Field.GENERATED_TOKENS)
+
+    def running_turns(self) -> int:
+        """So many are on it, as its scheduler counts them."""
+        return self._word(Field.NUM_RUNNING)
+
+    def _word(self, word: Field) -> int:
         page = StatusPage(page_path(Settings.from_environment().runtime_dir, self.engine_id), create=False)
-        return page.get(Field.GENERATED_TOKENS)
+        return page.get(word)
 
 
 @dataclass(slots=True)
@@ -65,10 +72,16 @@ async def is_idle(client: RouterClient, engine: Engine) -> bool:
 async def begin_turns(
     client: RouterClient, engine: Engine, name: str
 ) -> tuple[list[Turn], list[asyncio.Task[Turn]]]:
-    """Long turns, all under way, some of them on the engine. Raises: WorkerError if there are none."""
+    """Long turns, all under way, some of them on the engine. Raises: WorkerError if that isn't so."""
     begun = [client.begin(random_prompt(f"{name}-{i}", PROMPT_TOKENS), LONG_TOKENS) for i in range(NUM_TURNS)]
     turns, tasks = [turn for turn, _ in begun], [task for _, task in begun]
-    await until(lambda: all(len(turn.token_ids) >= RUNNING_TOKENS for turn in turns), "all turns run")
-    if not (await client.worker(engine.id))["in_flight"]:
-        raise WorkerError(f"no turn runs on {engine.id}")
+    await until(
+        lambda: all(len(turn.token_ids) >= RUNNING_TOKENS or turn.error is not None for turn in turns),
+        "all turns run",
+    )
+    if errors := [turn.error for turn in turns if turn.error is not None]:
+        raise WorkerError(f"turns failed before anything was done to them: {errors}")
+    if not engine.running_turns():
+        lengths = [len(turn.token_ids) for turn in turns]
+        raise WorkerError(f"no turn runs on {engine.id}; all of them have {lengths} tokens")
     return turns, tasks

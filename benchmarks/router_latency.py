@@ -46,7 +46,7 @@ def latencies(cpu: int, rng: random.Random, is_quick: bool) -> list[Figure]:
     count = 600 if is_quick else 3_000
     with (
         stub(num_chunks=4) as (worker, stub_process),
-        other_router(FLOOR_COMMAND, worker, cpu) as (bare, bare_process),
+        other_router(FLOOR_COMMAND, [worker], cpu) as (bare, bare_process),
         router(worker, cpu) as (ours, process),
     ):
         pids = (process.pid, stub_process.pid, os.getpid(), bare_process.pid)

@@ -1,9 +1,11 @@
-"""What bench_router.py measures and measures with: stub worker, routers, requests.
+"""What bench_router.py measures and measures with: stub worker, routers, requests. bench_failover.py starts
+peers with it.
 
 Owns: processes and their pinning, the requests' bodies. Promises: everything started is stopped, also on
 failure; a router is ready when it is handed out. Never: measures.
 """
 
+import argparse
 import asyncio
 import json
 import random
@@ -29,11 +31,31 @@ STUB = Path(__file__).with_name("stub_worker.py")
 PASSTHROUGH = Path(__file__).with_name("bare_passthrough.py")
 FLOOR = "aiohttp floor"
 FLOOR_COMMAND = f"{FLOOR}={sys.executable} {PASSTHROUGH} --worker {{worker}} --port {{port}}"
+COMPLETIONS_PATH = "/v1/completions"
 BODIES = {"0.7KB": 120, "48KB": 8_192, "190KB": 32_768}
 """Prompt tokens."""
 START_S = 30.0
 
 Result = TypeVar("Result")
+
+
+def add_peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME[,PATH]=COMMAND",
+        help="a router to run beside ours",
+    )
+
+
+def peer_name(spec: str) -> str:
+    return spec.partition("=")[0].partition(",")[0]
+
+
+def peer_path(spec: str) -> str:
+    """Where it takes completions."""
+    return spec.partition("=")[0].partition(",")[2] or COMPLETIONS_PATH
 
 
 @contextmanager
@@ -57,10 +79,12 @@ def router(worker: str, cpu: int) -> Iterator[tuple[str, psutil.Process]]:
 
 
 @contextmanager
-def other_router(spec: str, worker: str, cpu: int) -> Iterator[tuple[str, psutil.Process]]:
-    """A router of another's before one worker, ready. `spec`: NAME[,PATH]=COMMAND."""
+def other_router(
+    spec: str, workers: Sequence[str], cpu: int | None = None
+) -> Iterator[tuple[str, psutil.Process]]:
+    """A router of another's before workers, ready. `spec`: NAME[,PATH]=COMMAND; {worker} is all of them."""
     port = free_port()
-    argv = shlex.split(spec.partition("=")[2].format(worker=worker, port=port))
+    argv = shlex.split(spec.partition("=")[2].format(worker=" ".join(workers), port=port))
     with _listening(argv, port, cpu) as ready:
         yield ready
 
@@ -84,7 +108,7 @@ def _started(
 
 
 @contextmanager
-def _listening(argv: Sequence[str], port: int, cpu: int) -> Iterator[tuple[str, psutil.Process]]:
+def _listening(argv: Sequence[str], port: int, cpu: int | None) -> Iterator[tuple[str, psutil.Process]]:
     url = f"http://127.0.0.1:{port}"
     with _started(argv, cpu, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         until = time.monotonic() + START_S

@@ -29,6 +29,8 @@ class Turn:
 
     prompt: Sequence[int]
     begun_s: float = 0.0
+    ended_s: float = 0.0
+    """Also when it was cancelled."""
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     """When each token reached this process (monotonic)."""
@@ -110,8 +112,10 @@ class RouterClient:
                 async for line in response.content:
                     if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
                         turn.take(line[6:])
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             turn.error = f"{type(error).__name__}: {error}"
+        finally:
+            turn.ended_s = time.monotonic()
         return turn
 
     async def status(self) -> dict[str, Any]:
