@@ -19,7 +19,7 @@ from tests.trainers.roll_program import MAX_TOKENS, NUM_EPISODES, NUM_TURNS
 
 pytest.importorskip(
     "roll.pipeline.agentic.environment_worker",
-    reason="ROLL is on no package index: see CONTRIBUTING.md",
+    reason="ROLL is on no package index (CONTRIBUTING.md)",
 )
 
 EOS, PAD = 998, 999

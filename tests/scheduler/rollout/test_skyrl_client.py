@@ -10,7 +10,8 @@ from tests.scheduler.rollout.stock_worker import SERVED_MODEL
 from tests.scheduler.rollout.waiting import until
 
 remote: Any = pytest.importorskip(
-    "skyrl.backends.skyrl_train.inference_servers.remote_inference_client", reason="SkyRL is not installed"
+    "skyrl.backends.skyrl_train.inference_servers.remote_inference_client",
+    reason="SkyRL is not installed (CONTRIBUTING.md)",
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio]
