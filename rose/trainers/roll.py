@@ -1,18 +1,22 @@
 """ROLL's agents on a ROSE router.
 
-Owns: an LLM proxy for ROLL's registry. Promises: ROLL's environment managers stay as they are, and get what
-its own proxy of the policy gives them: the padded batch of prompt and answer, with the logprobs.
-Never: touches ROLL's own engines or its scheduler.
+Owns: an LLM proxy for ROLL's registry, and the environment worker that brings it there. Promises: ROLL's
+environment managers stay as they are, and get what its own proxy of the policy gives them: the padded batch
+of prompt and answer, with the logprobs. Never: touches ROLL's own engines or its scheduler.
 
-Import this module where ROLL's environment managers start, and set
+In ROLL's configuration, for ``train_env_manager`` and ``val_env_manager``:
+``worker_cls: rose.trainers.roll.RouterEnvironmentWorker`` and
 ``llm_proxy: {proxy_type: rose, proxy_config: {router_url: "http://router:8100", model: policy}}``.
-Written against ROLL at commit 8eb27cc (August 2026), which is on no package index.
+Tested with ROLL 0.3 at commit 8eb27cc (August 2026), which is on no package index.
 """
 
 import asyncio
+from threading import Thread
 from typing import Any
+from uuid import uuid4
 
 import torch
+from roll.pipeline.agentic.environment_worker import EnvironmentWorker
 from roll.pipeline.agentic.llm_proxy.base_llm_proxy import BaseLLMProxy, register_llm_proxy
 from roll.utils.functionals import (
     concatenate_input_and_output,
@@ -21,6 +25,8 @@ from roll.utils.functionals import (
 )
 
 from rose.trainers.turns import RouterTurns, Turn
+
+Messages = list[dict[str, Any]]
 
 _NAMES = {
     "max_new_tokens": "max_tokens",
@@ -33,28 +39,58 @@ _NAMES = {
 """ROLL's word for a setting -> vLLM's."""
 
 
+class RouterEnvironmentWorker(EnvironmentWorker):
+    """ROLL's own. Its actor loads it by this name, and so the proxy is in the registry of that process."""
+
+
 @register_llm_proxy("rose")
 class RouterLLMProxy(BaseLLMProxy):
-    """One per environment; used in that environment's thread alone."""
+    """One per environment. ROLL asks it from several threads, so its connections have one of their own."""
 
     def __init__(self, generate_scheduler: Any, llm_proxy_config: Any, tokenizer: Any, env: Any) -> None:
         super().__init__(generate_scheduler, llm_proxy_config, tokenizer, env)
         self._turns = RouterTurns(**llm_proxy_config.proxy_config)
-        self._runner = asyncio.Runner()
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="rose-turns", daemon=True).start()
+        self._session: str | None = None
+        self._asked: Messages = []
+        self._is_answered = False
 
-    def generate(
-        self, messages: list[dict[str, str]], lm_input: Any, generation_config: dict[str, Any]
-    ) -> Any:
-        """ROLL's contract; None for a turn that was aborted. Raises: WorkerError."""
-        # The environment names the trajectory, as in ROLL's own affinity.
-        session = f"roll-{lm_input.meta_info.pop('src_rank')}"
+    def generate(self, messages: Messages, lm_input: Any, generation_config: dict[str, Any]) -> Any:
+        """ROLL's contract; None for a turn that was aborted. Raises: WorkerError; ValueError for images."""
+        if "multi_modal_data" in lm_input.non_tensor_batch:
+            raise ValueError("multi_modal_data: the router takes token ids alone")
+        if generation_config.get("num_return_sequences", 1) != 1:
+            raise ValueError(
+                f"num_return_sequences={generation_config['num_return_sequences']}: one answer a turn"
+            )
+        session = self._session_of(messages, lm_input.meta_info.pop("src_rank"))
         (prompt_ids,) = gather_unpadded_input_ids(
             input_ids=lm_input.batch["input_ids"], attention_mask=lm_input.batch["attention_mask"]
         )
-        given = generation_config
+        asked = self._turns.complete(session, prompt_ids, self._sampling(generation_config))
+        turn = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        self._is_answered = turn.finish_reason != "abort"
+        return self._answer(lm_input, turn) if self._is_answered else None
+
+    def _session_of(self, messages: Messages, env_id: Any) -> str:
+        """An environment plays one trajectory after the other, and its own number names them all. As the
+        session it would bind all of them to the weights of the first, where a router keeps a trajectory to
+        one version.
+        """
+        num_asked = len(self._asked)
+        is_next_turn = messages[:num_asked] == self._asked and len(messages) > num_asked
+        is_asked_again = messages == self._asked and not self._is_answered
+        if self._session is None or not (is_next_turn or is_asked_again):
+            self._session = f"roll-{env_id}-{uuid4().hex}"
+        self._asked = list(messages)
+        return self._session
+
+    def _sampling(self, given: dict[str, Any]) -> dict[str, Any]:
         sampling = {ours: given[name] for name, ours in _NAMES.items() if given.get(name) is not None}
-        turn = self._runner.run(self._turns.complete(session, prompt_ids, sampling))
-        return self._answer(lm_input, turn) if turn.finish_reason != "abort" else None
+        # As in ROLL's own: its tokenizer decides where an answer ends, whatever the engine's model says.
+        ends = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
+        return {**sampling, "stop_token_ids": [token for token in ends if token is not None]}
 
     def _answer(self, lm_input: Any, turn: Turn) -> Any:
         sequence = concatenate_input_and_output(

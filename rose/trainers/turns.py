@@ -28,14 +28,27 @@ class Turn:
 
 
 class RouterTurns:
-    """Turns on a router, for one event loop. ``key``: the router's own, where it asks for one."""
+    """Turns on a router, for one event loop.
 
-    def __init__(self, router_url: str, model: str, key: str | None = None) -> None:
+    ``key``: the router's own, where it asks for one; ``job``, ``run``: the RL job's name, and the training
+    run whose weights it wants, where the router has several.
+    """
+
+    def __init__(
+        self,
+        router_url: str,
+        model: str,
+        key: str | None = None,
+        job: str | None = None,
+        run: str | None = None,
+    ) -> None:
         self._url = router_url.rstrip("/") + "/v1/completions"
         self._model = model
         # As long as the turn takes: the router has deadlines of its own.
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
-        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        bearer = f"Bearer {key}" if key is not None else None
+        named = {"Authorization": bearer, "X-Rose-Job": job, "X-Rose-Run": run}
+        headers = {name: value for name, value in named.items() if value is not None}
         self._http = httpx.AsyncClient(
             headers=headers, timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=None)
         )

@@ -46,6 +46,7 @@ _FORMATS: dict[str, Format] = {
 _RENDER_PATH = "/v1/chat/completions/render"
 _QUESTION_PATHS = {"/tokenize": "prompt", "/detokenize": "tokens"}
 """Where each may have long lists."""
+_FINISH_PATH = "/finish_session"
 _JOB_HEADER = "X-Rose-Job"
 _RUN_HEADER = "X-Rose-Run"
 _TIMEOUT_HEADER = "X-Rose-Timeout-S"
@@ -73,6 +74,7 @@ class Service:
         app.router.add_post(_RENDER_PATH, self.forward)
         for path in _QUESTION_PATHS:
             app.router.add_post(path, self.ask)
+        app.router.add_post(_FINISH_PATH, self.finish_session)
         Admin(self._plane, self._guard).add_routes(app)
         return app
 
@@ -117,6 +119,11 @@ class Service:
                     "no answer worker=%s path=%s error=%s", worker.id, request.path, type(error).__name__
                 )
         raise NoWorkerError(f"none of {len(able)} workers answers")
+
+    async def finish_session(self, request: web.Request) -> web.Response:
+        """What SkyRL says at a trajectory's end, as to vllm-router; an unknown session is no error."""
+        self._plane.trajectories.finished(request.query.get("session_id", ""))
+        return web.json_response({})
 
     # Turns --------------------------------------------------------------------------------------------------
 

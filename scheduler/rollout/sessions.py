@@ -88,6 +88,9 @@ class SessionTable:
         while len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
 
+    def forget(self, key: str, model: str | None) -> None:
+        self._sessions.pop((key, model), None)
+
 
 _STRIDE_BYTES = 1024
 

@@ -80,6 +80,12 @@ class Trajectories:
             version = worker.weight_version
             self.sessions.record(route.explicit_session, worker.id, version, model=route.model)
 
+    def finished(self, session: str) -> None:
+        """The client says that this trajectory has ended, whatever models it asked."""
+        served = {model for worker in self._registry.workers() for model in worker.models or ()}
+        for model in (None, *served):
+            self.sessions.forget(session, model)
+
 
 def about_tokens(prompt: str | TokenIds) -> int:
     """A text's length in tokens is only known to the worker."""

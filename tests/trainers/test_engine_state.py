@@ -16,7 +16,9 @@ def cache(tmp_path: Path) -> HostCache:
 
 
 def test_rolls_clusters_take_the_calls(cache: HostCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("roll.distributed.executor.worker", reason="ROLL is on no package index")
+    pytest.importorskip(
+        "roll.distributed.executor.worker", reason="ROLL is on no package index (CONTRIBUTING.md)"
+    )
     import ray
     from roll.distributed.executor.worker import Worker
     from roll.distributed.scheduler.decorator import (
@@ -62,7 +64,7 @@ def test_rolls_clusters_take_the_calls(cache: HostCache, monkeypatch: pytest.Mon
 
 
 def test_verls_training_workers_take_the_calls(cache: HostCache) -> None:
-    pytest.importorskip("verl.workers.engine_workers", reason="verl is not installed")
+    pytest.importorskip("verl.workers.engine_workers", reason="verl is not installed (CONTRIBUTING.md)")
     from verl.workers.engine_workers import TrainingWorker
 
     calls: list[tuple[str, Any]] = []
@@ -83,7 +85,7 @@ def test_verls_training_workers_take_the_calls(cache: HostCache) -> None:
 
 
 def test_verls_replicas_wake_and_sleep_their_servers(cache: HostCache) -> None:
-    pytest.importorskip("verl.workers.rollout.replica", reason="verl is not installed")
+    pytest.importorskip("verl.workers.rollout.replica", reason="verl is not installed (CONTRIBUTING.md)")
     from verl.workers.rollout.replica import RolloutReplica
 
     calls: list[str] = []

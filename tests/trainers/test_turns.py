@@ -39,3 +39,17 @@ async def test_what_the_router_refuses_is_a_worker_error_with_its_reason(
     with pytest.raises(WorkerError, match="trajectory-1 failed"):
         await gone.complete("trajectory-1", [1], {})
     await gone.close()
+
+
+async def test_the_job_and_its_run_are_named(start_router: StartRouter) -> None:
+    async with (
+        ScriptedWorker(version="other/1") as worker,
+        ScriptedWorker(version="mine/4") as own,
+        start_router(worker, own) as client,
+    ):
+        turns = RouterTurns(client.router.url, "scripted", job="math", run="mine")
+        for name in ("a", "b"):
+            turn = await turns.complete(name, [1, 2], {"max_tokens": 3})
+            assert set(turn.versions) == {4}
+        await turns.close()
+        assert "math" in [job.name for job in client.router.plane.jobs]

@@ -8,7 +8,7 @@ import pytest
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 
-pytest.importorskip("verl.workers.rollout.llm_server", reason="verl is not installed")
+pytest.importorskip("verl.workers.rollout.llm_server", reason="verl is not installed (CONTRIBUTING.md)")
 pytest.importorskip("verl.experimental.agent_loop", reason="verl's agent loops can't be loaded here")
 
 

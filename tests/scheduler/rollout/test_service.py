@@ -182,6 +182,20 @@ async def test_a_pinned_session_whose_weights_are_gone_is_409(start_router: Star
 
 
 @pytest.mark.asyncio
+async def test_a_finished_session_may_begin_again_with_other_weights(start_router: StartRouter) -> None:
+    async with (
+        ScriptedWorker(version="run/2") as worker,
+        start_router(worker, version_mode="pinned") as client,
+    ):
+        await client.complete(BODY, X_Session_ID="s")
+        worker.version = "run/3"
+        await until(lambda: str(client.router.plane.registry.workers()[0].weight_version) == "run/3")
+        assert await client.post("/finish_session?session_id=s", {}) == (200, {})
+        assert await client.post("/finish_session?session_id=unknown", {}) == (200, {})
+        await client.complete(BODY, X_Session_ID="s")
+
+
+@pytest.mark.asyncio
 async def test_workers_come_and_go_at_run_time(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router() as client:
         assert (await client.get("/health"))[0] == 503

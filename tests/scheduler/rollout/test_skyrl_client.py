@@ -10,7 +10,8 @@ from tests.scheduler.rollout.stock_worker import SERVED_MODEL
 from tests.scheduler.rollout.waiting import until
 
 remote: Any = pytest.importorskip(
-    "skyrl.backends.skyrl_train.inference_servers.remote_inference_client", reason="SkyRL is not installed"
+    "skyrl.backends.skyrl_train.inference_servers.remote_inference_client",
+    reason="SkyRL is not installed (CONTRIBUTING.md)",
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio]
@@ -32,6 +33,11 @@ async def test_it_gets_ids_logprobs_and_text_for_each_session(engine_url: str) -
         body = {"model": SERVED_MODEL, "messages": [{"role": "user", "content": "w9"}], "max_tokens": 4}
         chat = await client.chat_completion({"json": {**body, "session_id": "a"}})
         sessions = len(router.plane.trajectories.sessions)
+        await client.finish_session("b")
+        left = len(router.plane.trajectories.sessions)
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+        asked = {"prompt": prompt, "num_samples": 2, "sampling_params": {"max_tokens": 6, "temperature": 0.0}}
+        sampled = await client.sample({"json": {**asked, "session_id": "c"}})
         await client.teardown()
     assert [len(ids) for ids in output["response_ids"]] == [6, 6]
     assert [len(logprobs) for logprobs in output["response_logprobs"]] == [6, 6]
@@ -39,4 +45,6 @@ async def test_it_gets_ids_logprobs_and_text_for_each_session(engine_url: str) -
     assert output["stop_reasons"] == ["length", "length"]
     assert again["response_ids"] == output["response_ids"]
     assert chat["choices"][0]["message"]["role"] == "assistant"
-    assert sessions == 2
+    assert sessions == 2 and left == 1
+    assert len(sampled["sequences"]) == 2
+    assert all(len(each["logprobs"]) == len(each["tokens"]) for each in sampled["sequences"])

@@ -11,7 +11,9 @@ from rose.scheduler.rollout.service import RunningRouter
 from tests.scheduler.rollout.stock_worker import SERVED_MODEL, StockWorker
 from tests.scheduler.rollout.waiting import until
 
-clients: Any = pytest.importorskip("verifiers.v1.clients", reason="verifiers is not installed")
+clients: Any = pytest.importorskip(
+    "verifiers.v1.clients", reason="verifiers is not installed (CONTRIBUTING.md)"
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio]
 
