@@ -1,8 +1,9 @@
 """A job with a Ray instance of its own: ``python -m rose.node.ray_job --num-cpus 2 -- COMMAND ...``.
 
-Owns: one Ray head, its ports and its folder. Promises: the command finds it by ``RAY_ADDRESS``, and shares it
-with nobody; both are in the session that this process leads, and Ray ends with the command; the exit status
-is the command's. Never: imports ray, or touches another instance.
+Owns: one Ray head, its ports, its folder and its token. Promises: the command finds it by ``RAY_ADDRESS``,
+and shares it with nobody, whatever this user has set for Ray; both are in the session that this process
+leads, and Ray ends with the command; the exit status is the command's. Never: imports ray, or touches another
+instance.
 
 So a crash or a full object store of one job is none of another's. Source: WEAVE §5.1, fault isolation.
 """
@@ -10,13 +11,14 @@ So a crash or a full object store of one job is none of another's. Source: WEAVE
 import argparse
 import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 from rose.arguments import CommandParser, run_command
@@ -34,7 +36,7 @@ POLL_S = 0.05
 LOOPBACK = "127.0.0.1"
 
 
-def start_ray(arguments: argparse.Namespace, folder: str) -> str:
+def start_ray(arguments: argparse.Namespace, folder: str, environment: Mapping[str, str]) -> str:
     """Returns the address of a Ray that answers. Raises: WorkerError with what `ray start` printed."""
     port, client_port, agent_port = free_port(), free_port(), free_port()
     argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"]
@@ -45,7 +47,12 @@ def start_ray(arguments: argparse.Namespace, folder: str) -> str:
     if arguments.object_store_gb is not None:
         argv.append(f"--object-store-memory={round(arguments.object_store_gb * 1e9)}")
     started = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        argv,
+        env=child_environment(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if started.returncode != 0:
         raise WorkerError(f"ray start ended with status {started.returncode}:\n{started.stdout.strip()}")
@@ -78,9 +85,12 @@ def main(argv: Sequence[str]) -> int:
     status = 128 + signal.SIGTERM
     try:
         with StopOnSignals():
-            address = start_ray(arguments, folder)
+            # Else `ray start` takes the token of the user's home where there is one, and the command none.
+            token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+            address = start_ray(arguments, folder, token)
             logger.info("ray started address=%s cpus=%d", address, arguments.num_cpus)
-            command = subprocess.Popen(arguments.command, env=child_environment({"RAY_ADDRESS": address}))
+            environment = child_environment({"RAY_ADDRESS": address, **token})
+            command = subprocess.Popen(arguments.command, env=environment)
             status = command.wait()
     except OSError as error:
         raise ConfigError(f"can't start {arguments.command}: {error}") from error

@@ -28,7 +28,15 @@ def in_session(session: int) -> list[int]:
     return found
 
 
-def test_each_job_has_a_ray_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
+def test_each_job_has_a_ray_of_its_own_that_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As Ray leaves it to a user who once began a cluster with ray.init(): `ray start` then asks for it, and a
+    # client that is given an address sends none.
+    token = tmp_path / "home" / ".ray" / "auth_token"
+    token.parent.mkdir(parents=True)
+    token.write_text("0" * 64)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with ServedCluster(tmp_path) as cluster:
         command = [sys.executable, str(PROGRAM), str(tmp_path), str(RAY["num_cpus"])]
         for name in ("a", "b"):
