@@ -33,7 +33,7 @@ from rose.scheduler.rollout.registry import openai_headers
 from rose.scheduler.rollout.resume import Chunk
 from rose.scheduler.rollout.sessions import explicit_key
 from rose.scheduler.rollout.traces import PARENT_HEADER
-from rose.scheduler.rollout.views import DEFAULT_JOB
+from rose.scheduler.rollout.views import DEFAULT_JOB, of_model
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Service:
         """As any worker that serves the model answers."""
         body = await self._read(request)
         model = await self._checks.model(parse(body, _QUESTION_PATHS[request.path]).get("model"))
-        able = [worker for worker in self._plane.registry.workers() if worker.serves(model)]
+        able = of_model(model, self._plane.registry.workers())
         for worker in sorted((w for w in able if w.is_alive), key=lambda w: w.in_flight):
             url = f"{worker.spec.url}{request.path}"
             headers = {**openai_headers(self._config), "Content-Type": "application/json"}

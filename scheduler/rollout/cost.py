@@ -9,9 +9,9 @@ Never does: estimate speeds, shares or cached tokens (speed.py, worker.py, sessi
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rose.scheduler.rollout.policy import constraints, of_model, prefer_affine, usable
+from rose.scheduler.rollout.policy import constraints, prefer_affine, usable
 from rose.scheduler.rollout.versions import VersionRule
-from rose.scheduler.rollout.views import Speed, Turn, WorkerView
+from rose.scheduler.rollout.views import Speed, Turn, WorkerView, of_model
 
 MIN_SHARE = 0.02
 """A share of zero would make every score infinite, and the least of them meaningless."""
@@ -50,7 +50,7 @@ class CostPolicy:
         found = usable(turn, workers, self.versions, now)
         if not found:
             return None
-        slowest = _slowest(of_model(turn, workers))
+        slowest = _slowest(of_model(turn.model, workers))
         if slowest is None or not all(w.share is not None and now < w.share_until for w in found):
             return prefer_affine(turn, found)
         costs = [(cost_s(turn, w, w.speed if w.speed is not None else slowest), w.id) for w in found]

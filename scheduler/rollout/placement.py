@@ -16,7 +16,7 @@ from rose.scheduler.rollout.borrowing import Lendable, assign, lend_idle
 from rose.scheduler.rollout.fairness import FairQueue
 from rose.scheduler.rollout.jobs import Job, JobTable
 from rose.scheduler.rollout.sessions import Session
-from rose.scheduler.rollout.views import NOBODY, Policy, Turn, WorkerKind, WorkerView
+from rose.scheduler.rollout.views import NOBODY, Policy, Turn, WorkerKind, WorkerView, of_model
 from rose.scheduler.rollout.worker import Worker
 
 _EXPIRE_EVERY_S = 1.0
@@ -243,8 +243,7 @@ class _Asking:
     def has_room_for(self, model: str | None) -> bool:
         """Whether any worker could take a turn for this model."""
         if model not in self._has_room:
-            fitting = (w for w in self._views if model is None or w.models is None or model in w.models)
-            self._has_room[model] = any(worker.has_room for worker in fitting)
+            self._has_room[model] = any(worker.has_room for worker in of_model(model, self._views))
         return self._has_room[model]
 
     def __call__(self, waiter: Waiter) -> str | None:

@@ -9,22 +9,14 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rose.scheduler.rollout.versions import VersionRule
-from rose.scheduler.rollout.views import Turn, WorkerKind, WorkerView
-
-
-def of_model(turn: Turn, workers: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    """The workers that serve the turn's model, or don't say what they serve."""
-    model = turn.model
-    if model is None:
-        return workers
-    return [w for w in workers if w.models is None or model in w.models]
+from rose.scheduler.rollout.views import Turn, WorkerKind, WorkerView, of_model
 
 
 def usable(turn: Turn, workers: Sequence[WorkerView], versions: VersionRule, now: float) -> list[WorkerView]:
     """Workers of the turn's model with room that may take this job's work now."""
     return [
         w
-        for w in versions.admits(turn, of_model(turn, workers))
+        for w in versions.admits(turn, of_model(turn.model, workers))
         if w.has_room
         and w.not_before <= now
         and turn.avoid_until.get(w.id, now) <= now
@@ -99,7 +91,8 @@ class PinnedPolicy:
 
     def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
         found = usable(turn, workers, self.versions, now)
-        if turn.affine is not None and any(w.id == turn.affine and w.alive for w in of_model(turn, workers)):
+        able = of_model(turn.model, workers)
+        if turn.affine is not None and any(w.id == turn.affine and w.alive for w in able):
             found = [w for w in found if w.id == turn.affine]
         return least_loaded(found)
 

@@ -1,6 +1,6 @@
 """What a placement policy sees: the turn, and each worker at this moment.
 
-Owns: Turn, WorkerView, Speed, and the protocol of a policy.
+Owns: Turn, WorkerView, Speed, who serves a model, and the protocol of a policy.
 Promises: plain values that both the service and the simulator fill in.
 Never does: decide, or read a clock.
 """
@@ -8,7 +8,7 @@ Never does: decide, or read a clock.
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rose.types import WeightVersion
 
@@ -99,6 +99,21 @@ class WorkerView:
     @property
     def has_room(self) -> bool:
         return self.alive and self.in_flight < self.cap
+
+
+class _SaysModels(Protocol):
+    @property
+    def models(self) -> Collection[str] | None: ...
+
+
+_SomeWorker = TypeVar("_SomeWorker", bound=_SaysModels)
+
+
+def of_model(model: str | None, workers: Sequence[_SomeWorker]) -> Sequence[_SomeWorker]:
+    """The workers that serve it, or don't say what they serve. `model`: None: any will do."""
+    if model is None:
+        return workers
+    return [w for w in workers if w.models is None or model in w.models]
 
 
 class Policy(Protocol):

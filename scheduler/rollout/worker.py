@@ -115,10 +115,6 @@ class Worker:
             return True
         return (status.pressure or "").lower() != "pressure" and status.num_waiting == 0
 
-    def serves(self, model: str | None) -> bool:
-        """Whether it serves this model, or may; None: any will do."""
-        return model is None or self.models is None or model in self.models
-
     def view(self) -> WorkerView:
         if self._view is None:
             self._view = self._make_view()
