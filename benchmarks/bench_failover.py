@@ -42,10 +42,8 @@ from turn_client import RouterClient, until_so
 
 from rose.demo.figures import Figure
 from rose.errors import WorkerError
-from rose.node.checks import free_port
 from rose.types import GateMode, Role
 
-ROUTER_START_S = 30.0
 BESIDE: dict[str, dict[str, float | None]] = {
     "sigstop_reroute_s": {"vllm-router 0.1.17, in the prototypes": 20.0},
     "sigstop_new_turns": {},
@@ -64,7 +62,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             rig.start_engine(name, Role.ROLLOUT, gate=GateMode.OFF)
         other = _other_weights(rig)
         engines = [_engine(rig, name) for name in ("a", "b")]
-        url = _start_router(rig, engines)
+        url = rig.start_router(engine.control.url for engine in engines)
         asyncio.run(_phases(args, rig, url, engines, other, samples, peers))
     return _figures(samples, peers)
 
@@ -106,17 +104,6 @@ async def _phases(
 def _engine(rig: Rig, name: str) -> Engine:
     control = rig.wait_engine(name)
     return Engine(control=control, engine_id=control.status().engine_id, pid=rig.pid(name))
-
-
-def _start_router(rig: Rig, engines: Sequence[Engine]) -> str:
-    port = free_port()
-    argv = ["-m", "rose.scheduler.rollout.service", "--port", str(port)]
-    for engine in engines:
-        argv += ["--worker", engine.control.url]
-    process = rig.run(argv, "router")
-    url = f"http://127.0.0.1:{port}"
-    process.wait_ready(f"{url}/health", ROUTER_START_S)
-    return url
 
 
 def _other_weights(rig: Rig) -> Path:

@@ -25,7 +25,6 @@ from turn_client import RouterClient, random_prompt, until_so
 
 from rose.demo.figures import Figure
 from rose.errors import WorkerError
-from rose.node.checks import free_port
 from rose.types import GateMode, Role
 
 NUM_SESSIONS = 12
@@ -34,7 +33,6 @@ TASK_TOKENS = 200
 MIN_ANSWER_TOKENS, MAX_ANSWER_TOKENS = 24, 64
 MIN_TOOL_TOKENS, MAX_TOOL_TOKENS = 20, 60
 MIN_TOOL_S, MAX_TOOL_S = 0.05, 0.5
-ROUTER_START_S = 30.0
 POLICIES = ("paper", "cost")
 BLOCK_TOKENS = 128
 """vLLM's block on the CPU: the prefix cache comes in whole ones."""
@@ -65,21 +63,11 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         workers = [rig.wait_engine(name).url for name in ("a", "b")]
         for policy in POLICIES:
             for has_keys in (True, False):
-                url = _start_router(rig, f"router-{policy}-{has_keys}", policy, workers)
+                url = rig.start_router(workers, "--policy", policy, name=f"router-{policy}-{has_keys}")
                 names = [f"{policy}-{has_keys}-{args.seed}-{i}" for i in range(1 if args.quick else 3)]
                 tallies = [asyncio.run(_play_all(url, name, has_keys)) for name in names]
                 figures.append(_figure(policy if has_keys else f"{policy},no key", tallies))
     return figures
-
-
-def _start_router(rig: Rig, name: str, policy: str, workers: Sequence[str]) -> str:
-    port = free_port()
-    argv = ["-m", "rose.scheduler.rollout.service", "--port", str(port), "--policy", policy]
-    for worker in workers:
-        argv += ["--worker", worker]
-    url = f"http://127.0.0.1:{port}"
-    rig.run(argv, name).wait_ready(f"{url}/health", ROUTER_START_S)
-    return url
 
 
 async def _play_all(url: str, name: str, has_keys: bool) -> Tally:

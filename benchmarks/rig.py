@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -27,6 +27,7 @@ from rose.types import Role
 
 MAX_MODEL_LEN = 1024
 MAX_SEQS = 32
+ROUTER_START_S = 30.0
 
 
 class Rig:
@@ -134,6 +135,16 @@ class Rig:
         """A Python process beside the engines, its output in ``<name>.log`` of the folder."""
         process = ServerProcess([sys.executable, *argv], name, self.folder / f"{name}.log", cpus=cpus)
         return self._group.start(process)
+
+    def start_router(self, workers: Iterable[str], *flags: str, name: str = "router") -> str:
+        """Its URL, once it answers."""
+        port = free_port()
+        argv = ["-m", "rose.scheduler.rollout.service", "--port", str(port), *flags]
+        for worker in workers:
+            argv += ["--worker", worker]
+        url = f"http://127.0.0.1:{port}"
+        self.run(argv, name).wait_ready(f"{url}/health", ROUTER_START_S)
+        return url
 
     def vllm_flags(self, served_name: str) -> tuple[str, ...]:
         """What all engines share, stock ones too."""
