@@ -1,7 +1,6 @@
 """ROLL's real registry, batch, post-processing and environment worker, with ROSE's proxy among them."""
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.rollout.conftest import StartRouter
+from tests.scheduler.rollout.programs import told_by
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
 from tests.trainers.roll_program import MAX_TOKENS, NUM_EPISODES, NUM_TURNS
@@ -150,17 +150,5 @@ def answer_spans(mask: list[int]) -> Iterator[tuple[int, int]]:
 async def run_program(url: str, folder: Path) -> Any:
     root = str(Path(__file__).parents[2])
     paths = [root, *(path for path in sys.path if path)]  # Ray's workers find ROLL where this process does
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.trainers.roll_program", url, str(folder)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        cwd=folder,
-    )
-    try:
-        output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    assert process.returncode == 0, errors.decode()[-3000:]
-    return json.loads(output.decode().splitlines()[-1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return await told_by("tests.trainers.roll_program", url, str(folder), env=env, cwd=folder)

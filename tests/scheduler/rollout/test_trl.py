@@ -1,9 +1,7 @@
 """TRL's unmodified client, GRPOTrainer and asynchronous rollout worker on a router before a real engine."""
 
 import asyncio
-import json
 import os
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 
 from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.service import RunningRouter
+from tests.scheduler.rollout.programs import told_by
 from tests.scheduler.rollout.stock_worker import ENGINE_ENVIRONMENT, StockWorker
 from tests.scheduler.rollout.trl_program import MAX_TOKENS, NUM_STEPS
 from tests.scheduler.rollout.waiting import until
@@ -38,19 +37,8 @@ async def run_program(engine: StockWorker, relay_url: str, folder: Path) -> Any:
     ) as router:
         await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
         arguments = [router.url, engine.url, relay_url, str(engine.model), str(folder)]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.scheduler.rollout.trl_program", *arguments),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment(folder),
-        )
-        try:
-            output, errors = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-        assert process.returncode == 0, errors.decode()[-3000:]
-        return {**json.loads(output.decode().splitlines()[-1]), "turns": dict(router.plane.counters.turns)}
+        told = await told_by("tests.scheduler.rollout.trl_program", *arguments, env=environment(folder))
+        return {**told, "turns": dict(router.plane.counters.turns)}
 
 
 def environment(folder: Path) -> dict[str, str]:
