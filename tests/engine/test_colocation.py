@@ -39,9 +39,14 @@ def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_them(
     epochs_before = sum(gpu.ledger.entry(slab).epoch for slab in range(NUM_SLABS))
     answers: dict[Role, list[tuple[list[int], Answer]]] = {role: [] for role in Role}
     with LedgerLog(gpu.ledger) as log:
+
+        def has_seen_enough() -> bool:
+            """How far the two get into each other's way, in one wave, is the machine's to say."""
+            has_given_way = any(is_reclaimed(answer) for _, answer in answers[Role.ROLLOUT])
+            return has_given_way and len(log.moved) >= NUM_SLABS // 2
+
         wave = 0
-        # Every wave once; more where serving's came so late that no rollout had to give way.
-        while wave < WAVES or not any(is_reclaimed(answer) for _, answer in answers[Role.ROLLOUT]):
+        while wave < WAVES or (not has_seen_enough() and wave < 10 * WAVES):
             prompts = {role: wave_prompts(role, wave % WAVES) for role in Role}
             log.peak[Role.ROLLOUT] = 0
             rollouts = rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS)
@@ -57,7 +62,7 @@ def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_them(
         for given in [given for given, answer in answers[Role.ROLLOUT] if answer.finish_reason == "abort"]:
             answers[Role.ROLLOUT].append((given, rollout.complete(given, ROLLOUT_TOKENS)))
 
-    assert len(log.moved) >= NUM_SLABS // 2, log.owners
+    assert has_seen_enough(), log.owners
     epochs = sum(gpu.ledger.entry(slab).epoch for slab in range(NUM_SLABS))
     assert epochs >= epochs_before + len(log.moved)
     gpu.ledger.check_integrity()
