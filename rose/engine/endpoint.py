@@ -22,6 +22,7 @@ from rose.config import Settings
 from rose.engine.activation import INACTIVE
 from rose.engine.control import EngineControl
 from rose.engine.priority import give_way_on_cpus
+from rose.engine.prompt_ids import without_prompt_ids
 from rose.engine.settings import EngineSettings
 from rose.errors import ConfigError, WorkerError
 from rose.messages import (
@@ -143,6 +144,7 @@ class FrontDoor:
     It rings the board, because vLLM's engine core sees a request only after tokenizing and a queue, and not
     at all while its scheduler waits for a rollout step; the bell ends that wait. An inactive engine answers
     503 at once: its scheduler would end the request as well, but a router can tell a 503 from a lost turn.
+    And it leaves out of the answer what a router asked to be spared.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -157,6 +159,7 @@ class FrontDoor:
                 return
             if control is not None:
                 control.announce_arrival()
+                send = without_prompt_ids(scope, send)
         await self._app(scope, receive, send)
 
 

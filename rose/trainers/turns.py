@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from rose.errors import WorkerError
+from rose.http import JOB_HEADER, RUN_HEADER
 
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -47,7 +48,7 @@ class RouterTurns:
         # As long as the turn takes: the router has deadlines of its own.
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
         bearer = f"Bearer {key}" if key is not None else None
-        named = {"Authorization": bearer, "X-Rose-Job": job, "X-Rose-Run": run}
+        named = {"Authorization": bearer, JOB_HEADER: job, RUN_HEADER: run}
         headers = {name: value for name, value in named.items() if value is not None}
         self._http = httpx.AsyncClient(
             headers=headers, timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=None)

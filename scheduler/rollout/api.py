@@ -15,6 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from rose.errors import NoWorkerError, RoseError
+from rose.http import JOB_HEADER, RUN_HEADER
 from rose.scheduler.rollout import chat, completions
 from rose.scheduler.rollout.admin import Admin
 from rose.scheduler.rollout.bodies import BadRequest, Json, encode, parse
@@ -47,8 +48,6 @@ _RENDER_PATH = "/v1/chat/completions/render"
 _QUESTION_PATHS = {"/tokenize": "prompt", "/detokenize": "tokens"}
 """Where each may have long lists."""
 _FINISH_PATH = "/finish_session"
-_JOB_HEADER = "X-Rose-Job"
-_RUN_HEADER = "X-Rose-Run"
 _TIMEOUT_HEADER = "X-Rose-Timeout-S"
 
 
@@ -150,10 +149,10 @@ class Service:
     def _route(self, request: web.Request, body: Json, model: str | None) -> Route:
         given = request.headers.get(_TIMEOUT_HEADER)
         return Route(
-            job=request.headers.get(_JOB_HEADER, DEFAULT_JOB),
+            job=request.headers.get(JOB_HEADER, DEFAULT_JOB),
             explicit_session=explicit_key(request.headers, body),
             model=model,
-            run_id=request.headers.get(_RUN_HEADER),
+            run_id=request.headers.get(RUN_HEADER),
             deadline=time.monotonic() + min(_seconds(given), self._config.deadline_s),
             trace_parent=request.headers.get(PARENT_HEADER) if self._plane.traces is not None else None,
         )

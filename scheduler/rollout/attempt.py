@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from rose.http import NO_PROMPT_IDS_HEADER
 from rose.scheduler.rollout.bodies import Json, TokenIds, encode, encode_apart
 from rose.scheduler.rollout.config import RouterConfig
 from rose.scheduler.rollout.dispatch import DeadlineExceeded
@@ -26,6 +27,8 @@ from rose.scheduler.rollout.wire import Wire
 from rose.types import StopReason, WeightVersion
 
 JSON_HEADERS = {"Content-Type": "application/json"}
+_NO_PROMPT_IDS = f"{NO_PROMPT_IDS_HEADER}: 1\r\n".encode()
+"""A worker without ROSE's endpoint sends them all the same."""
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 
 Events = AsyncIterator[tuple[Event, TokenIds | None]]
@@ -118,11 +121,13 @@ class Attempt:
     async def _run(self, watch: Watch, path: str, body: Json, take: Take) -> Ending:
         url = self._worker.turn_urls[path]
         watch.allow(self._config.first_token_s)
-        answer = await self._wire.post(url, self._headers, encode_apart(body))
+        knows_prompt = known_prompt(body) is not None
+        headers = self._headers + _NO_PROMPT_IDS if knows_prompt else self._headers
+        answer = await self._wire.post(url, headers, encode_apart(body))
         try:
             if answer.status != 200:
                 return error_ending(answer.status, await answer.text())
-            events = read_events(answer.pieces(), skips_prompt=known_prompt(body) is not None)
+            events = read_events(answer.pieces(), skips_prompt=knows_prompt)
             await self._read(watch, events, take)
         finally:
             self._wire.done(url, answer)

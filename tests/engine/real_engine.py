@@ -1,5 +1,6 @@
 """A real vLLM engine on the CPU, started as `rose serve` starts it, and the calls that tests make to it."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,6 +99,15 @@ class RealEngine:
             stop_reason=choice["stop_reason"],
             num_cached_tokens=details["cached_tokens"] if details is not None else 0,
         )
+
+    def stream(self, prompt: Sequence[int], max_tokens: int, **headers: str) -> list[dict[str, Any]]:
+        """One greedy completion as it is streamed: all events but [DONE]."""
+        body = {**completion_body("tiny", list(prompt), max_tokens), "stream": True}
+        with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            response.raise_for_status()
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
 
     def start_requests(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Future[Answer]]:
         """All at once, each in a thread."""

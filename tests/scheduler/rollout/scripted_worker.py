@@ -1,7 +1,8 @@
 """A stand-in for a vLLM server, for faults that a real engine can't produce on demand.
 
-It speaks vLLM's /v1/completions event stream. Its "model" is a function of all tokens so far: a continuation
-from prompt + generated tokens gives exactly the rest of the unsplit run, and any lost or doubled token shows.
+It speaks the /v1/completions event stream of vLLM with ROSE's endpoint. Its "model" is a function of all
+tokens so far: a continuation from prompt + generated tokens gives exactly the rest of the unsplit run, and
+any lost or doubled token shows.
 """
 
 import asyncio
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+
+from rose.http import NO_PROMPT_IDS_HEADER
 
 VOCABULARY = 997
 
@@ -210,7 +213,8 @@ class ScriptedWorker:
             await self._may_go_on.wait()
             tokens.append(next_token(tokens))
             finish = "length" if position == total - 1 else None
-            await _send(response, self._chunk(body, prompt, tokens[-1], position, finish))
+            echo = prompt if NO_PROMPT_IDS_HEADER not in request.headers else None
+            await _send(response, self._chunk(body, echo, tokens[-1], position, finish))
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 1}}
         await _send(response, {"choices": [], "usage": usage, "model": self.models[0]})
         await response.write(b"data: [DONE]\n\n")
@@ -225,7 +229,7 @@ class ScriptedWorker:
         return {"model": self.models[0], "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
 
     def _chunk(
-        self, body: dict[str, Any], prompt: list[int], token: int, position: int, finish: str | None
+        self, body: dict[str, Any], echo: list[int] | None, token: int, position: int, finish: str | None
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": 0,
@@ -240,7 +244,7 @@ class ScriptedWorker:
                 choice["logprobs"] = {"content": [{"token": f"<{token}>", "logprob": -token / 1000}]}
             return {"model": self.models[0], "choices": [choice]}
         if position == 0:
-            choice["prompt_token_ids"] = prompt
+            choice["prompt_token_ids"] = echo
         if body.get("logprobs") is not None:
             name = f"token_id:{token}"
             choice["logprobs"] = {
