@@ -9,7 +9,8 @@ share the others. Peers run one after the other on the same CPU against the same
 
 Peers pass an answer through; the router streams from its worker and keeps the tokens, to resume the turn
 elsewhere. Bodies: token ids, 0.7 KB, 48 KB (8k ids), 190 KB (32k ids). The stub answers 64 tokens in 4
-chunks; it echoes the prompt's ids to the router, as vLLM does with return_token_ids.
+chunks, and spares the router the prompt's ids, as ROSE's engines do. A stock vLLM echoes them: what that
+costs stands beside cpu_ms_32k.
 
 Beside ours stands what a bare pass-through of the same bytes costs, aiohttp on both sides and nothing
 in between (bare_passthrough.py): "aiohttp floor".
@@ -31,6 +32,7 @@ import argparse
 import os
 import random
 import sys
+from statistics import median
 
 import psutil
 from harness import run_benchmark
@@ -72,6 +74,8 @@ def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
     with stub(num_chunks=4) as (worker, _), router(worker, cpu) as (url, process):
         ours = _cpu_per_request(Target(url=url), process, rng, args.quick)
     peers: dict[str, dict[str, float | None]] = {name: {} for name in BODIES}
+    with stub(num_chunks=4, stock=True) as (worker, _), router(worker, cpu) as (url, process):
+        peers["190KB"]["ids echoed"] = median(_cpu(Target(url=url), process, "190KB", rng, args.quick))
     for spec in (FLOOR_COMMAND, *args.peer):
         for name, value in _peer(spec, cpu, rng, args.quick).items():
             peers[name][peer_name(spec)] = value
@@ -83,24 +87,29 @@ def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
 def _cpu_per_request(
     target: Target, process: psutil.Process, rng: random.Random, is_quick: bool
 ) -> dict[str, list[float]]:
-    """Milliseconds of CPU per request, three rounds per body."""
-    found: dict[str, list[float]] = {}
-    for name, num_tokens in BODIES.items():
-        count = (400 if is_quick else 2_000) if num_tokens < 30_000 else (150 if is_quick else 600)
-        run(closed_loop(target, requests_for(target, num_tokens, 20, rng), 8))
-        found[name] = []
-        for _ in range(3):
-            requests = requests_for(target, num_tokens, count // 3, rng)
-            before = cpu_s(process)
-            run(closed_loop(target, requests, 8))
-            found[name].append(1000 * (cpu_s(process) - before) / len(requests))
+    return {body: _cpu(target, process, body, rng, is_quick) for body in BODIES}
+
+
+def _cpu(
+    target: Target, process: psutil.Process, body: str, rng: random.Random, is_quick: bool
+) -> list[float]:
+    """Milliseconds of CPU per request, in three rounds."""
+    num_tokens = BODIES[body]
+    count = (400 if is_quick else 2_000) if num_tokens < 30_000 else (150 if is_quick else 600)
+    run(closed_loop(target, requests_for(target, num_tokens, 20, rng), 8))
+    found = []
+    for _ in range(3):
+        requests = requests_for(target, num_tokens, count // 3, rng)
+        before = cpu_s(process)
+        run(closed_loop(target, requests, 8))
+        found.append(1000 * (cpu_s(process) - before) / len(requests))
     return found
 
 
 def _cpu_figure(name: str, values: list[float], peers: dict[str, float | None]) -> Figure:
     return Figure(
         name="cpu_ms_32k" if name == "190KB" else f"cpu_ms[{name}]",
-        value=sorted(values)[1],
+        value=median(values),
         unit="ms",
         target="<= 0.5" if name == "190KB" else None,
         peers=peers,
@@ -112,7 +121,7 @@ def _peer(spec: str, cpu: int, rng: random.Random, is_quick: bool) -> dict[str, 
     """A peer's CPU per request, by body."""
     with stub(num_chunks=4) as (worker, _), other_router(spec, [worker], cpu) as (url, process):
         values = _cpu_per_request(Target(url=url, path=peer_path(spec)), process, rng, is_quick)
-    return {body: sorted(each)[1] for body, each in values.items()}
+    return {body: median(each) for body, each in values.items()}
 
 
 if __name__ == "__main__":

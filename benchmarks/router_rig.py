@@ -63,7 +63,9 @@ def stub(**flags: object) -> Iterator[tuple[str, psutil.Process]]:
     """A stub worker's URL and process."""
     argv = [sys.executable, str(STUB)]
     for name, value in flags.items():
-        argv += [f"--{name.replace('_', '-')}", str(value)]
+        argv.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            argv.append(str(value))
     with _started(argv, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield process.stdout.readline().decode().strip(), psutil.Process(process.pid)

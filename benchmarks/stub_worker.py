@@ -1,7 +1,8 @@
 """A stand-in for a vLLM server that costs next to nothing, for benchmarks of what stands before it.
 
 Owns: one listening socket, answers of fixed length. Promises: the events that vLLM 0.32 streams for
-/v1/completions, prompt ids echoed where asked, and SGLang's /generate in one piece. Never: computes anything.
+/v1/completions, prompt ids echoed where asked, unless the router asks ROSE's endpoint to be spared them; with
+--stock as from a vLLM without that endpoint. SGLang's /generate in one piece. Never: computes anything.
 
     python benchmarks/stub_worker.py --num-chunks 4 --chunk-tokens 16 --delay-ms 0
 prints its URL.
@@ -15,8 +16,11 @@ from dataclasses import dataclass
 
 import uvloop
 
+from rose.http import NO_PROMPT_IDS_HEADER
+
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n"
 _STREAM = _HEAD % b"text/event-stream; charset=utf-8" + b"Transfer-Encoding: chunked\r\n\r\n"
+_NO_PROMPT_IDS = NO_PROMPT_IDS_HEADER.encode()
 _QUESTIONS = (b"/health", b"/health_generate", b"/get_model_info", b"/server_info", b"/get_server_info")
 """What routers ask of a worker before they take it."""
 _NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
@@ -29,6 +33,8 @@ class Answer:
     num_chunks: int
     chunk_tokens: int
     delay_s: float
+    is_stock: bool
+    """Without ROSE's endpoint."""
 
 
 class StubProtocol(asyncio.Protocol):
@@ -51,14 +57,15 @@ class StubProtocol(asyncio.Protocol):
                 return
             body = bytes(self._buffer[end + 4 : end + 4 + length])
             del self._buffer[: end + 4 + length]
-            self._reply(head.split(b" ", 2)[1], body)
+            is_spared = _NO_PROMPT_IDS in head and not self._answer.is_stock
+            self._reply(head.split(b" ", 2)[1], body, echoes=not is_spared)
 
-    def _reply(self, path: bytes, body: bytes) -> None:
+    def _reply(self, path: bytes, body: bytes, *, echoes: bool) -> None:
         assert self._transport is not None
         if path == b"/v1/completions":
             is_stream = b'"stream":true' in body[-4096:] or b'"stream":true' in body[:4096]
             if is_stream:
-                self._stream(body)
+                self._stream(body, echoes)
             else:
                 self._write_json(_completion(self._answer))
         elif path == b"/generate":
@@ -83,10 +90,10 @@ class StubProtocol(asyncio.Protocol):
         length = b"Content-Length: %d\r\n\r\n" % len(data)
         self._transport.write(_HEAD % b"application/json" + length + data)
 
-    def _stream(self, body: bytes) -> None:
+    def _stream(self, body: bytes, echoes: bool) -> None:
         assert self._transport is not None
         echoed = b""
-        if b'"return_token_ids":true' in body:
+        if echoes and b'"return_token_ids":true' in body:
             start = body.find(b'"prompt":[') + 9
             if start >= 9:
                 echoed = b',"prompt_token_ids":' + body[start : body.index(b"]", start) + 1]
@@ -164,8 +171,14 @@ def main() -> int:
     parser.add_argument("--num-chunks", type=int, default=4)
     parser.add_argument("--chunk-tokens", type=int, default=16)
     parser.add_argument("--delay-ms", type=float, default=0.0)
+    parser.add_argument("--stock", action="store_true")
     args = parser.parse_args()
-    answer = Answer(num_chunks=args.num_chunks, chunk_tokens=args.chunk_tokens, delay_s=args.delay_ms / 1000)
+    answer = Answer(
+        num_chunks=args.num_chunks,
+        chunk_tokens=args.chunk_tokens,
+        delay_s=args.delay_ms / 1000,
+        is_stock=args.stock,
+    )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(answer))
     return 0
