@@ -144,7 +144,10 @@ class ServerProcess:
             os.kill(self.pid, signum)
 
     def stop(self, grace_s: float = GRACE_S) -> int | None:
-        """SIGTERM, then SIGKILL to the whole group; returns the exit status. May be called again."""
+        """SIGTERM, then SIGKILL to the whole group; returns the exit status. May be called again.
+
+        Nothing of the group runs any more when it returns: what they used is free for others.
+        """
         if self._process is None:
             return None
         self.send_signal(signal.SIGTERM)
@@ -152,7 +155,8 @@ class ServerProcess:
             logger.warning(
                 "killing name=%s pid=%d: still running %.0f s after SIGTERM", self.name, self.pid, grace_s
             )
-        watcher.signal_group(self.pid, signal.SIGKILL)
+        if left := watcher.kill_group(self.pid, GRACE_S):
+            logger.error("still there after SIGKILL name=%s pids=%s", self.name, left)
         self._exit_status = self._process.wait()
         if self._watcher is not None:
             self._watcher.kill()

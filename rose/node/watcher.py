@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 
 POLL_S = 0.05
+KILLED_S = 0.002
+"""A process that gets SIGKILL is gone as soon as it has a core."""
 
 
 def group_members(leader_pid: int) -> list[int]:
@@ -36,15 +38,25 @@ def group_members(leader_pid: int) -> list[int]:
 def end_group(leader_pid: int, grace_s: float) -> None:
     """SIGTERM to what is left of the group, SIGKILL to what is left after ``grace_s``."""
     deadline = time.monotonic() + grace_s
-    signal_group(leader_pid, signal.SIGTERM)
+    _signal(group_members(leader_pid), signal.SIGTERM)
     while group_members(leader_pid) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    signal_group(leader_pid, signal.SIGKILL)
+    kill_group(leader_pid, grace_s)
 
 
-def signal_group(leader_pid: int, signum: int) -> None:
-    """Sends ``signum`` to every living member of the group."""
-    for pid in group_members(leader_pid):
+def kill_group(leader_pid: int, at_most_s: float) -> list[int]:
+    """SIGKILL, until nothing of the group runs; what the kernel has not let go after ``at_most_s``."""
+    deadline = time.monotonic() + at_most_s
+    while members := group_members(leader_pid):  # more than once: one of them may just have forked
+        _signal(members, signal.SIGKILL)
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(KILLED_S)
+    return members
+
+
+def _signal(pids: list[int], signum: int) -> None:
+    for pid in pids:
         try:
             os.kill(pid, signum)
         except ProcessLookupError:  # it ended since we listed it: what we wanted

@@ -29,6 +29,13 @@ print("up", flush=True)
 time.sleep(600)
 """
 DEAF = [sys.executable, "-c", IGNORES]
+FORKS = """
+import os, time
+if all(os.fork() for _ in range(50)):
+    print("up", flush=True)
+time.sleep(600)
+"""
+CROWD = [sys.executable, "-c", FORKS]
 PATIENCE_S = 300.0
 """For what takes milliseconds, on a machine that is busy with something else."""
 
@@ -66,6 +73,13 @@ def test_stop_kills_a_server_that_ignores_sigterm(tmp_path: Path) -> None:
     first_line(tmp_path / "log")
     assert server.stop(grace_s=0.2) == -signal.SIGKILL
     assert server.stop() == -signal.SIGKILL
+
+
+def test_nothing_of_a_server_runs_when_stop_returns(tmp_path: Path) -> None:
+    with ServerProcess(CROWD, "crowd", tmp_path / "log") as server:
+        first_line(tmp_path / "log")
+        server.stop(grace_s=0.0)
+        assert watcher.group_members(server.pid) == []
 
 
 def test_a_killed_server_takes_its_children_along(tmp_path: Path) -> None:
