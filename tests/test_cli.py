@@ -9,6 +9,7 @@ import pytest
 
 from rose.cli import COMMANDS
 from rose.memory.daemon import start_daemon
+from rose.node.checks import free_port
 
 
 def rose(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -135,13 +136,13 @@ class TestNode:
     def test_missing_model_is_refused_before_anything_starts(self, tmp_path: Path, runtime_dir: Path) -> None:
         (tmp_path / "NODE.yaml").write_text(
             "pool: {name: g, num_slabs: 8, headroom_slabs: 1}\n"
-            "engines: [{model: ./none, role: serving, port: 18765}]\n"
+            f"engines: [{{model: ./none, role: serving, port: {free_port()}}}]\n"
         )
         result = rose("node", "NODE.yaml", cwd=tmp_path)
         assert_refused(result, "NODE.yaml: model ./none: no such directory")
         assert list(runtime_dir.glob("pool-*")) == []
 
 
-def test_top_reports_a_worker_that_does_not_answer() -> None:
+def test_top_reports_a_worker_that_does_not_answer(runtime_dir: Path) -> None:
     result = rose("top", "--worker", "http://127.0.0.1:9", "--once")
     assert result.returncode == 1 and "127.0.0.1:9" in result.stdout
