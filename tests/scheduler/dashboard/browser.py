@@ -41,6 +41,7 @@ class Browser:
         argv = [CHROMIUM, *_FLAGS, f"--user-data-dir={self._profile}", "about:blank"]
         self._process = ServerProcess(argv, "chromium", folder / "chromium.log")
         self._numbers = itertools.count(1)
+        self._loaded: set[str] = set()
         self.errors: list[str] = []
         """What the page wrote to the console as an error, exceptions included."""
 
@@ -70,23 +71,32 @@ class Browser:
         await asyncio.to_thread(self._process.wait_until, is_ready, "DevTools port", PATIENCE_S)
         port = port_file.read_text().split()[0]
         self._http = aiohttp.ClientSession()
-        async with self._http.get(f"http://127.0.0.1:{port}/json/list") as answer:
-            [page] = [each for each in await answer.json() if each["type"] == "page"]
+        while not (pages := await self._pages(port)):  # the port comes first
+            await asyncio.sleep(POLL_S)
+        [page] = pages
         self._socket = await self._http.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=2**26)
         for domain in ("Page", "Runtime", "Log"):
             await self.send(f"{domain}.enable")
+        await self.send("Page.setLifecycleEventsEnabled", enabled=True)
+
+    async def _pages(self, port: str) -> list[dict[str, Any]]:
+        async with self._http.get(f"http://127.0.0.1:{port}/json/list") as answer:
+            return [each for each in await answer.json() if each["type"] == "page"]
 
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the protocol, and its result."""
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
-        while True:
-            message = await self._socket.receive_json(timeout=PATIENCE_S)
-            if message.get("id") == number:
-                assert "error" not in message, f"{method}: {message['error']}"
-                result: dict[str, Any] = message["result"]
-                return result
-            self._note(message.get("method"), message.get("params", {}))
+        while (message := await self._hear()).get("id") != number:
+            pass
+        assert "error" not in message, f"{method}: {message['error']}"
+        result: dict[str, Any] = message["result"]
+        return result
+
+    async def _hear(self) -> dict[str, Any]:
+        message: dict[str, Any] = await self._socket.receive_json(timeout=PATIENCE_S)
+        self._note(message.get("method"), message.get("params", {}))
+        return message
 
     def _note(self, event: str | None, seen: dict[str, Any]) -> None:
         if event == "Runtime.exceptionThrown":
@@ -96,9 +106,14 @@ class Browser:
             self.errors.append(str(seen["args"]))
         elif event == "Log.entryAdded" and seen["entry"]["level"] == "error":
             self.errors.append(f"{seen['entry']['text']} {seen['entry'].get('url', '')}")
+        elif event == "Page.lifecycleEvent" and seen["name"] == "load":
+            self._loaded.add(seen["loaderId"])
 
     async def open(self, url: str) -> None:
-        await self.send("Page.navigate", url=url)
+        """Until it has loaded: what is evaluated before may be lost with the page that it replaces."""
+        page = await self.send("Page.navigate", url=url)
+        while page["loaderId"] not in self._loaded:
+            await self._hear()
 
     async def value(self, expression: str) -> Any:
         """Of a JavaScript expression."""

@@ -12,6 +12,7 @@ from http_calls import TIMEOUT_S, cluster_of, get, wait_answers
 from prometheus_client.parser import text_string_to_metric_families
 from served_cluster import ServedCluster, kill, wait_until
 
+from rose.node import watcher
 from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
 
@@ -73,7 +74,7 @@ def test_a_killed_dashboard_comes_back_and_no_job_notices(cluster: ServedCluster
     children = psutil.Process(cluster.server.pid).children()
     [page] = [each for each in children if "rose.scheduler.dashboard.server" in each.cmdline()]
     kill(page.pid)
-    wait_until(lambda: not psutil.pid_exists(page.pid) or page.status() == "zombie", "its end")
+    wait_until(lambda: watcher.group_members(page.pid) == [], "its end")
     wait_answers(f"http://{address}/metrics")
     assert cluster.status()["scheduler_pid"] == scheduler
     assert cluster.job("b")["attempt"] == 1
