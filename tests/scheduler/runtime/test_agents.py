@@ -128,8 +128,11 @@ def test_a_move_to_another_host_starts_the_job_there_behind_its_last_iteration(i
 
 
 def test_a_killed_agents_job_resumes_on_another_host(tmp_path: Path, redis_server: RedisServer) -> None:
+    # The host's lease alone is to end: that of the job's permit would start it again on the dead host, where
+    # the scheduler stood still in between.
+    leases = {"host_lease_s": 15.0, "lease_s": 1e6}
     with ServedCluster(
-        tmp_path, redis_server.url, has_agents=True, groups={}, policy="solo", host_lease_s=15.0
+        tmp_path, redis_server.url, has_agents=True, groups={}, policy="solo", **leases
     ) as cluster:
         assert cluster.submit("a", group=None, iterations=100_000).error is None
         assert cluster.job("a")["host"] is None, "no agent yet"

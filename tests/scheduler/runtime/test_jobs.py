@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,6 +25,11 @@ def holder_pid(cluster: ServedCluster, job: str) -> int:
     """The pid of a job that has begun an iteration, from its log."""
     wait_until(lambda: cluster.phases(job), f"{job} to run")
     return int(cluster.phases(job)[-1]["pid"])
+
+
+def holds_rollout(job: dict[str, Any], iteration: int) -> bool:
+    """Whether it has the nodes: a test that holds this rollout then knows where the job is."""
+    return job["iterations"][0] == iteration and job["holds"] == "rollout"
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +174,12 @@ def test_cancelling_ends_the_process_group_and_frees_the_nodes(shared: ServedClu
 def test_a_stopped_holder_loses_its_permit_after_the_lease(tmp_path: Path) -> None:
     # Longer than the machine may stall: b must keep its own.
     with ServedCluster(tmp_path, lease_s=6.0) as cluster:
-        cluster.submit("a", iterations=1000)
-        cluster.submit("b", iterations=1000)
-        pid = holder_pid(cluster, "a")
-        os.kill(pid, signal.SIGSTOP)
+        with cluster.held(1, "a"):
+            cluster.submit("a", iterations=1000)
+            cluster.submit("b", iterations=1000)
+            wait_until(lambda: holds_rollout(cluster.job("a"), 1), "a's second rollout")
+            pid = holder_pid(cluster, "a")
+            os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: cluster.job("a")["restarts"] == 1, "the next attempt")
         assert watcher.group_members(pid) == []
         assert cluster.job("b")["restarts"] == 0
