@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from math import inf
 
 import aiohttp
 import pytest
@@ -22,8 +23,6 @@ from tests.scheduler.rollout.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
-LATER = time.monotonic() + 3600
-
 
 class Rig:
     """A dispatcher over one worker with room for one turn."""
@@ -36,12 +35,12 @@ class Rig:
 
     def acquire(self, job: str = "a", *, is_continuation: bool = False) -> "asyncio.Task[Place]":
         turn = Turn(session="t", job=job, expected_tokens=10)
-        return asyncio.create_task(self.dispatcher.acquire(turn, LATER, is_continuation=is_continuation))
+        return asyncio.create_task(self.dispatcher.acquire(turn, inf, is_continuation=is_continuation))
 
 
 @pytest_asyncio.fixture
 async def rig() -> AsyncIterator[Rig]:
-    config = RouterConfig(turns_per_gpu=1, heartbeat_s=3600)
+    config = RouterConfig(turns_per_gpu=1, heartbeat_s=3600, lost_after_s=3600)  # there is but one beat
     async with ScriptedWorker() as scripted, aiohttp.ClientSession() as http:
         registry = Registry(config, http, lambda: None)
         worker = registry.add(WorkerSpec(url=scripted.url))

@@ -160,8 +160,13 @@ async def test_the_version_rule_can_be_changed(start_router: StartRouter) -> Non
         _, shown = await client.get("/admin/version")
         held = {old.id: "r/1", new.id: "r/2"}
         assert shown == {"mode": "max-lag", "max_lag": 1, "newest": {"r": 2}, "workers": held}
-        await asyncio.gather(*(client.complete(BODY) for _ in range(4)))
-        assert old.requests and new.requests
+        for worker in (old, new):
+            worker.hold()  # else one could have ended before the next one came, and all go to the same worker
+        turns = [asyncio.create_task(client.complete(BODY)) for _ in range(4)]
+        await until(lambda: (len(old.requests), len(new.requests)) == (2, 2))
+        for worker in (old, new):
+            worker.go_on()
+        await asyncio.gather(*turns)
         assert await put(client, "/admin/version", {"mode": "newest"}) == 400
 
 
