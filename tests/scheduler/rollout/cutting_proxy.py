@@ -12,14 +12,14 @@ READ_BYTES = 1 << 16
 class CuttingProxy:
     """Stands before ``worker_url``; the first answer of more than ``num_events`` events ends after so many.
 
-    The cut depends on what has passed and on nothing else, so it falls at the same token on any machine.
-    Everything else passes untouched.
+    The cut depends on what has passed and on nothing else. Everything else passes untouched: ask again until
+    it `has_cut`, as an engine whose front end is held up puts several tokens into one event.
     """
 
     def __init__(self, worker_url: str, num_events: int) -> None:
         self._host, self._port = worker_url.removeprefix("http://").split(":")
         self._num_events = num_events
-        self._has_cut = False
+        self.has_cut = False
         self._connections: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -62,8 +62,8 @@ class CuttingProxy:
                 begin = len(passed)
                 passed += chunk
                 *events, after = passed.split(EVENT, self._num_events + 1)
-                if len(events) > self._num_events and not self._has_cut:
-                    self._has_cut = True
+                if len(events) > self._num_events and not self.has_cut:
+                    self.has_cut = True
                     sink.write(passed[begin : len(passed) - len(EVENT + after)])
                     await sink.drain()
                     return
