@@ -39,7 +39,7 @@ class Fault:
     """What goes wrong with one request, after so many tokens."""
 
     kind: str
-    """abort_(reclaimed | stall | deactivated | plain), swallowed, hang, hold (until told to go on), late,
+    """abort_(reclaimed | stall | deactivated | plain), swallowed, hang, hold (until told to go on),
     disconnect, error, status"""
     after_tokens: int = 0
     status: int = 500
@@ -256,15 +256,12 @@ class ScriptedWorker:
         return {"id": "cmpl-x", "object": "text_completion", "model": self.models[0], "choices": [choice]}
 
     async def _fail(self, request: web.Request, response: web.StreamResponse, fault: Fault | None) -> bool:
-        """True: carry on with the stream after all (a hang that ended)."""
+        """True: carry on with the stream."""
         assert fault is not None
         if fault.kind == "hang":
             await asyncio.sleep(3600)
         if fault.kind == "hold":
             self.hold()
-            return True
-        if fault.kind == "late":
-            await asyncio.sleep(10)
             return True
         if fault.kind == "disconnect":
             assert request.transport is not None

@@ -39,7 +39,6 @@ def assert_whole(choice: dict[str, Any], num_tokens: int = 9, prompt: list[int] 
         ("abort_deactivated", "deactivated"),
         ("swallowed", "reclaimed"),
         ("hang", "stalled"),
-        ("late", "stalled"),
         ("disconnect", "lost"),
         ("error", "failed"),
         ("status", "failed"),
@@ -64,7 +63,7 @@ async def test_a_cut_turn_is_finished_on_the_other_worker(
             workers = [(span["worker"], span["tokens"]) for span in choice["rose"]["spans"]]
             assert workers == ([(bad.id, kept)] if kept else []) + [(good.id, 9 - kept)]
             assert answer["usage"]["completion_tokens"] == 9
-            if kind in ("hang", "late"):
+            if kind == "hang":
                 await until(lambda: bad.num_cancelled == 1)
 
 
