@@ -11,6 +11,13 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
+# What this user has set for ROSE, runs and has measured is none of the business of tests; a library that was
+# chosen for them is.
+_OWN = tempfile.TemporaryDirectory(prefix="rose-tests-")
+for _name in [each for each in os.environ if each.startswith("ROSE_") and each != "ROSE_DELTA_LIBRARY"]:
+    del os.environ[_name]
+os.environ.update(ROSE_RUNTIME_DIR=f"{_OWN.name}/run", ROSE_CACHE_DIR=f"{_OWN.name}/cache")
+
 # vLLM children inherit these: no hub, no usage report, and no more threads than a small machine has cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
