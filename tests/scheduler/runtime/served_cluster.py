@@ -118,6 +118,7 @@ class ServedCluster:
 
     def command(self, *argv: str) -> subprocess.CompletedProcess[str]:
         """`rose sched ...`, to its end."""
+        self.ask(Status)  # the command itself waits seconds for a scheduler, which may still be starting
         return subprocess.run(
             [sys.executable, "-m", "rose.cli", "sched", *argv],
             capture_output=True,
