@@ -13,7 +13,7 @@ from training_steps import step
 
 from rose.errors import RelayError, RelayUnreachable
 from rose.transfer import manifest as keys
-from rose.transfer import relay_calls, relay_copy
+from rose.transfer import relay_copy
 from rose.transfer.follower import Follower
 from rose.transfer.manifest import Ack, pack_body
 from rose.transfer.mirror import WeightMirror
@@ -113,8 +113,11 @@ def test_a_relay_killed_while_versions_flow_loses_nothing(pair, weights, victim)
         step(weights)
         if number == 4:
             # While frames are being put.
-            threading.Timer(0.005, pair[victim].kill).start()
+            killing = threading.Timer(0.005, pair[victim].kill)
+            killing.start()
         report = publisher.publish()
+        if number == 4:
+            killing.join()
         assert report.version.number == number
         follower.advance()
         check_holds(follower.mirror, weights, report)
@@ -222,10 +225,9 @@ def test_copies_must_be_independent():
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair, monkeypatch, victim):
-    assert relay_calls.SILENCE_S <= 10
-    # More than a relay takes to give up a peer, or the writer would give up both.
-    monkeypatch.setattr(relay_calls, "SILENCE_S", 5.0)
+def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair, victim):
+    """With the times of production: a writer that waits little longer than a relay waits for its peer would
+    give up both where the machine stalls."""
     relay = open_relay(pair[2])
     relay.put("rose/run/a", b"before")
     os.kill(pair[victim].process.pid, signal.SIGSTOP)
