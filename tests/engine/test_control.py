@@ -24,7 +24,7 @@ from rose.admission.serving_side import ServingSide
 from rose.admission.slack import NEVER
 from rose.admission.stall import StallTracker
 from rose.admission.step_time import UNPROFILED
-from rose.engine import rollout_scheduler
+from rose.engine import followers, rollout_scheduler
 from rose.engine.control import EngineControl
 from rose.engine.recorder import StepRecorder
 from rose.engine.rollout_scheduler import RolloutScheduler
@@ -159,8 +159,9 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
 
 @pytest.mark.asyncio
 async def test_steps_go_on_once_a_router_knows_of_the_new_version(
-    page: StatusPage, staged: dict[str, str]
+    page: StatusPage, staged: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(followers, "MOST_S", 3600.0)
     client = UpdatedClient()
     control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
     client.status = control.status

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 import uvicorn
 from fastapi import FastAPI
 
+from rose.engine import followers as followers_module
 from rose.engine.control import EngineControl
 from rose.engine.endpoint import RoseEndpoint
 from rose.engine.followers import Followers
@@ -73,10 +74,13 @@ async def served(runtime_dir: Path) -> AsyncIterator[tuple[str, Engine, EngineCo
 
 
 async def test_steps_go_on_under_new_weights_only_when_the_router_knows_of_them(
-    served: tuple[str, Engine, EngineControl], staged: dict[str, str]
+    served: tuple[str, Engine, EngineControl], staged: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # However long the machine stalls between two of the router's questions.
+    monkeypatch.setattr(followers_module, "MOST_S", 600.0)
+    monkeypatch.setattr(followers_module, "GONE_AFTER_INTERVALS", 1000.0)
     url, engine, control = served
-    config = RouterConfig(port=0, workers=(WorkerSpec(url=url),), heartbeat_s=2, lost_after_s=60)
+    config = RouterConfig(port=0, workers=(WorkerSpec(url=url),), heartbeat_s=0.5, lost_after_s=600)
     async with RunningRouter(config) as router:
         (worker,) = router.plane.registry.workers()
         engine.known = lambda: str(worker.weight_version)
