@@ -51,7 +51,7 @@ def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
         ).result()
         expected = stock.result()
     # Idle slabs went back meanwhile; those with blocks that were still to be sent stayed.
-    assert slabs["after traffic"] > slabs["unsent"] >= slabs["in use"] > slabs["sent"] == 1
+    assert slabs["after traffic"] > slabs["unsent"] >= slabs["in use"] > slabs["sent"] == 1, slabs
     # Out of service it lends all but one slab, and has its headroom back with the first request.
     assert slabs["lent"] == NUM_SLABS - 1
     assert slabs["back"] <= NUM_SLABS - HEADROOM_SLABS

@@ -174,9 +174,8 @@ def test_latent_attention_answers_as_stock_while_slabs_leave(runs: Runs) -> None
 def test_kv_events_say_exactly_what_is_cached(windows: EventChecks) -> None:
     """The comparison itself is made at each of these moments (engine_runs.py)."""
     cached = windows.cached
-    assert cached["round 0"] > 0 and cached["again"] > 0
-    # The pinned slab's blocks have no lease.
-    assert cached["leases ended"] < cached["round 0"] and cached["cut"] < cached["again"]
+    # The pinned slab's blocks have no lease. How much a burst leaves is the machine's to say.
+    assert cached["leases ended"] < cached["whole"] and cached["cut"] < cached["again"]
     assert cached["reset"] == 0
     assert windows.num_removed > 0
     assert windows.num_cleared == 1
