@@ -20,6 +20,12 @@ LIGHT = ServingLoad(rate_rps=0.5, max_prompt_tokens=128, max_output_tokens=24, d
 """A machine several times slower has time for rollouts beside it, and ends it."""
 
 
+@pytest.fixture(autouse=True)
+def _private(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No profile that another run of this test left under the same name, and none left behind."""
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
+
+
 def descendants() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
