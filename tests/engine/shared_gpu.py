@@ -15,7 +15,6 @@ from rose._shm import Words
 from rose.admission.board import NUM_WORDS, Word
 from rose.memory.daemon import start_daemon
 from rose.memory.ledger import Ledger
-from rose.memory.policy_word import Pressure
 from rose.memory.pool import PoolClient
 from rose.messages import Profile
 from rose.types import GateMode, Role
@@ -135,7 +134,6 @@ class LedgerLog:
         self.num_moves = 0
         """Times that a slab was seen with another role than before."""
         self._last: dict[int, Role] = {}
-        self.pressures: set[Pressure] = set()
         self.budgets: list[int] = []
         self.peak: dict[Role, int] = dict.fromkeys(Role, 0)
 
@@ -158,10 +156,9 @@ class LedgerLog:
                 self.owners[slab].add(engine.role)
                 self.num_moves += self._last.get(slab, engine.role) is not engine.role
                 self._last[slab] = engine.role
-        policy = ledger.policy
-        self.pressures.add(policy.pressure)
-        if not self.budgets or self.budgets[-1] != policy.rollout_budget_slabs:
-            self.budgets.append(policy.rollout_budget_slabs)
+        budget = ledger.policy.rollout_budget_slabs
+        if not self.budgets or self.budgets[-1] != budget:
+            self.budgets.append(budget)
 
     def __enter__(self) -> "LedgerLog":
         self._look()  # before anything happens, whenever the thread gets to run
