@@ -51,7 +51,14 @@ def anonymous_bytes(engine: RealEngine) -> int:
 def test_requests_end_with_their_tokens_and_every_slab_goes_back(gpu: SharedGpu, active: RealEngine) -> None:
     before = active.status()
     requests = active.start_requests([prompt(f"off-{i}", 200) for i in range(NUM_SEQS)], max_tokens=700)
-    until(lambda: active.status().generated_tokens > before.generated_tokens + 5 * NUM_SEQS, "tokens")
+
+    def are_all_under_way() -> bool:
+        """One that is still on its way to the engine when this is told to stop is refused."""
+        status = active.status()
+        has_tokens = status.generated_tokens > before.generated_tokens + 5 * NUM_SEQS
+        return has_tokens and status.num_running + status.num_waiting == NUM_SEQS
+
+    until(are_all_under_way, "tokens")
     started = time.monotonic()
     change = active.deactivate()
     assert not change.is_active
