@@ -1,7 +1,7 @@
 """The router costs little: latency and CPU per request and per chunk, against a stub worker.
 
 Router, stub and client are processes of their own. The router is pinned to the last CPU, client and stub
-share the others. Peers run one after the other on the same CPU against the same stub:
+share the others. For CPU all routers, peers too, are up at once on that CPU, and have their rounds in turn:
 
     --peer 'vllm-router=BIN/vllm-router --worker-urls {worker} --host 127.0.0.1 --port {port}'
     --peer 'sglang-router,/generate=BIN/python -m sglang_router.launch_router --worker-urls {worker}
@@ -10,7 +10,7 @@ share the others. Peers run one after the other on the same CPU against the same
 Peers pass an answer through; the router streams from its worker and keeps the tokens, to resume the turn
 elsewhere. Bodies: token ids, 0.7 KB, 48 KB (8k ids), 190 KB (32k ids). The stub answers 64 tokens in 4
 chunks, and spares the router the prompt's ids, as ROSE's engines do. A stock vLLM echoes them: what that
-costs stands beside cpu_ms_32k.
+costs stands beside ours.
 
 Beside ours stands what a bare pass-through of the same bytes costs, aiohttp on both sides and nothing
 in between (bare_passthrough.py): "aiohttp floor".
@@ -32,6 +32,8 @@ import argparse
 import os
 import random
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from statistics import median
 
 import psutil
@@ -56,6 +58,11 @@ from router_streams import fairness, streams
 
 from rose.demo.figures import Figure
 
+_OURS = "ours"
+_ECHOED = "ids echoed"
+"""Ours before a stock vLLM."""
+_ROUNDS = 5
+
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     cpus = sorted(os.sched_getaffinity(0))
@@ -71,57 +78,55 @@ def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
     figures = [decision(num_decisions, is_queued=is_queued) for is_queued in (False, True)]
     rng = random.Random(args.seed)
     figures += latencies(cpu, rng, args.quick)
-    with stub(num_chunks=4) as (worker, _), router(worker, cpu) as (url, process):
-        ours = _cpu_per_request(Target(url=url), process, rng, args.quick)
-    peers: dict[str, dict[str, float | None]] = {name: {} for name in BODIES}
-    with stub(num_chunks=4, stock=True) as (worker, _), router(worker, cpu) as (url, process):
-        peers["190KB"]["ids echoed"] = median(_cpu(Target(url=url), process, "190KB", rng, args.quick))
-    for spec in (FLOOR_COMMAND, *args.peer):
-        for name, value in _peer(spec, cpu, rng, args.quick).items():
-            peers[name][peer_name(spec)] = value
-    figures += [_cpu_figure(name, values, peers[name]) for name, values in ours.items()]
+    figures += _cpu_figures(cpu, rng, args.peer, args.quick)
     figures += streams(cpu, args.quick)
     return [*figures, fairness(args.quick)]
 
 
-def _cpu_per_request(
-    target: Target, process: psutil.Process, rng: random.Random, is_quick: bool
-) -> dict[str, list[float]]:
-    return {body: _cpu(target, process, body, rng, is_quick) for body in BODIES}
+def _cpu_figures(cpu: int, rng: random.Random, peers: Sequence[str], is_quick: bool) -> list[Figure]:
+    """Every way is open all the time and has its rounds in turn: no host is equally fast in every minute."""
+    found: dict[str, dict[str, list[float]]] = {body: {} for body in BODIES}
+    with ExitStack() as ways:
+        worker, _ = ways.enter_context(stub(num_chunks=4))
+        stock, _ = ways.enter_context(stub(num_chunks=4, stock=True))
+        targets = {}
+        for name, behind in ((_OURS, worker), (_ECHOED, stock)):
+            url, process = ways.enter_context(router(behind, cpu))
+            targets[name] = (Target(url=url), process)
+        for spec in (FLOOR_COMMAND, *peers):
+            url, process = ways.enter_context(other_router(spec, [worker], cpu))
+            targets[peer_name(spec)] = (Target(url=url, path=peer_path(spec)), process)
+        for body, num_tokens in BODIES.items():
+            count = (130 if is_quick else 660) if num_tokens < 30_000 else (50 if is_quick else 200)
+            for name, (target, _) in targets.items():
+                run(closed_loop(target, requests_for(target, num_tokens, 20, rng), 8))
+                found[body][name] = []
+            for _ in range(_ROUNDS):
+                for name, (target, process) in targets.items():
+                    found[body][name].append(_cpu_ms(target, process, num_tokens, count, rng))
+    return [_cpu_figure(body, values) for body, values in found.items()]
 
 
-def _cpu(
-    target: Target, process: psutil.Process, body: str, rng: random.Random, is_quick: bool
-) -> list[float]:
-    """Milliseconds of CPU per request, in three rounds."""
-    num_tokens = BODIES[body]
-    count = (400 if is_quick else 2_000) if num_tokens < 30_000 else (150 if is_quick else 600)
-    run(closed_loop(target, requests_for(target, num_tokens, 20, rng), 8))
-    found = []
-    for _ in range(3):
-        requests = requests_for(target, num_tokens, count // 3, rng)
-        before = cpu_s(process)
-        run(closed_loop(target, requests, 8))
-        found.append(1000 * (cpu_s(process) - before) / len(requests))
-    return found
+def _cpu_ms(
+    target: Target, process: psutil.Process, num_tokens: int, count: int, rng: random.Random
+) -> float:
+    """Milliseconds of CPU per request, 8 at a time."""
+    requests = requests_for(target, num_tokens, count, rng)
+    before = cpu_s(process)
+    run(closed_loop(target, requests, 8))
+    return 1000 * (cpu_s(process) - before) / count
 
 
-def _cpu_figure(name: str, values: list[float], peers: dict[str, float | None]) -> Figure:
+def _cpu_figure(body: str, found: dict[str, list[float]]) -> Figure:
+    ours = found.pop(_OURS)
     return Figure(
-        name="cpu_ms_32k" if name == "190KB" else f"cpu_ms[{name}]",
-        value=median(values),
+        name="cpu_ms_32k" if body == "190KB" else f"cpu_ms[{body}]",
+        value=median(ours),
         unit="ms",
-        target="<= 0.5" if name == "190KB" else None,
-        peers=peers,
-        spread=(min(values), max(values)),
+        target="<= 0.5" if body == "190KB" else None,
+        peers={name: median(values) for name, values in found.items()},
+        spread=(min(ours), max(ours)),
     )
-
-
-def _peer(spec: str, cpu: int, rng: random.Random, is_quick: bool) -> dict[str, float]:
-    """A peer's CPU per request, by body."""
-    with stub(num_chunks=4) as (worker, _), other_router(spec, [worker], cpu) as (url, process):
-        values = _cpu_per_request(Target(url=url, path=peer_path(spec)), process, rng, is_quick)
-    return {body: median(each) for body, each in values.items()}
 
 
 if __name__ == "__main__":
