@@ -13,7 +13,7 @@ from training_steps import step
 
 from rose.errors import RelayError, RelayUnreachable
 from rose.transfer import manifest as keys
-from rose.transfer import relay_copy
+from rose.transfer import relay_calls, relay_copy
 from rose.transfer.follower import Follower
 from rose.transfer.manifest import Ack, pack_body
 from rose.transfer.mirror import WeightMirror
@@ -228,6 +228,7 @@ def test_copies_must_be_independent():
 def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair, victim):
     """With the times of production: a writer that waits little longer than a relay waits for its peer would
     give up both where the machine stalls."""
+    assert relay_calls.SILENCE_S <= 10
     relay = open_relay(pair[2])
     relay.put("rose/run/a", b"before")
     os.kill(pair[victim].process.pid, signal.SIGSTOP)
