@@ -27,6 +27,8 @@ import time
 
 from fifo_group import longest_iteration_s
 from harness import median_figure, run_benchmark
+from sim.group.scenario import group_of, random_group, random_order, tightened
+from sim.group.search import best_certificate, best_round_robin
 
 from rose.demo.figures import Figure
 from rose.errors import ConfigError
@@ -35,8 +37,6 @@ from rose.scheduler.group.certificate import certify
 from rose.scheduler.group.order import TRAIN_POOL, round_robin
 from rose.scheduler.group.permits import Permit
 from rose.scheduler.group.replay import PhaseTimes, replay
-from rose.scheduler.group.scenario import group_of, random_group, random_order, tightened
-from rose.scheduler.group.search import best_certificate, best_round_robin
 
 NUM_GROUPS = {True: 1_000, False: 100_000}
 NUM_EXACT = {True: 100, False: 2_000}

@@ -31,8 +31,8 @@ from harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.errors import RoseError
-from rose.transfer.codec import Codec, decode, encode
-from rose.transfer.frame import HEADER_BYTES
+from rose.transfer.format.codec import Codec, decode, encode
+from rose.transfer.format.frame import HEADER_BYTES
 
 LEARNING_RATES = {"0.18%": 9e-8, "1%": 6.3e-7, "5%": 4.2e-6, "20%": 2.4e-5}
 """By the density they give, which the figures state as measured."""

@@ -30,6 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from harness import run_benchmark
+from sim.drift import drifts
 
 from rose.demo.figures import Figure
 from rose.scheduler.cluster.choice import POLICIES
@@ -38,7 +39,6 @@ from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import SloKind
 from rose.scheduler.cluster.policies import Weave
 from rose.scheduler.cluster.pools import Pools
-from rose.scheduler.sim.drift import drifts
 from rose.scheduler.sim.loop import Result, Simulation
 from rose.scheduler.sim.workloads import Arrival, Workload, generate_trace, read_trace, submissions
 

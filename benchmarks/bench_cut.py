@@ -27,12 +27,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from rose.demo.figures import Figure, percentile
-from rose.engine.block_pool import PINNED_POSITION, SlabBlockPool
-from rose.memory.layout import SlabLayout
-from rose.memory.placement import Placement
-from rose.memory.policy_word import PolicyState, Pressure
-from rose.memory.pool import PoolClient
-from rose.memory.victims import SlabUse, choose_victims
+from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool
+from rose.memory.ledger.policy_word import PolicyState, Pressure
+from rose.memory.policy.placement import Placement
+from rose.memory.policy.victims import SlabUse, choose_victims
+from rose.memory.pool.pool import PoolClient
+from rose.memory.slabs.layout import SlabLayout
 from rose.types import GateMode, Role
 
 NUM_SLABS = 32

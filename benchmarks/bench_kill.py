@@ -25,7 +25,7 @@ from rig import Rig
 from rose.demo.figures import Figure
 from rose.demo.frozenlake import VOCAB_SIZE
 from rose.errors import WorkerError
-from rose.memory.ledger import Ledger
+from rose.memory.ledger.ledger import Ledger
 from rose.node.control import EngineControl
 from rose.types import GateMode, Role
 

@@ -33,7 +33,7 @@ from harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.errors import VmmError, WorkerError
-from rose.memory.backend import Backend, BackendKind, open_backend
+from rose.memory.slabs.backend import Backend, BackendKind, open_backend
 
 MIB = 1 << 20
 SIZES_MIB = (2, 16, 64)

@@ -47,7 +47,7 @@ from rose.demo.records import PhaseName, PhaseResult
 from rose.demo.run import RlSteps
 from rose.demo.windows import WindowSpec
 from rose.errors import WorkerError
-from rose.memory.pool import PoolClient
+from rose.memory.pool.pool import PoolClient
 from rose.node.control import EngineControl
 from rose.types import GateMode, Role
 

@@ -25,7 +25,7 @@ from slow_link import TRAINER, stop_signals_raise
 from sync_cluster import Cluster, Setup, Sync
 
 from rose.demo.figures import Figure
-from rose.transfer.layout import BUCKET_BYTES
+from rose.transfer.format.layout import BUCKET_BYTES
 
 RANKS = 8
 LINK_GBPS = 0.1

@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure, percentile
-from rose.scheduler.cluster.cluster import Cluster, Plan
 from rose.scheduler.cluster.exact import optimum
+from rose.scheduler.cluster.groups import Cluster, Plan
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.placements import own_limit_s

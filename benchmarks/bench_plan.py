@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from harness import median_figure, run_benchmark
+from lib.shard_check import wrong_parameters
 from vllm.engine.arg_utils import EngineArgs
 
 from rose.demo.figures import Figure
-from rose.engine.shard_check import wrong_parameters
-from rose.engine.shard_recorder import pretended_rank, record_shard_plan
-from rose.transfer.layout import TensorSpec
+from rose.engine.weights.shard_recorder import pretended_rank, record_shard_plan
+from rose.transfer.format.layout import TensorSpec
 
 GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2))
 TINY = {

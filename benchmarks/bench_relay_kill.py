@@ -23,11 +23,11 @@ from harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.errors import RoseError
-from rose.transfer.follower import Follower
-from rose.transfer.mirror import WeightMirror
-from rose.transfer.mooncake_relay import mooncake_available
-from rose.transfer.publisher import WeightPublisher
-from rose.transfer.relay import open_relay
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.relay.mooncake import mooncake_available
+from rose.transfer.relay.opening import open_relay
 
 NUM_ELEMENTS = 8 << 20
 BUCKET_BYTES = 2 << 20
@@ -40,7 +40,7 @@ class _Relay:
     """A relay process on a free port; beside: the URL of a Mooncake store whose frames it copies."""
 
     def __init__(self, kind: str, beside: str | None = None) -> None:
-        command = [sys.executable, "-m", "rose.transfer.relay_server", "--kind", kind]
+        command = [sys.executable, "-m", "rose.transfer.relay.server", "--kind", kind]
         command += ["--capacity-bytes", str(RELAY_BYTES)]
         command += ["--beside", beside] if beside is not None else []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

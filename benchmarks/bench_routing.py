@@ -27,11 +27,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from harness import run_benchmark
+from sim.rollout.loop import Simulation
+from sim.rollout.scenario import QWEN3_8B, QWEN3_32B, Scenario
 
 from rose.demo.figures import Figure
-from rose.scheduler.rollout.dataplane import POLICIES
-from rose.scheduler.rollout.sim.loop import Simulation
-from rose.scheduler.rollout.sim.scenario import QWEN3_8B, QWEN3_32B, Scenario
+from rose.scheduler.rollout.turn.dataplane import POLICIES
 
 TABLE_3 = {
     ("turnwise", "8B"): 1.11,

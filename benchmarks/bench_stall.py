@@ -29,7 +29,7 @@ from rose.errors import WorkerError
 from rose.http import http_client
 from rose.messages import WeightUpdate
 from rose.node.control import EngineControl, completion_body
-from rose.transfer.checkpoint import checkpoint_state_hash
+from rose.transfer.format.checkpoint import checkpoint_state_hash
 
 SIZE = Size(hidden=1024, layers=6, slab_bytes=4 << 20)
 PROMPT_TOKENS = 100

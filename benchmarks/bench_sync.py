@@ -35,7 +35,7 @@ from sync_cluster import Cluster, Run, Setup, Sync
 from sync_worker import model_specs
 
 from rose.demo.figures import Figure
-from rose.transfer.mooncake_relay import mooncake_available
+from rose.transfer.relay.mooncake import mooncake_available
 
 LINKS_GBPS = (0.2, 1.0, 5.0, 20.0)
 ABLATION_GBPS = 1.0

@@ -25,13 +25,13 @@ from harness import run_benchmark
 from rig import Rig
 
 from rose.config import Settings, child_environment
-from rose.demo.cluster import CLIENT_ENV, ENGINE_ENV
 from rose.demo.figures import Figure
+from rose.demo.processes import CLIENT_ENV, ENGINE_ENV
 from rose.errors import WorkerError
 from rose.http import http_client
 from rose.node import launch
 from rose.node.checks import free_port
-from rose.node.config import EngineConfig
+from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.types import Role
 
@@ -135,7 +135,7 @@ class Run:
     def router(self) -> str:
         """Its URL; it knows no worker yet."""
         port = free_port()
-        argv = [sys.executable, "-m", "rose.scheduler.rollout.service", "--port", str(port)]
+        argv = [sys.executable, "-m", "rose.scheduler.rollout.http.command", "--port", str(port)]
         server = self._group.start(ServerProcess(argv, "router", self._rig.folder / "router.log"))
         url = f"http://127.0.0.1:{port}"
         server.wait_until(lambda: _answers(f"{url}/workers"), "router", PATIENCE_S)
@@ -160,7 +160,7 @@ class Run:
 
     def _start_relay(self) -> str:
         log = self._rig.folder / f"relay-{self._case}.log"
-        argv = [sys.executable, "-m", "rose.transfer.relay_server", "--capacity-bytes", str(256 << 20)]
+        argv = [sys.executable, "-m", "rose.transfer.relay.server", "--capacity-bytes", str(256 << 20)]
         server = self._group.start(ServerProcess(argv, "relay", log))
         server.wait_until(lambda: '"url"' in log.read_text(), "relay's URL", PATIENCE_S)
         url: str = json.loads(log.read_text().splitlines()[-1])["url"]

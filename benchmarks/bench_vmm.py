@@ -29,7 +29,7 @@ from harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.errors import ConfigError
-from rose.memory.backend import Backend, BackendKind, Slabs, open_backend
+from rose.memory.slabs.backend import Backend, BackendKind, Slabs, open_backend
 
 MIB = 1 << 20
 SIZES_MIB = (2, 4, 8, 16, 32, 64)

@@ -20,9 +20,9 @@ import yaml
 
 from rose.errors import WorkerError
 from rose.node.processes import ServerProcess
-from rose.scheduler.runtime.channel import ChannelUrl
-from rose.scheduler.runtime.client import ControlClient
-from rose.scheduler.runtime.messages import Reply, Status, Submit
+from rose.scheduler.runtime.channel.client import ControlClient
+from rose.scheduler.runtime.channel.messages import Reply, Status, Submit
+from rose.scheduler.runtime.channel.opening import ChannelUrl
 
 JOB = Path(__file__).with_name("phase_job.py")
 START_S = 60.0
@@ -69,7 +69,7 @@ class ClusterRig:
         cluster.write_text(yaml.safe_dump({"groups": {"main": nodes}}))
         self.log = self.path / "phases.jsonl"
         self.log.touch()
-        argv = [sys.executable, "-m", "rose.node.sched", str(cluster), "--channel", self.url]
+        argv = [sys.executable, "-m", "rose.jobs.serve", str(cluster), "--channel", self.url]
         self._server = ServerProcess(
             [*argv, "--folder", str(self.path / "jobs")], "sched", self.path / "sched.log"
         )

@@ -13,7 +13,7 @@ from turn_client import RouterClient, Turn, random_prompt, until_so
 
 from rose.errors import WorkerError
 from rose.messages import WeightUpdate
-from rose.transfer.checkpoint import checkpoint_state_hash
+from rose.transfer.format.checkpoint import checkpoint_state_hash
 
 SAME_LOGPROB = 1e-4
 """Two log-probabilities of the same weights differ by less, those of a token under other weights by more:

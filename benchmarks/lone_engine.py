@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose.config import Settings
-from rose.demo.cluster import ENGINE_ENV
-from rose.memory.daemon import start_daemon
+from rose.demo.processes import ENGINE_ENV
+from rose.memory.daemon.daemon import start_daemon
 from rose.node import launch
 from rose.node.checks import free_port
-from rose.node.config import EngineConfig
 from rose.node.control import EngineControl
+from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup
 from rose.types import Role
 

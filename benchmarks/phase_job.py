@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import rose
-from rose.scheduler.runtime.cache import ArraySet
-from rose.scheduler.runtime.job import running_job
+from rose.scheduler.runtime.job.cache import ArraySet
+from rose.scheduler.runtime.job.job import running_job
 
 UNIT = np.random.default_rng(0).random((256, 256), dtype=np.float32)
 """Times itself is one unit of work."""

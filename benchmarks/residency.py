@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rose.demo.models import ROLLOUT_SPEC, SERVING_SPEC
-from rose.memory.layout import SlabLayout
+from rose.memory.slabs.layout import SlabLayout
 from rose.node.control import EngineControl
 
 NUM_PADDING_BLOCKS = 1

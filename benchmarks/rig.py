@@ -14,14 +14,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from rose.config import Settings
-from rose.demo.cluster import ENGINE_ENV, pin_tree, write_models
+from rose.demo.processes import ENGINE_ENV, pin_tree, write_models
 from rose.errors import WorkerError
-from rose.memory.daemon import DaemonHandle, start_daemon
-from rose.memory.pool import PoolClient
+from rose.memory.daemon.daemon import DaemonHandle, start_daemon
+from rose.memory.pool.pool import PoolClient
 from rose.node import launch
 from rose.node.checks import free_port
-from rose.node.config import EngineConfig
 from rose.node.control import EngineControl
+from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.types import Role
 
@@ -139,7 +139,7 @@ class Rig:
     def start_router(self, workers: Iterable[str], *flags: str, name: str = "router") -> str:
         """Its URL, once it answers."""
         port = free_port()
-        argv = ["-m", "rose.scheduler.rollout.service", "--port", str(port), *flags]
+        argv = ["-m", "rose.scheduler.rollout.http.command", "--port", str(port), *flags]
         for worker in workers:
             argv += ["--worker", worker]
         url = f"http://127.0.0.1:{port}"

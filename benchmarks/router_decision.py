@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 
 from rose.demo.figures import Figure, percentile
-from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.jobs import JobTable
-from rose.scheduler.rollout.placement import Placement, Waiter
-from rose.scheduler.rollout.policy import PaperPolicy
-from rose.scheduler.rollout.status import WorkerStatus
-from rose.scheduler.rollout.views import Turn
-from rose.scheduler.rollout.worker import Worker
+from rose.scheduler.rollout.placing.policy import PaperPolicy
+from rose.scheduler.rollout.placing.views import Turn
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.turn.jobs import JobTable
+from rose.scheduler.rollout.turn.placement import Placement, Waiter
+from rose.scheduler.rollout.workers.status import WorkerStatus
+from rose.scheduler.rollout.workers.worker import Worker
 
 
 def decision(count: int, is_queued: bool) -> Figure:

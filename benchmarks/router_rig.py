@@ -75,7 +75,15 @@ def stub(**flags: object) -> Iterator[tuple[str, psutil.Process]]:
 def router(worker: str, cpu: int) -> Iterator[tuple[str, psutil.Process]]:
     """Our router before one worker, ready."""
     port = free_port()
-    argv = [sys.executable, "-m", "rose.scheduler.rollout.service", "--port", str(port), "--worker", worker]
+    argv = [
+        sys.executable,
+        "-m",
+        "rose.scheduler.rollout.http.command",
+        "--port",
+        str(port),
+        "--worker",
+        worker,
+    ]
     with _listening(argv, port, cpu) as ready:
         yield ready
 

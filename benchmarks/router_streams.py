@@ -14,7 +14,7 @@ from requests_load import Target, closed_loop
 from router_rig import cpu_s, requests_for, router, run, stub
 
 from rose.demo.figures import Figure
-from rose.scheduler.rollout.fairness import jain
+from rose.scheduler.rollout.placing.fairness import jain
 
 NUM_STREAMS = 384
 

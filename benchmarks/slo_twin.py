@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
+from sim.twin.gpu import TwinGpu
+from sim.twin.pairs import PAIR_8B, PAIR_32B, Pair
+from sim.twin.serving import Arrival, for_decoder, for_prefiller
 from slo_figures import (
     ALONE,
     DUAL,
@@ -22,9 +25,6 @@ from slo_figures import (
 from slo_policies import FEW, IDLE, MODES, policy_table
 
 from rose.admission.gate import GateSettings, mode_problem
-from rose.admission.twin.gpu import TwinGpu
-from rose.admission.twin.pairs import PAIR_8B, PAIR_32B, Pair
-from rose.admission.twin.serving import Arrival, for_decoder, for_prefiller
 from rose.demo.figures import Figure
 from rose.demo.trace import TraceRow
 from rose.types import SLO, Deployment, GateMode

@@ -24,7 +24,7 @@ import psutil
 from slow_link import SERVING, TRAINER, LinkBytes, SlowLink
 
 from rose.errors import RoseError
-from rose.transfer.layout import BUCKET_BYTES
+from rose.transfer.format.layout import BUCKET_BYTES
 from rose.transfer.model_sync import receiver_name
 
 WORKER = Path(__file__).with_name("sync_worker.py")
@@ -173,7 +173,7 @@ class Cluster:
 
     def _relays(self, setup: Setup) -> list[str]:
         side, kind = setup.relay_side, setup.relay_kind
-        argv = [sys.executable, "-m", "rose.transfer.relay_server", "--host", self.link.address(side)]
+        argv = [sys.executable, "-m", "rose.transfer.relay.server", "--host", self.link.address(side)]
         argv += ["--kind", kind, "--capacity-bytes", str(RELAY_BYTES)]
         urls = self._relay_urls.setdefault((side, kind), [])
         while len(urls) < setup.relays:

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from rose.config import Settings
-from rose.transfer.layout import TensorSpec
+from rose.transfer.format.layout import TensorSpec
+from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
 from rose.transfer.model_sync import ModelReceiver, ModelSender
-from rose.transfer.relay import open_relay, remove_run
-from rose.transfer.shard_plan import ShardCopy, ShardPlan, StridedView
+from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import remove_run
 
 HIDDEN, WIDTH, KV = 2048, 6144, 1024
 LEARNING_RATE = 6.3e-7
@@ -68,7 +69,7 @@ class Trainer:
     def __init__(self) -> None:
         import torch
 
-        from rose.transfer.torch_source import TensorShard
+        from rose.transfer.publish.torch_source import TensorShard
 
         torch.set_num_threads(1)
         self._torch = torch
@@ -77,7 +78,7 @@ class Trainer:
 
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Makes the model and the run, and publishes version 0."""
-        from rose.transfer.codec import Codec
+        from rose.transfer.format.codec import Codec
 
         rank, num_ranks, num_layers = request["rank"], request["num_ranks"], request["num_layers"]
         self._generator.manual_seed(request["seed"])

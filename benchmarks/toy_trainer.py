@@ -34,7 +34,7 @@ def train(args: argparse.Namespace, scratch_dir: str) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from rose.trainers.trl import PublishWeights, RouterRollouts
-    from rose.transfer.publisher import WeightPublisher
+    from rose.transfer.publish.publisher import WeightPublisher
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)

@@ -7,7 +7,7 @@ author writes on the functions of an RL loop (`rose.phase`, `rose.runtime_hook`)
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rose.scheduler.runtime.phase import Progress, phase, runtime_hook
+    from rose.scheduler.runtime.job.phase import Progress, phase, runtime_hook
 
 __all__ = ["Progress", "phase", "runtime_hook"]
 
@@ -19,4 +19,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'rose' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module("rose.scheduler.runtime.phase"), name)
+    return getattr(importlib.import_module("rose.scheduler.runtime.job.phase"), name)

@@ -46,20 +46,28 @@ COMMANDS = (
     ),
     Command(name="demo", module="rose.demo.run", summary="the main job, end to end, on this machine"),
     Command(
-        name="pool", module="rose.memory.daemon", summary="own one GPU's KV slabs and hand them to engines"
+        name="pool",
+        module="rose.memory.daemon.daemon",
+        summary="own one GPU's KV slabs and hand them to engines",
     ),
     Command(name="serve", module="rose.node.serve", summary="one vLLM engine in a pool, serving or rollout"),
     Command(name="node", module="rose.node.agent", summary="a pool and its engines from NODE.yaml"),
     Command(
-        name="relay", module="rose.transfer.relay_server", summary="carry weights from trainer to engines"
+        name="relay", module="rose.transfer.relay.server", summary="carry weights from trainer to engines"
     ),
-    Command(name="plan", module="rose.engine.plan", summary="which weights each rank of an engine holds"),
     Command(
-        name="router", module="rose.scheduler.rollout.service", summary="one endpoint for all rollout turns"
+        name="plan", module="rose.engine.weights.plan", summary="which weights each rank of an engine holds"
+    ),
+    Command(
+        name="router",
+        module="rose.scheduler.rollout.http.command",
+        summary="one endpoint for all rollout turns",
     ),
     Command(name="ray", module="rose.ray.command", summary="relay, engines and router on a Ray cluster"),
     Command(
-        name="sched", module="rose.scheduler.cluster.command", summary="whole RL jobs on H20 and H800 pools"
+        name="sched",
+        module="rose.scheduler.runtime.command.sched",
+        summary="whole RL jobs on H20 and H800 pools",
     ),
     Command(name="profile", module="rose.node.profile", summary="measure the step times that the gate needs"),
     Command(name="top", module="rose.node.top", summary="live view of running engines"),

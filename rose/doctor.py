@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.arguments import CommandParser
-from rose.engine.plugin import is_supported, supported_range
+from rose.engine.hooks.vllm_version import is_supported, supported_range
 from rose.node.checks import installed_vllm
 
 MIN_PYTHON = (3, 11)

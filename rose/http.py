@@ -1,6 +1,6 @@
 """What ROSE's HTTP has in common: clients of workers and services, and names of headers.
 
-Relays have a client of their own (rose.transfer.relay_calls).
+Relays have a client of their own (rose.transfer.relay.calls).
 """
 
 import httpx

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rose.cli import COMMANDS
-from rose.memory.daemon import start_daemon
+from rose.memory.daemon.daemon import start_daemon
 from rose.node.checks import free_port
 
 

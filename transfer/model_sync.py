@@ -18,14 +18,14 @@ from typing import Any
 
 from rose.config import Settings
 from rose.errors import RelayError
-from rose.transfer import manifest as keys
-from rose.transfer.follower import Follower
-from rose.transfer.manifest import Ack, pack_body
-from rose.transfer.mirror import WeightMirror
-from rose.transfer.publisher import SyncReport, WeightPublisher
-from rose.transfer.relay import open_relay
-from rose.transfer.shard_plan import ShardPlan
-from rose.transfer.torch_source import load_planes
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.manifest import Ack, pack_body
+from rose.transfer.format.shard_plan import ShardPlan
+from rose.transfer.publish.publisher import SyncReport, WeightPublisher
+from rose.transfer.publish.torch_source import load_planes
+from rose.transfer.relay.opening import open_relay
 from rose.types import WeightVersion
 
 BUCKET_BYTES = 8 << 20
@@ -90,14 +90,14 @@ class ModelSender:
         return report
 
     def close(self) -> None:
-        """What was sent stays in the relays (rose.transfer.relay.remove_run)."""
+        """What was sent stays in the relays (rose.transfer.relay.protocol.remove_run)."""
         self._publisher.close()
 
 
 class ModelReceiver:
     """One rollout rank; holds a version's bits in host memory.
 
-    plans: of the shards that this rank holds (rose.engine.shard_recorder); none: it gets all weights.
+    plans: of the shards that this rank holds (rose.engine.weights.shard_recorder); none: it gets all weights.
     Raises: RelayError when no relay answers, ValueError.
     """
 

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rose.demo.cluster import ENGINE_DTYPE, MAX_MODEL_LEN, Cluster, ModelDirs
 from rose.demo.plan import DemoPlan
+from rose.demo.processes import ENGINE_DTYPE, MAX_MODEL_LEN, Cluster, ModelDirs
 from rose.demo.records import UNDER_ROSE, PhaseResult
 from rose.demo.trace import ReplayRequest
 from rose.demo.windows import replayed_requests

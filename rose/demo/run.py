@@ -19,11 +19,11 @@ from pathlib import Path
 from rich.console import Console
 
 from rose.arguments import CommandParser, run_command
-from rose.demo.cluster import Cluster, ModelDirs, write_models
 from rose.demo.figures import collect_env, compute_figures, percentile, tpots_s, ttfts_s
 from rose.demo.greedy import GreedyCheck
 from rose.demo.live import LiveState, LiveView
 from rose.demo.plan import DemoOptions, DemoPlan, Durations, ServingLoad
+from rose.demo.processes import Cluster, ModelDirs, write_models
 from rose.demo.records import DemoResult, PhaseName, PhaseResult
 from rose.demo.report import print_summary, write_report
 from rose.demo.slab_watch import SlabWatch

@@ -8,10 +8,10 @@ import threading
 import time
 
 from rose.demo.records import SlabEvent, SlabEventKind, SlabSample
-from rose.memory.ledger import Ledger
-from rose.memory.ledger_words import Word
-from rose.memory.policy_word import Pressure
-from rose.memory.pool import PoolClient
+from rose.memory.ledger.ledger import Ledger
+from rose.memory.ledger.ledger_words import Word
+from rose.memory.ledger.policy_word import Pressure
+from rose.memory.pool.pool import PoolClient
 from rose.types import Role
 
 PERIOD_S = 0.1

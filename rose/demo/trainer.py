@@ -25,8 +25,8 @@ from rose.demo.grpo import FrozenLakeRollouts, Publish, TrainingConfig, load_mas
 from rose.demo.trajectories import HttpEndpoint
 from rose.errors import RoseError
 from rose.trainers.router import router_announcer
-from rose.transfer.manifest import worker_name
-from rose.transfer.publisher import SyncReport, WeightPublisher
+from rose.transfer.format.manifest import worker_name
+from rose.transfer.publish.publisher import SyncReport, WeightPublisher
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rose.demo.cluster import NICE_TRAINER, RUN_ID, Cluster
+from rose.demo.processes import NICE_TRAINER, RUN_ID, Cluster
 from rose.demo.records import RewardPoint, SyncPoint
 from rose.errors import WorkerError
 from rose.node.processes import ServerProcess

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rose.admission.gate import GateSettings, mode_problem
 from rose.errors import ConfigError
-from rose.memory.policy import BudgetPolicy
-from rose.memory.pool import PoolClient
+from rose.memory.policy.budget import BudgetPolicy
+from rose.memory.pool.pool import PoolClient
 from rose.types import SLO, Deployment, GateMode, Role
 
 CONFIG_KEY = "rose"

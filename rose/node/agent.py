@@ -16,7 +16,7 @@ from rose.arguments import CommandParser, run_command
 from rose.config import Settings, load_yaml
 from rose.errors import ConfigError, WorkerError
 from rose.node import checks, launch
-from rose.node.config import NODE_EXAMPLE, NodeConfig
+from rose.node.node_config import NODE_EXAMPLE, NodeConfig
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.node.serve import check_engine
 from rose.node.signals import StopOnSignals

@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 
 from rose.config import Settings
-from rose.engine.plugin import is_supported, supported_range
+from rose.engine.hooks.vllm_version import is_supported, supported_range
 from rose.errors import ConfigError, PoolError
-from rose.memory.pool import describe_pool
-from rose.memory.pool_memory import PoolSize
+from rose.memory.pool.pool import describe_pool
+from rose.memory.pool.pool_memory import PoolSize
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import httpx
 from rose.config import Settings, make_private_dir, vllm_plugins
 from rose.engine.status import page_path
 from rose.errors import ConfigError, WorkerError
-from rose.node.config import EngineConfig, PoolConfig
+from rose.node.node_config import EngineConfig, PoolConfig
 from rose.node.processes import ServerProcess
 from rose.types import Role
 
@@ -71,7 +71,7 @@ def subscriber_process(
     if engine.role is not Role.ROLLOUT or engine.relay is None:
         return None
     argv = [
-        *(sys.executable, "-m", "rose.transfer.subscriber"),
+        *(sys.executable, "-m", "rose.transfer.follow.subscriber"),
         *("--relay", engine.relay, "--worker", engine.url),
         *("--staging", str(make_staging_dir(engine, settings))),
     ]
@@ -105,7 +105,7 @@ def remove_status_page(engine: EngineConfig, server: ServerProcess, settings: Se
 def pool_process(pool: PoolConfig, log_path: Path | None) -> ServerProcess:
     """The daemon that owns the pool's slabs."""
     argv = [
-        *(sys.executable, "-m", "rose.memory.daemon", pool.name),
+        *(sys.executable, "-m", "rose.memory.daemon.daemon", pool.name),
         *("--num-slabs", str(pool.num_slabs), "--slab-bytes", str(pool.slab_bytes)),
         *("--headroom-slabs", str(pool.headroom_slabs), "--num-shards", str(pool.num_shards)),
         *("--backend", pool.backend),

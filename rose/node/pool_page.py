@@ -15,8 +15,8 @@ from rich.text import Text
 from rose.admission.board import BoardSnapshot, snapshot
 from rose.config import Settings
 from rose.errors import BoardError, PoolError
-from rose.memory.ledger_words import Word
-from rose.memory.pool import PoolClient
+from rose.memory.ledger.ledger_words import Word
+from rose.memory.pool.pool import PoolClient
 from rose.types import Role
 
 COLUMNS = (

@@ -3,7 +3,7 @@ rollouts it should run at once, for the router.
 
 Owns: the flags and the life of the engine that is measured. Promises: the engine has no pool and no
 co-runner, and is stopped also on an error; the profile is stored where `rose serve` looks for it.
-Never: fits anything itself: the engine measures its own steps (rose/engine/profiling.py).
+Never: fits anything itself: the engine measures its own steps (rose/engine/http/profiling.py).
 """
 
 import logging
@@ -26,8 +26,8 @@ from rose.config import Settings, parse_config
 from rose.errors import ConfigError
 from rose.messages import ConcurrencyProfile, Profile
 from rose.node import checks, concurrency, launch
-from rose.node.config import EngineConfig
 from rose.node.control import EngineControl
+from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup
 from rose.node.signals import StopOnSignals
 from rose.types import Role

@@ -16,7 +16,7 @@ from rose.config import Settings, parse_config
 from rose.engine.settings import EngineSettings
 from rose.errors import WorkerError
 from rose.node import checks, launch
-from rose.node.config import EngineConfig
+from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.node.signals import StopOnSignals
 

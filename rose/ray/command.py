@@ -13,14 +13,14 @@ from typing import Any
 
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings, load_yaml
-from rose.ray.config import CLUSTER_EXAMPLE, ClusterConfig
+from rose.ray.ray_config import CLUSTER_EXAMPLE, ClusterConfig
 
 
 def main(argv: Sequence[str]) -> int:
     """Raises: ConfigError for bad input or no room, WorkerError if a service does not start."""
     arguments = _parser().parse_args(list(argv))
     config = load_yaml(arguments.file, ClusterConfig) if arguments.action == "up" else None
-    from rose.ray import cluster  # with Ray: heavy, and not needed for --help or a bad file
+    from rose.ray import actors as cluster  # with Ray: heavy, and not needed for --help or a bad file
 
     cluster.connect(arguments.address)
     if config is not None:

@@ -20,7 +20,7 @@ import yaml
 from rose.config import Settings
 from rose.node.launch import READY_TIMEOUT_S
 from rose.node.processes import ServerProcess
-from rose.scheduler.rollout.views import WorkerKind
+from rose.scheduler.rollout.placing.views import WorkerKind
 from rose.types import Role
 
 START_TIMEOUT_S = 300.0
@@ -58,7 +58,7 @@ class Service:
     def start_relay(self, config: Mapping[str, Any]) -> str:
         """Starts a relay; its URL. Raises: WorkerError with the log's tail."""
         host = config["host"] if config["host"] is not None else self._host
-        argv = ["-m", "rose.transfer.relay_server", "--kind", config["kind"], "--host", host]
+        argv = ["-m", "rose.transfer.relay.server", "--kind", config["kind"], "--host", host]
         argv += ["--port", str(config["port"]), "--capacity-bytes", str(config["capacity_bytes"])]
         self._run(argv)
         return self._wait_told("relay's URL", _relay_url)
@@ -67,7 +67,7 @@ class Service:
         """Starts a router for these workers and those of its own configuration; its URL."""
         known = [*config.get("workers", ()), *workers]
         content = {"host": self._host, **config, "workers": known}
-        self._run(["-m", "rose.scheduler.rollout.service", str(self._write(content))])
+        self._run(["-m", "rose.scheduler.rollout.http.command", str(self._write(content))])
         return self._wait_told("router's URL", _router_url)
 
     def start_node(self, config: Mapping[str, Any], relay_url: str | None) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from rose.scheduler.runtime.cache import HostCache
+from rose.scheduler.runtime.job.cache import HostCache
 
 
 class RollCluster(Protocol):

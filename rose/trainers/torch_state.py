@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from rose.errors import RoseError
-from rose.scheduler.runtime.cache import Array, HostCache
+from rose.scheduler.runtime.job.cache import Array, HostCache
 
 Part = torch.nn.Module | torch.optim.Optimizer | None
 
 
 class TorchState:
-    """Implements `rose.scheduler.runtime.cache.WorkingSet`."""
+    """Implements `rose.scheduler.runtime.job.cache.WorkingSet`."""
 
     def __init__(self, parts: Callable[[], Iterable[Part]]) -> None:
         """``parts``: asked at each offload, for a trainer makes its optimizer when it first trains; those

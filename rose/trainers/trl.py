@@ -18,7 +18,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from rose.errors import WorkerError
 from rose.trainers.router import Announce
-from rose.transfer.publisher import WeightPublisher
+from rose.transfer.publish.publisher import WeightPublisher
 from rose.types import WeightVersion
 
 ACK_TIMEOUT_S = 60.0

@@ -7,8 +7,8 @@ foreseen. Never: chooses. Numbers instead of groups where it can, as a decision 
 
 from collections.abc import Sequence
 
-from rose.scheduler.cluster.cluster import without
 from rose.scheduler.cluster.cycle import promised_s
+from rose.scheduler.cluster.groups import without
 from rose.scheduler.cluster.model import Group
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from rose.errors import PlacementError
-from rose.scheduler.cluster.cluster import Cluster, Plan
 from rose.scheduler.cluster.columns import Columns, Floats, Ints, enumerate_columns
+from rose.scheduler.cluster.groups import Cluster, Plan
 from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.cluster.placements import EPSILON, LimitOf, Placement
 from rose.scheduler.cluster.policies import alone

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rose.scheduler.cluster.cluster import Cluster, Plan, residents_of
 from rose.scheduler.cluster.dollars import lifetime_dollars
+from rose.scheduler.cluster.groups import Cluster, Plan, residents_of
 from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.cluster.placements import Kind, Placement, check, placements
 from rose.scheduler.cluster.policies import alone

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from rose.errors import PlacementError
-from rose.scheduler.cluster.cluster import Cluster, Plan
+from rose.scheduler.cluster.groups import Cluster, Plan
 from rose.scheduler.cluster.model import Group, Job
 from rose.scheduler.cluster.placements import (
     Constraint,

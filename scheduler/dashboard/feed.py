@@ -14,9 +14,9 @@ from typing import Any
 
 from rose.errors import ChannelError
 from rose.scheduler.dashboard.view import state_view
-from rose.scheduler.runtime.channel import ChannelUrl
-from rose.scheduler.runtime.client import ControlClient
-from rose.scheduler.runtime.messages import Call, History, Overview, Reply
+from rose.scheduler.runtime.channel.client import ControlClient
+from rose.scheduler.runtime.channel.messages import Call, History, Overview, Reply
+from rose.scheduler.runtime.channel.opening import ChannelUrl
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from rose.errors import ConfigError
 from rose.scheduler.dashboard.address import DEFAULT, Address
 from rose.scheduler.dashboard.feed import Feed
 from rose.scheduler.dashboard.metrics import prometheus_text
-from rose.scheduler.runtime.spec import EXAMPLE
+from rose.scheduler.runtime.job.spec import EXAMPLE
 
 logger = logging.getLogger(__name__)
 

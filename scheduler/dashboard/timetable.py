@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from rose.scheduler.cluster.gantt import Bar, turns
 from rose.scheduler.cluster.model import Group, Job, Member, SloKind
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.group.order import TRAIN_POOL, round_robin
+from rose.scheduler.runtime.command.gantt import Bar, turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

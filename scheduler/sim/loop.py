@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rose.errors import PlacementError
-from rose.scheduler.cluster.cluster import PAUSE_S, Cluster, Plan
 from rose.scheduler.cluster.cycle import promised_s
+from rose.scheduler.cluster.groups import PAUSE_S, Cluster, Plan
 from rose.scheduler.cluster.model import Job, SloKind
 from rose.scheduler.cluster.placements import EPSILON, Kind
 from rose.scheduler.cluster.policies import Policy

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim.twin.gpu import TwinGpu, TwinOutcome
+from sim.twin.pairs import PAIR_8B, PAIR_32B, Pair
+from sim.twin.serving import Arrival, for_decoder, for_prefiller
 
 from rose.admission.gate import GateReason, GateSettings
-from rose.admission.twin.gpu import TwinGpu, TwinOutcome
-from rose.admission.twin.pairs import PAIR_8B, PAIR_32B, Pair
-from rose.admission.twin.serving import Arrival, for_decoder, for_prefiller
 from rose.types import SLO, Deployment, GateMode
 
 HORIZON_S = 6.0

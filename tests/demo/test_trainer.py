@@ -25,9 +25,9 @@ from rose.demo.grpo import FrozenLakeRollouts, TrainingConfig, load_master, run_
 from rose.demo.trainer import main
 from rose.demo.trajectories import SESSION_HEADER, HttpEndpoint
 from rose.errors import WorkerError
-from rose.transfer.follower import Follower
-from rose.transfer.mirror import WeightMirror
-from rose.transfer.relay import open_relay
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.relay.opening import open_relay
 
 Json = dict[str, Any]
 
@@ -235,7 +235,7 @@ def test_a_missing_checkpoint_is_one_line_and_status_2(
 
 @pytest.fixture
 def relay_url() -> Iterator[str]:
-    command = [sys.executable, "-m", "rose.transfer.relay_server", "--kind", "embedded"]
+    command = [sys.executable, "-m", "rose.transfer.relay.server", "--kind", "embedded"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

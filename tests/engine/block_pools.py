@@ -8,9 +8,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from rose.engine.block_pool import SlabBlockPool
-from rose.memory.layout import SlabLayout
-from rose.memory.placement import Placement
+from rose.engine.memory.block_pool import SlabBlockPool
+from rose.memory.policy.placement import Placement
+from rose.memory.slabs.layout import SlabLayout
 
 BLOCK_TOKENS = 4
 NUM_POSITIONS = 6

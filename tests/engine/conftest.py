@@ -10,7 +10,7 @@ from real_engine import RealEngine
 from references import ModelDirs, StockAnswers
 from shared_gpu import SharedGpu
 
-from rose.transfer.checkpoint import checkpoint_state_hash
+from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.types import Role
 
 

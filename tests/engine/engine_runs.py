@@ -10,9 +10,9 @@ from typing import Any
 
 from forked_engines import Driver, Reply, load_model_class, make_engine
 
+from rose.engine.memory.tenant import Tenant
 from rose.engine.status import Field
-from rose.engine.tenant import Tenant
-from rose.memory.policy import BudgetPolicy
+from rose.memory.policy.budget import BudgetPolicy
 from rose.types import Deployment, Role
 
 Prompts = Sequence[Sequence[int]]

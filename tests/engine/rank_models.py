@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rose.transfer.layout import TensorSpec
+from rose.transfer.format.layout import TensorSpec
 
 VOCABULARY = 330
 """Not a multiple of vLLM's padding."""

@@ -13,9 +13,9 @@ from tiny_models import SLAB_BYTES
 
 from rose._shm import Words
 from rose.admission.board import NUM_WORDS, Word
-from rose.memory.daemon import start_daemon
-from rose.memory.ledger import Ledger
-from rose.memory.pool import PoolClient
+from rose.memory.daemon.daemon import start_daemon
+from rose.memory.ledger.ledger import Ledger
+from rose.memory.pool.pool import PoolClient
 from rose.messages import Profile
 from rose.types import GateMode, Role
 

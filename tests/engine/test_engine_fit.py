@@ -12,11 +12,11 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu_worker import Worker
 
 from rose.admission.board import MAGIC, Word
-from rose.engine import patches
+from rose.engine.hooks import patches
 from rose.errors import BoardError, ConfigError
-from rose.memory.backend import BackendKind
-from rose.memory.daemon import start_daemon
-from rose.memory.pool import PoolClient
+from rose.memory.daemon.daemon import start_daemon
+from rose.memory.pool.pool import PoolClient
+from rose.memory.slabs.backend import BackendKind
 
 
 def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +48,6 @@ def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_p
 
 
 def test_both_platforms_have_a_worker_class_that_loads_anywhere() -> None:
-    for name in ("rose.engine.worker.RoseCPUWorker", "rose.engine.gpu_worker.RoseGPUWorker"):
+    for name in ("rose.engine.hooks.worker.RoseCPUWorker", "rose.engine.hooks.gpu_worker.RoseGPUWorker"):
         assert issubclass(resolve_obj_by_qualname(name), Worker)
-    assert patches._platform() == ("rose.engine.worker.RoseCPUWorker", BackendKind.HOST)
+    assert patches._platform() == ("rose.engine.hooks.worker.RoseCPUWorker", BackendKind.HOST)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rose.engine.compatibility import resolve_deployment
+from rose.engine.hooks.compatibility import resolve_deployment
 from rose.engine.settings import EngineSettings
 from rose.errors import ConfigError
 from rose.types import Deployment, GateMode, Role

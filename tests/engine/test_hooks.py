@@ -6,9 +6,10 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 import torch
 
-from rose.engine import patches
-from rose.engine.kv_range import _AnswerZeros
-from rose.engine.plugin import is_supported, register
+from rose.engine.hooks import patches
+from rose.engine.hooks.plugin import register
+from rose.engine.hooks.vllm_version import is_supported
+from rose.engine.memory.kv_range import _AnswerZeros
 from rose.errors import ConfigError, PoolError
 
 

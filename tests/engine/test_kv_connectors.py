@@ -12,7 +12,7 @@ from real_engine import runtime_dir
 from references import ModelDirs
 from tiny_models import BLOCK_TOKENS, SLAB_BYTES
 
-from rose.memory.daemon import start_daemon
+from rose.memory.daemon.daemon import start_daemon
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

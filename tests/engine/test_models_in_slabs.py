@@ -15,7 +15,7 @@ from real_engine import runtime_dir
 from references import ModelDirs
 from tiny_models import BLOCK_TOKENS, SLAB_BYTES, make_mla_model, make_moe_model, make_window_model
 
-from rose.memory.daemon import start_daemon
+from rose.memory.daemon.daemon import start_daemon
 from rose.types import StopReason
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

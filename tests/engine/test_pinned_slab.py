@@ -7,11 +7,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from rose.engine.kv_range import pinned_slab
+from rose.engine.memory.kv_range import pinned_slab
 from rose.errors import PoolError
-from rose.memory.daemon import start_daemon
-from rose.memory.pool import PoolClient
-from rose.memory.wire import Kind
+from rose.memory.daemon.daemon import start_daemon
+from rose.memory.pool.pool import PoolClient
+from rose.memory.pool.wire import Kind
 from rose.types import Role
 
 

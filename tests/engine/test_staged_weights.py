@@ -14,11 +14,11 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from rose.engine.in_place import InPlaceWriter
-from rose.engine.weights import StagedUpdate, StagedWeightEngine, check_staged
+from rose.engine.weights.in_place import InPlaceWriter
+from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine, check_staged
 from rose.errors import FrameError
-from rose.transfer.checkpoint import checkpoint_state_hash
-from rose.transfer.shard_plan import ShardCopy, ShardPlan, StridedView
+from rose.transfer.format.checkpoint import checkpoint_state_hash
+from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
 
 
 class TwoLayers(torch.nn.Module):

@@ -10,7 +10,7 @@ from real_engine import READY_S, RealEngine, runtime_dir
 from references import ModelDirs
 from tiny_models import SLAB_BYTES
 
-from rose.memory.daemon import start_daemon
+from rose.memory.daemon.daemon import start_daemon
 from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
 from rose.types import Role

@@ -22,8 +22,8 @@ from tiny_models import SLAB_BYTES, staged_update
 from weight_probes import probe, update
 
 from rose.admission.board import Word
-from rose.memory.pool_state import read_state
-from rose.memory.wire import Kind
+from rose.memory.daemon.pool_state import read_state
+from rose.memory.pool.wire import Kind
 from rose.types import GateMode, Role, StopReason
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

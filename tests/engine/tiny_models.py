@@ -11,7 +11,7 @@ from typing import Any
 
 from rose.demo.tokenizer import numbered_words, word_tokenizer
 from rose.messages import WeightUpdate
-from rose.transfer.checkpoint import checkpoint_state_hash
+from rose.transfer.format.checkpoint import checkpoint_state_hash
 
 SLAB_BYTES = 512 << 10
 BLOCK_TOKENS = 128

@@ -9,8 +9,8 @@ import pytest
 from pool_setup import EngineProcess, start_pool
 from vmm_worlds import World, build_stand_in
 
-from rose.memory.backend import CUDA_DRIVER
-from rose.memory.daemon import DaemonHandle
+from rose.memory.daemon.daemon import DaemonHandle
+from rose.memory.slabs.backend import CUDA_DRIVER
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from pathlib import Path
 from pool_setup import PATIENCE_S
 from vmm_worlds import World
 
-from rose.memory.backend import CUDA_DRIVER, BackendKind
-from rose.memory.pool import PoolClient
-from rose.memory.wire import Kind
+from rose.memory.pool.pool import PoolClient
+from rose.memory.pool.wire import Kind
+from rose.memory.slabs.backend import CUDA_DRIVER, BackendKind
 from rose.types import Role
 
 

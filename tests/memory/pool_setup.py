@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import rose
-from rose.memory.daemon import DaemonHandle, start_daemon
-from rose.memory.ledger import Ledger
-from rose.memory.pool import PoolClient
-from rose.memory.wire import Kind
+from rose.memory.daemon.daemon import DaemonHandle, start_daemon
+from rose.memory.ledger.ledger import Ledger
+from rose.memory.pool.pool import PoolClient
+from rose.memory.pool.wire import Kind
 from rose.types import Role
 
 POOL = "p"

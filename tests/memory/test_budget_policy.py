@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.memory.policy import RETURN_PACE_SLABS, BudgetDecision, BudgetEvent, BudgetPolicy, RecentPeak
-from rose.memory.policy_word import Pressure
+from rose.memory.ledger.policy_word import Pressure
+from rose.memory.policy.budget import RETURN_PACE_SLABS, BudgetDecision, BudgetEvent, BudgetPolicy, RecentPeak
 
 NORMAL, PRESSURE, FROZEN = Pressure.NORMAL, Pressure.PRESSURE, Pressure.FROZEN
 POLICY = BudgetPolicy(num_slabs=100, headroom_slabs=20)

@@ -16,7 +16,7 @@ from vmm_worlds import World
 
 from rose._vmm import CudaDevice, CudaSlabs
 from rose.errors import PoolError, VmmError
-from rose.memory.backend import BackendKind, CudaBackend, SlabRange, open_backend
+from rose.memory.slabs.backend import BackendKind, CudaBackend, SlabRange, open_backend
 
 OUT_OF_MEMORY = 2
 INVALID_VALUE = 1

@@ -11,10 +11,10 @@ import pytest
 from pool_setup import NUM_SLABS, POOL, StartEngine, attach, observe, start_pool, wait_until
 
 from rose.errors import PoolError
-from rose.memory.backend import BackendKind
-from rose.memory.daemon import DaemonHandle, start_daemon
-from rose.memory.ledger_words import Word
-from rose.memory.wire import Kind
+from rose.memory.daemon.daemon import DaemonHandle, start_daemon
+from rose.memory.ledger.ledger_words import Word
+from rose.memory.pool.wire import Kind
+from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
 
 

@@ -27,15 +27,15 @@ from pool_setup import (
 )
 
 from rose.errors import PoolError
-from rose.memory import owner
-from rose.memory.daemon import DaemonHandle
-from rose.memory.ledger import Ledger
-from rose.memory.ledger_words import Word
-from rose.memory.link import exchange
-from rose.memory.owner import PoolOwner
-from rose.memory.pool import PoolClient, describe_pool
-from rose.memory.pool_memory import PoolMemory, PoolSize
-from rose.memory.wire import Hello, Kind, Refusal, Welcome
+from rose.memory.daemon import owner
+from rose.memory.daemon.daemon import DaemonHandle
+from rose.memory.daemon.owner import PoolOwner
+from rose.memory.ledger.ledger import Ledger
+from rose.memory.ledger.ledger_words import Word
+from rose.memory.pool.link import exchange
+from rose.memory.pool.pool import PoolClient, describe_pool
+from rose.memory.pool.pool_memory import PoolMemory, PoolSize
+from rose.memory.pool.wire import Hello, Kind, Refusal, Welcome
 from rose.types import Role
 
 
@@ -366,7 +366,7 @@ def test_a_stranger_can_not_come_back_as_an_engine(
 def test_an_engine_of_a_pool_that_was_made_anew_goes_on_alone(
     daemons: Daemons, runtime_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "rose.memory.link")
+    caplog.set_level("INFO", "rose.memory.pool.link")
     with attach(runtime_dir) as client:
         taken = client.ledger.acquire(client.slot, 2)
         daemons.kill()
@@ -382,7 +382,7 @@ def test_an_engine_of_a_pool_that_was_made_anew_goes_on_alone(
 def test_loss_and_return_are_one_line_each(
     daemons: Daemons, runtime_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "rose.memory.link")
+    caplog.set_level("INFO", "rose.memory.pool.link")
     with attach(runtime_dir) as client:
         daemons.restart()
         wait_until(client.ledger, lambda: "back at the daemon of pool-p slot=1" in caplog.text)

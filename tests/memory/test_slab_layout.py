@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.errors import ConfigError
-from rose.memory.layout import SlabLayout
+from rose.memory.slabs.layout import SlabLayout
 
 MIB = 1 << 20
 

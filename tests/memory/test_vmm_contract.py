@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from vmm_worlds import World
 
 import rose
-from rose.memory.backend import Slabs
+from rose.memory.slabs.backend import Slabs
 
 NUM_SLABS = 6
 NUM_POSITIONS = 9

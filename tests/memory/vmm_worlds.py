@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rose.memory.backend import Backend, CudaBackend, HostBackend, SlabRange
+from rose.memory.slabs.backend import Backend, CudaBackend, HostBackend, SlabRange
 
 _LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 STAND_IN_SOURCE = Path(__file__).with_name("stand_in_cuda.cpp")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import rose
-from rose.scheduler.runtime.cache import ArraySet
+from rose.scheduler.runtime.job.cache import ArraySet
 
 MISTAKE, FOLDER = sys.argv[1], Path(sys.argv[2])
 TOKEN_S, TRAIN_S, ORDINARY_TOKENS = 0.002, 0.03, 10

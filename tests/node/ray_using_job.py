@@ -8,7 +8,7 @@ from pathlib import Path
 import ray
 
 import rose
-from rose.scheduler.runtime.job import running_job
+from rose.scheduler.runtime.job.job import running_job
 
 folder, num_cpus = Path(sys.argv[1]), int(sys.argv[2])
 job = running_job()

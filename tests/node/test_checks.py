@@ -61,7 +61,16 @@ def test_a_pool_is_found_only_while_its_daemon_lives(runtime_dir: Path, tmp_path
     settings = Settings.from_environment()
     with pytest.raises(ConfigError, match="pool g: no daemon answers"):
         checks.check_pool(settings, "g")
-    argv = [sys.executable, "-m", "rose.memory.daemon", "g", "--num-slabs", "4", "--headroom-slabs", "1"]
+    argv = [
+        sys.executable,
+        "-m",
+        "rose.memory.daemon.daemon",
+        "g",
+        "--num-slabs",
+        "4",
+        "--headroom-slabs",
+        "1",
+    ]
     with ServerProcess(argv, "pool-g", tmp_path / "log") as daemon:
         daemon.wait_until(lambda: checks.find_pool(settings, "g") is not None, "answer", timeout_s=300)
         size = checks.find_pool(settings, "g")

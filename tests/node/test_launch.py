@@ -10,7 +10,7 @@ import pytest
 from rose.config import Settings
 from rose.errors import ConfigError
 from rose.node import launch
-from rose.node.config import EngineConfig
+from rose.node.node_config import EngineConfig
 from rose.types import Role
 
 

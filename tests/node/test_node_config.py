@@ -8,7 +8,7 @@ import yaml
 
 from rose.config import load_yaml, parse_config
 from rose.errors import ConfigError
-from rose.node.config import NODE_EXAMPLE, EngineConfig, NodeConfig
+from rose.node.node_config import NODE_EXAMPLE, EngineConfig, NodeConfig
 from rose.types import Role
 
 

@@ -14,9 +14,9 @@ from rose.admission.gate import GateReason, ServingView
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
 from rose.config import Settings
-from rose.memory.daemon import start_daemon
-from rose.memory.pool import PoolClient
-from rose.memory.wire import Kind
+from rose.memory.daemon.daemon import start_daemon
+from rose.memory.pool.pool import PoolClient
+from rose.memory.pool.wire import Kind
 from rose.messages import WorkerStatus
 from rose.node.pool_page import PoolSample, pools_page, sample_pools
 from rose.node.top import Sample, main, status_page

@@ -19,9 +19,9 @@ from ray.cluster_utils import Cluster
 from rose.config import load_yaml
 from rose.errors import ConfigError, WorkerError
 from rose.node.checks import free_port
-from rose.ray import cluster as services
+from rose.ray import actors as services
 from rose.ray.command import main
-from rose.ray.config import ClusterConfig
+from rose.ray.ray_config import ClusterConfig
 from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
 
 STORE_BYTES = 80 << 20
@@ -95,7 +95,7 @@ def test_services_are_spread_over_the_nodes_and_serve_turns_without_ray(
         assert f"http://{choice['rose']['spans'][0]['worker']}" in endpoints.workers
         # The router answers from a process of its own, which no actor of Ray shares.
         router = psutil.Process(status["router"]["pid"])
-        assert "rose.scheduler.rollout.service" in router.cmdline()
+        assert "rose.scheduler.rollout.http.command" in router.cmdline()
         shown = cli("status", "all", "--address", address)
         assert shown.returncode == 0 and str(endpoints.router_url) in shown.stdout
         with pytest.raises(ConfigError, match="rose ray down all"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rose.scheduler.runtime.cache import HostCache
+from rose.scheduler.runtime.job.cache import HostCache
 from rose.trainers.engine_state import RollState, VerlRolloutState, VerlTrainState
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rose.errors import CacheFull, RoseError
-from rose.scheduler.runtime.cache import HostCache
+from rose.scheduler.runtime.job.cache import HostCache
 
 torch = pytest.importorskip("torch", reason="needs torch")
 

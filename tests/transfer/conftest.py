@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from relay_process import RelayProcess
 
-from rose.transfer.relay import Relay, open_relay
+from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
 
 ROOT = Path(__file__).parents[2]
 KINDS = ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)]

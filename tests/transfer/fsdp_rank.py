@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from rose.transfer.publisher import WeightPublisher
+from rose.transfer.publish.publisher import WeightPublisher
 
 
 def make_model() -> torch.nn.Module:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from rose.transfer.relay import open_relay
+from rose.transfer.relay.opening import open_relay
 
 CAPACITY_BYTES = 64 << 20
 
@@ -14,7 +14,7 @@ class RelayProcess:
     """Started on a free port; ready when constructed."""
 
     def __init__(self, kind: str, *options: str) -> None:
-        command = [sys.executable, "-m", "rose.transfer.relay_server", "--kind", kind]
+        command = [sys.executable, "-m", "rose.transfer.relay.server", "--kind", kind]
         command += ["--capacity-bytes", str(CAPACITY_BYTES), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None

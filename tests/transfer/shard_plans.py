@@ -2,7 +2,7 @@
 
 import math
 
-from rose.transfer.shard_plan import ShardCopy, ShardPlan, StridedView
+from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
 
 
 def plan_of(rank, shapes, boxes):

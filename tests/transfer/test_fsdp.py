@@ -8,9 +8,9 @@ import fsdp_rank
 import numpy as np
 import torch
 
-from rose.transfer.follower import Follower
-from rose.transfer.mirror import WeightMirror
-from rose.transfer.relay import open_relay
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.relay.opening import open_relay
 
 
 def test_the_ranks_of_an_fsdp2_model_publish_their_shards(embedded_url, tmp_path):

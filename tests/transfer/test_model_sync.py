@@ -10,10 +10,10 @@ from slow_proxy import SlowProxy
 from training_steps import step
 
 from rose.errors import RelayError, WorkerError
-from rose.transfer.codec import Codec
-from rose.transfer.manifest import bucket_of, version_prefix
+from rose.transfer.format.codec import Codec
+from rose.transfer.format.manifest import bucket_of, version_prefix
 from rose.transfer.model_sync import ModelReceiver, ModelSender, peer_first, receiver_name
-from rose.transfer.relay import open_relay
+from rose.transfer.relay.opening import open_relay
 
 RANKS = 4
 RELAYS = 2

@@ -8,16 +8,16 @@ import torch
 from shard_plans import plan_of
 
 from rose.errors import FrameError, RelayError
-from rose.transfer import manifest as keys
-from rose.transfer.checkpoint import checkpoint_state_hash, read_checkpoint, write_checkpoint
-from rose.transfer.follower import Follower
-from rose.transfer.manifest import Manifest, pack_body, unpack_body
-from rose.transfer.mirror import WeightMirror
-from rose.transfer.partition import buckets_of
-from rose.transfer.publisher import WeightPublisher
-from rose.transfer.relay import open_relay
-from rose.transfer.shard_plan import Box
-from rose.transfer.torch_source import TensorShard
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.checkpoint import checkpoint_state_hash, read_checkpoint, write_checkpoint
+from rose.transfer.format.manifest import Manifest, pack_body, unpack_body
+from rose.transfer.format.partition import buckets_of
+from rose.transfer.format.shard_plan import Box
+from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.torch_source import TensorShard
+from rose.transfer.relay.opening import open_relay
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD, VOCABULARY, LAYERS = 16, 48, 16, 8, 2, 72, 4
 TRAIN_TP, TRAIN_PP, SERVE_TP = 8, 2, 4

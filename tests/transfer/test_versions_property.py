@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from rose.transfer.codec import Codec
-from rose.transfer.follower import Follower
-from rose.transfer.mirror import WeightMirror
-from rose.transfer.publisher import WeightPublisher
-from rose.transfer.relay import open_relay
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format.codec import Codec
+from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.relay.opening import open_relay
 
 NUM_VERSIONS = 1000
 SPECIAL = {

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from rose.scheduler.cluster.cluster import Cluster, Plan
 from rose.scheduler.cluster.cycle import promised_s
+from rose.scheduler.cluster.groups import Cluster, Plan
 from rose.scheduler.cluster.model import Job, SloKind
 from rose.scheduler.cluster.placements import memory_shortage
 from rose.scheduler.cluster.policies import Policy

@@ -4,8 +4,8 @@ import pytest
 from cluster_jobs import job, jobs, place
 from hypothesis import given, settings
 
-from rose.scheduler.cluster.cluster import Cluster
 from rose.scheduler.cluster.exact import optimum
+from rose.scheduler.cluster.groups import Cluster
 from rose.scheduler.cluster.model import Group, Job
 from rose.scheduler.cluster.placements import certified, isolated, memory_shortage, own_limit_s, placements
 from rose.scheduler.cluster.policies import Weave

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from rose.errors import PlacementError
 from rose.scheduler.cluster.borrowed import lend
-from rose.scheduler.cluster.cluster import Cluster
+from rose.scheduler.cluster.groups import Cluster
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.placements import Constraint, Kind, Rejection

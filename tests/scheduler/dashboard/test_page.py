@@ -10,7 +10,7 @@ from http_calls import wait_answers
 from served_cluster import ServedCluster
 
 from rose.node.checks import free_port
-from rose.scheduler.runtime.messages import Cancel
+from rose.scheduler.runtime.channel.messages import Cancel
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: sudo apt-get install chromium")
 

@@ -106,7 +106,7 @@ def test_serve_refuses_an_address_before_anything_starts(tmp_path: Path) -> None
     argv = [
         sys.executable,
         "-m",
-        "rose.node.sched",
+        "rose.jobs.serve",
         "--channel",
         f"unix:{tmp_path}",
         "--folder",

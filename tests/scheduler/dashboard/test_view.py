@@ -7,8 +7,7 @@ import pytest
 
 from rose.scheduler.dashboard.metrics import prometheus_text
 from rose.scheduler.dashboard.view import state_view
-from rose.scheduler.runtime.control import Control
-from rose.scheduler.runtime.messages import (
+from rose.scheduler.runtime.channel.messages import (
     AnyCall,
     Cancel,
     Completed,
@@ -23,8 +22,9 @@ from rose.scheduler.runtime.messages import (
     Submit,
     decode_answer,
 )
-from rose.scheduler.runtime.overview import NUM_ENDED
-from rose.scheduler.runtime.spec import ServeSpec
+from rose.scheduler.runtime.decide.control import Control
+from rose.scheduler.runtime.decide.overview import NUM_ENDED
+from rose.scheduler.runtime.job.spec import ServeSpec
 
 
 class Watched:

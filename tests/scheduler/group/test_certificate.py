@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim.group.scenario import group_of, random_group, random_order, tightened
+from sim.group.search import best_certificate, best_round_robin
 
 from rose.scheduler.cluster.model import Job, Member, SloKind
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
@@ -14,8 +16,6 @@ from rose.scheduler.group.maxplus import Constraint, NoTimetable, shortest_cycle
 from rose.scheduler.group.order import CyclicOrder, PhaseKind, Step, order_of, round_robin
 from rose.scheduler.group.permits import Permit
 from rose.scheduler.group.replay import PhaseTimes, replay
-from rose.scheduler.group.scenario import group_of, random_group, random_order, tightened
-from rose.scheduler.group.search import best_certificate, best_round_robin
 
 SPANNING = [(35.0, 41.0, (0,)), (39.0, 23.0, (0, 1)), (35.0, 5.0, (1,))]
 """The jobs that refute round-robin's bound for jobs on several nodes."""

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim.group.scenario import group_of, random_group, random_order
 
 from rose.scheduler.group.certificate import certify
 from rose.scheduler.group.order import TRAIN_POOL, PhaseKind, order_of, round_robin
 from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import Permit, PermitBook, StalePermit
-from rose.scheduler.group.scenario import group_of, random_group, random_order
 
 LEASE_S = 2.0
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN

@@ -1,8 +1,9 @@
 """Tails on whole nodes: which ones they keep, and when the prediction says that moving pays."""
 
+from sim.group.scenario import group_of
+
 from rose.scheduler.group.certificate import certify
 from rose.scheduler.group.order import round_robin
-from rose.scheduler.group.scenario import group_of
 from rose.scheduler.group.tail import THRESHOLDS, RolloutSpeed
 from rose.scheduler.group.tail_nodes import NodeTail, choose_threshold, kept_nodes, kept_now
 

@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.service import RunningRouter
-from rose.scheduler.rollout.views import WorkerKind
+from rose.scheduler.rollout.http.command import RunningRouter
+from rose.scheduler.rollout.placing.views import WorkerKind
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.stock_worker import StockWorker, stock_worker
 from tests.scheduler.rollout.tiny_model import make_tiny_qwen3

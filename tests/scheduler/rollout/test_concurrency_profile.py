@@ -7,8 +7,8 @@ import pytest
 from rose.config import Settings
 from rose.errors import ConfigError
 from rose.messages import ConcurrencyPoint, ConcurrencyProfile
-from rose.scheduler.rollout.config import RouterConfig, build_config
-from rose.scheduler.rollout.service import main
+from rose.scheduler.rollout.http.command import main
+from rose.scheduler.rollout.router_config import RouterConfig, build_config
 
 
 def build(**fields: object) -> RouterConfig:

@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.service import RunningRouter
+from rose.scheduler.rollout.http.command import RunningRouter
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.stock_worker import SERVED_MODEL

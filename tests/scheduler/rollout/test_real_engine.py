@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 from openai import AsyncOpenAI
 
-from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.service import RunningRouter
+from rose.scheduler.rollout.http.command import RunningRouter
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from tests.scheduler.rollout.cutting_proxy import CuttingProxy
 from tests.scheduler.rollout.waiting import until
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.service import RunningRouter
+from rose.scheduler.rollout.http.command import RunningRouter
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from tests.scheduler.rollout.stock_worker import SERVED_MODEL
 from tests.scheduler.rollout.waiting import until
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.service import RunningRouter
+from rose.scheduler.rollout.http.command import RunningRouter
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from tests.scheduler.rollout.programs import told_by
 from tests.scheduler.rollout.stock_worker import ENGINE_ENVIRONMENT, StockWorker
 from tests.scheduler.rollout.trl_program import MAX_TOKENS, NUM_STEPS

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.service import RunningRouter
+from rose.scheduler.rollout.http.command import RunningRouter
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from tests.scheduler.rollout.stock_worker import SERVED_MODEL, StockWorker
 from tests.scheduler.rollout.waiting import until
 

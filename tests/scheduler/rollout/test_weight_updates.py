@@ -6,11 +6,11 @@ from math import inf
 
 import pytest
 
-from rose.scheduler.rollout import watch as watch_module
-from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.status import WorkerStatus
-from rose.scheduler.rollout.watch import Watch
-from rose.scheduler.rollout.worker import Worker
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.workers import watch as watch_module
+from rose.scheduler.rollout.workers.status import WorkerStatus
+from rose.scheduler.rollout.workers.watch import Watch
+from rose.scheduler.rollout.workers.worker import Worker
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until

@@ -37,7 +37,7 @@ def train(router_url: str, relay_url: str, model_dir: str, scratch_dir: str) -> 
 
     from rose.trainers.router import router_announcer
     from rose.trainers.trl import PublishWeights, RouterRollouts
-    from rose.transfer.publisher import WeightPublisher
+    from rose.transfer.publish.publisher import WeightPublisher
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     publisher = WeightPublisher(model, relay_url, "grpo")

@@ -2,10 +2,18 @@
 
 from typing import Any
 
-from rose.scheduler.runtime.channel import Outgoing
-from rose.scheduler.runtime.control import Control
-from rose.scheduler.runtime.messages import AnyAnswer, AnyCall, Reply, Request, Status, Submit, decode_answer
-from rose.scheduler.runtime.spec import ServeSpec
+from rose.scheduler.runtime.channel.messages import (
+    AnyAnswer,
+    AnyCall,
+    Reply,
+    Request,
+    Status,
+    Submit,
+    decode_answer,
+)
+from rose.scheduler.runtime.channel.protocol import Outgoing
+from rose.scheduler.runtime.decide.control import Control
+from rose.scheduler.runtime.job.spec import ServeSpec
 
 LEASE_S = 10.0
 HOUR_S = 3600.0

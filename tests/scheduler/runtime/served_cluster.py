@@ -15,9 +15,9 @@ from typing import Any, Self
 import yaml
 
 from rose.node.processes import ServerProcess
-from rose.scheduler.runtime.channel import ChannelUrl
-from rose.scheduler.runtime.client import ControlClient
-from rose.scheduler.runtime.messages import AnyCall, Reply, Status, Submit
+from rose.scheduler.runtime.channel.client import ControlClient
+from rose.scheduler.runtime.channel.messages import AnyCall, Reply, Status, Submit
+from rose.scheduler.runtime.channel.opening import ChannelUrl
 
 JOB = Path(__file__).with_name("sleeping_job.py")
 PATIENCE_S = 300.0
@@ -47,7 +47,7 @@ class ServedCluster:
         self.url = url if url is not None else f"unix:{folder / 'ch'}"
         path = folder / "cluster.yaml"
         path.write_text(yaml.safe_dump({"groups": {"main": {}}, **cluster}))
-        self.argv = [sys.executable, "-m", "rose.node.sched", str(path), "--channel", self.url]
+        self.argv = [sys.executable, "-m", "rose.jobs.serve", str(path), "--channel", self.url]
         self.argv += ["--folder", str(folder / "jobs")]
         self.argv += ["--http", http] if http is not None else []
         self.argv += ["--agents"] if has_agents else []
@@ -130,7 +130,7 @@ class ServedCluster:
 
     def agent(self, host: str, num_nodes: int) -> ServerProcess:
         """Another host's agent, with so many nodes of each kind; to be started."""
-        argv = [sys.executable, "-m", "rose.node.sched_agent", "--host", host]
+        argv = [sys.executable, "-m", "rose.jobs.agent", "--host", host]
         argv += ["--rollout-nodes", str(num_nodes), "--train-nodes", str(num_nodes)]
         argv += ["--folder", str(self.folder / host)]
         return ServerProcess(argv, host, self.folder / f"{host}.log", env=self.environment)

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 import rose
-from rose.scheduler.runtime.cache import ArraySet
-from rose.scheduler.runtime.job import running_job
+from rose.scheduler.runtime.job.cache import ArraySet
+from rose.scheduler.runtime.job.job import running_job
 
 folder, rollout_s, train_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 job = running_job()

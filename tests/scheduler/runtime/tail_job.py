@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import rose
-from rose.scheduler.runtime.job import running_job
+from rose.scheduler.runtime.job.job import running_job
 
 NUM_RESPONSES, NUM_SHORT, SHORT, LONG = 20, 18, 50, 1000
 POLL_S = 0.02

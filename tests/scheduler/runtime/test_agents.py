@@ -9,7 +9,7 @@ from redis_server import RedisServer
 from served_cluster import ServedCluster, kill, wait_until
 
 from rose.node import watcher
-from rose.scheduler.runtime.messages import (
+from rose.scheduler.runtime.channel.messages import (
     Alive,
     AnyAnswer,
     Cancel,

@@ -14,7 +14,7 @@ from redis_server import RedisServer
 from served_cluster import JOB, ServedCluster, kill, overlap, wait_until
 
 from rose.node import watcher
-from rose.scheduler.runtime.messages import Cancel
+from rose.scheduler.runtime.channel.messages import Cancel
 
 
 def iterations_of(cluster: ServedCluster, job: str, phase: str) -> list[int]:

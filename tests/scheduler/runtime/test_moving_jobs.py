@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from served_cluster import JOB, ServedCluster, kill, overlap, wait_until
 
-from rose.scheduler.runtime.messages import Cancel
+from rose.scheduler.runtime.channel.messages import Cancel
 
 WORST_S = 3600.0
 """What the jobs say of their phases, so that a move pays; they take a hundredth of a second."""

@@ -7,7 +7,7 @@ from typing import Any
 from lone_scheduler import Scheduler, error_of, only
 from served_cluster import JOB, ServedCluster
 
-from rose.scheduler.runtime.messages import Grant, Hello, Moved, Release, Reply, Report, Start
+from rose.scheduler.runtime.channel.messages import Grant, Hello, Moved, Release, Reply, Report, Start
 
 TAIL = {"step_s": 0.01, "request_s": 0.001, "prompt_tokens": 10, "prefill_tokens_per_s": 1e5, "pause_s": 0.01}
 LENGTHS = [50] * 18 + [1000] * 2

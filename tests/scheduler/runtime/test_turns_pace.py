@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim.group.scenario import group_of, random_group, tightened
 
 from rose.scheduler.cluster.model import Group, SloKind
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.group.order import PhaseKind, round_robin
-from rose.scheduler.group.scenario import group_of, random_group, tightened
-from rose.scheduler.runtime.holds import Ask, OrderRow, TurnsRow
-from rose.scheduler.runtime.turns import Turns
+from rose.scheduler.runtime.decide.holds import Ask, OrderRow, TurnsRow
+from rose.scheduler.runtime.decide.turns import Turns
 
 LEASE_S = 1e6
 """Nobody is silent here."""

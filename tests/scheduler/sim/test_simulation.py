@@ -2,6 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sim.drift import drifts
 
 from rose.errors import ConfigError
 from rose.scheduler.cluster.lifetime import Lifetime
@@ -9,7 +10,6 @@ from rose.scheduler.cluster.model import Job, SloKind
 from rose.scheduler.cluster.placements import Kind
 from rose.scheduler.cluster.policies import Greedy, Policy, Solo, Weave
 from rose.scheduler.cluster.pools import Pool, Pools
-from rose.scheduler.sim.drift import drifts
 from rose.scheduler.sim.loop import Change, Failure, Simulation
 from rose.scheduler.sim.workloads import Submission, Workload, generate_trace, read_trace, submissions
 

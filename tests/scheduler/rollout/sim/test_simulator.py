@@ -5,16 +5,16 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
+from sim.rollout.engine import Engine, Run
+from sim.rollout.loop import Simulation, simulate
+from sim.rollout.scenario import QWEN3_8B, Step, Traffic, busy_fractions, trajectories
 
-from rose.scheduler.rollout.config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.dataplane import POLICIES
-from rose.scheduler.rollout.jobs import JobTable
-from rose.scheduler.rollout.placement import Place
-from rose.scheduler.rollout.sim.engine import Engine, Run
-from rose.scheduler.rollout.sim.loop import Simulation, simulate
-from rose.scheduler.rollout.sim.scenario import QWEN3_8B, Step, Traffic, busy_fractions, trajectories
-from rose.scheduler.rollout.views import Speed, Turn
-from rose.scheduler.rollout.worker import Worker
+from rose.scheduler.rollout.placing.views import Speed, Turn
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.turn.dataplane import POLICIES
+from rose.scheduler.rollout.turn.jobs import JobTable
+from rose.scheduler.rollout.turn.placement import Place
+from rose.scheduler.rollout.workers.worker import Worker
 
 SMALL = replace(
     QWEN3_8B,

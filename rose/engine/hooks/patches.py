@@ -1,0 +1,193 @@
+"""The places where vLLM has no public extension point for what ROSE needs.
+
+Owns every patch. Each is one idempotent function that says why, for which vLLM, and raises if its target is
+gone. Everything else in this folder goes through worker, scheduler, weight-transfer and endpoint classes.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rose.arguments import BAD_INPUT_STATUS
+from rose.engine.hooks.compatibility import check_arguments, check_config, resolve_deployment
+from rose.engine.settings import CONFIG_KEY, EngineSettings
+from rose.errors import BoardError, ConfigError, PoolError
+from rose.memory.slabs.backend import BackendKind
+
+_MARK = "_rose_patched"
+
+
+def configure_from_additional_config() -> None:
+    """Let ``--additional-config '{"rose": ...}'`` select ROSE's worker, scheduler and weight backend.
+
+    Why: a general plugin can't change engine arguments, and asking operators for four more flags that must
+    agree with each other invites mistakes. vLLM 0.30-0.33: ``EngineArgs.create_engine_config`` is the one
+    place that every entry point passes.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    def before(engine_args: Any) -> None:
+        with _ends_commands():
+            settings = EngineSettings.parse(engine_args.additional_config or {})
+            if settings is not None:
+                _apply(settings.named(os.getpid()), engine_args)
+
+    def after(engine_args: Any, config: Any) -> None:
+        with _ends_commands():
+            settings = EngineSettings.parse(engine_args.additional_config or {})
+            if settings is not None:
+                check_config(config, settings)
+
+    _wrap(EngineArgs, "create_engine_config", before=before, after=after)
+
+
+def give_scheduler_its_input_queue() -> None:
+    """Hand ``EngineCoreProc.input_queue`` to a ROSE scheduler.
+
+    Why: an idle engine core blocks on that queue, so it would never notice that serving wants memory back or
+    that a lease ran out; the scheduler's watcher thread puts a WAKEUP there. The loop and not ``__init__``,
+    because plugins load inside ``__init__``. vLLM 0.30-0.33.
+    """
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+    def before(core: Any) -> None:
+        bind = getattr(core.scheduler, "bind_input_queue", None)
+        if bind is not None:
+            bind(core.input_queue)
+
+    _wrap(EngineCoreProc, "run_busy_loop", before=before)
+    _wrap(DPEngineCoreProc, "run_busy_loop", before=before)
+
+
+@contextmanager
+def _ends_commands() -> Iterator[None]:
+    """Under vLLM's own commands bad input is one line and exit status 2, as with ours and with argparse;
+    whoever makes an engine in Python gets the exception."""
+    try:
+        yield
+    except (ConfigError, PoolError, BoardError) as error:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        command = spec.name if spec is not None else Path(sys.argv[0]).name
+        if command.split(".")[0] != "vllm":
+            raise
+        print(f"rose: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(BAD_INPUT_STATUS) from error
+
+
+def _ignore(_self: Any, _result: Any) -> None:
+    pass
+
+
+def _wrap(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[[Any], None],
+    after: Callable[[Any, Any], None] = _ignore,
+) -> None:
+    """Run ``before(self)`` ahead of a method and ``after(self, result)`` behind it. Idempotent.
+
+    Raises: ConfigError if the method is gone.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        raise ConfigError(f"vLLM has no {owner.__name__}.{name}: this version is not supported by rose")
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self)
+        result = original(self, *args, **kwargs)
+        after(self, result)
+        return result
+
+    setattr(wrapper, _MARK, True)
+    setattr(owner, name, wrapper)
+
+
+def _apply(settings: EngineSettings, engine_args: Any) -> None:
+    from rose.engine.hooks.vllm_version import is_supported, supported_range, vllm_version
+
+    if not is_supported(vllm_version()):
+        raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
+
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.executor import UniProcExecutor
+
+    from rose.engine.hooks.executor import RanksExecutor
+    from rose.types import Role
+
+    num_ranks = _check_parallelism(engine_args)
+    check_arguments(engine_args)
+    settings = resolve_deployment(settings, engine_args.kv_transfer_config)
+    engine_args.additional_config = {
+        **engine_args.additional_config,
+        CONFIG_KEY: settings.model_dump(mode="json"),
+    }
+    engine_args.worker_cls, backend = _platform()
+    engine_args.scheduler_cls = f"rose.engine.{settings.role}_scheduler.{settings.role.title()}Scheduler"
+    # Each step's end must mean a drained GPU, so that a turn can be handed over (notes: admission).
+    engine_args.async_scheduling = False
+    # The CPU platform turns "uni" into "mp", whose message queues spin for a second after every step on the
+    # very CPUs that compute; a class passes, and one rank needs no queues (GPUs run one rank this way too).
+    engine_args.distributed_executor_backend = UniProcExecutor if num_ranks == 1 else RanksExecutor
+    if settings.role is Role.ROLLOUT:
+        engine_args.max_num_batched_tokens = min(
+            engine_args.max_num_batched_tokens or settings.chunk_tokens, settings.chunk_tokens
+        )
+        engine_args.weight_transfer_config = WeightTransferConfig(backend="rose")
+    if settings.pool is not None:
+        engine_args.kv_cache_memory_bytes = _bytes_per_rank(settings.pool, num_ranks, backend)
+
+
+def _check_parallelism(engine_args: Any) -> int:
+    """The number of ranks. Raises: ConfigError for other parallelism than over tensors on one host."""
+    for kind in ("pipeline", "prefill_context", "decode_context"):
+        size = getattr(engine_args, f"{kind}_parallel_size", 1)
+        if size > 1:
+            raise ConfigError(
+                f"--{kind.replace('_', '-')}-parallel-size {size}: rose engines are parallel over tensors "
+                f"alone so far; use --tensor-parallel-size"
+            )
+    if engine_args.nnodes > 1:
+        raise ConfigError(
+            f"--nnodes {engine_args.nnodes}: a slab pool is on one host, and so are its engines"
+        )
+    num_ranks: int = engine_args.tensor_parallel_size
+    return num_ranks
+
+
+def _platform() -> tuple[str, BackendKind]:
+    """The worker class of this platform, and where its pools' slabs must be. Raises: ConfigError."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "rose.engine.hooks.worker.RoseCPUWorker", BackendKind.HOST
+    if current_platform.is_cuda():
+        return "rose.engine.hooks.gpu_worker.RoseGPUWorker", BackendKind.CUDA
+    raise ConfigError(
+        f"rose engines run on vLLM's CPU and CUDA platforms, this is {current_platform.device_type}"
+    )
+
+
+def _bytes_per_rank(pool: str, num_ranks: int, backend: BackendKind) -> int:
+    """KV memory that each rank may address. Raises: ConfigError for a pool that doesn't fit the engine,
+    BoardError for one whose engines are of another version."""
+    from rose.admission.board import check_page
+    from rose.memory.pool.pool import PoolClient, describe_pool
+
+    size = describe_pool(pool)
+    with PoolClient.observe(pool) as observer:
+        check_page(observer.board_words)
+    size.check_ranks(pool, num_ranks)
+    if size.backend is not backend:
+        raise ConfigError(
+            f"pool {pool} has {size.backend} slabs, this engine computes on {backend} memory: start the pool "
+            f"with --backend {backend}"
+        )
+    return size.num_slabs * size.slab_bytes

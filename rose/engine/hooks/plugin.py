@@ -1,0 +1,65 @@
+"""Entry point of the ``vllm.general_plugins`` group; runs in every vLLM process.
+
+Owns the hook-up and nothing else. Only the standard library is imported at the top: vLLM logs and skips a
+plugin whose import fails, so whatever can fail, fails inside :func:`register` with a clear message.
+"""
+
+import logging
+
+from rose.engine.hooks.vllm_version import has_sleep_backends, is_supported, supported_range, vllm_version
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make vLLM understand ``--additional-config '{"rose": {...}}'``.
+
+    In an unsupported vLLM engines without the ``rose`` key work as ever, and one with it is refused when its
+    configuration is built (patches.py).
+    """
+    from rose.engine.hooks import patches
+
+    patches.configure_from_additional_config()
+    version = vllm_version()
+    if not is_supported(version):
+        logger.warning("rose is inactive: vllm=%s supported=%s", version, supported_range())
+        return
+    _log_beside_vllm()
+    patches.give_scheduler_its_input_queue()
+    register_weight_backends()
+    _register_sleep_backend()
+
+
+def _log_beside_vllm() -> None:
+    """vLLM sets up its own logger only: without this, what ROSE reports at INFO would be lost.
+
+    Whether the root logger has handlers says nothing: some dependency may have given it one for warnings.
+    """
+    ours, theirs = logging.getLogger("rose"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
+
+
+def register_weight_backends() -> None:
+    """Makes ``rose`` a weight-transfer backend of engines, and of trainers where vLLM has such."""
+    from vllm.distributed.weight_transfer import factory
+
+    # register() runs once per load_general_plugins() call in a process; a second registration raises.
+    if "rose" not in factory.WeightTransferEngineFactory._registry:
+        engine = ("rose.engine.weights.weights", "StagedWeightEngine")
+        factory.WeightTransferEngineFactory.register_engine("rose", *engine)
+    trainers = getattr(factory, "WeightTransferTrainerFactory", None)
+    if trainers is not None and "rose" not in trainers._registry:
+        trainers.register_engine("rose", "rose.engine.weights.trainer_backend", "RelayTrainerEngine")
+
+
+def _register_sleep_backend() -> None:
+    if not has_sleep_backends():
+        return  # such an engine answers that it can't be deactivated (activation.py)
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    if "rose" not in SleepModeBackendFactory._registry:
+        SleepModeBackendFactory.register_backend("rose", "rose.engine.weights.sleep", "HostWeightsBackend")

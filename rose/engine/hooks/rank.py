@@ -1,0 +1,101 @@
+"""What one rank of a ROSE engine does on every platform.
+
+Owns a worker's settings and its part of the slab pool. Slab operations arrive on the scheduler's output and
+are applied before the step that needs them, so every rank sees the same order without extra messages; a slab
+is free for another engine when the last rank has unmapped its part (rose/memory/ledger/slab_table.py).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from vllm.config import set_current_vllm_config
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu_worker import Worker
+
+from rose.engine.memory.kv_range import KVRange, SlabOps
+from rose.engine.settings import EngineSettings
+from rose.engine.weights.weights import StagedWeightEngine
+
+
+class RoseWorker(Worker):
+    """vLLM's worker as one rank of a ROSE engine.
+
+    Another platform's worker class goes behind this one among the bases: everything here calls ``super()``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rose = EngineRank(self)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self._rose.open_pool(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        context = self._rose.kv_context(tag)
+        return context if context is not None else super()._maybe_get_memory_pool_context(tag)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        self._rose.apply(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def begin_weight_comparison(self, path: str) -> bool:
+        """Called through vLLM's collective_rpc: StagedWeightEngine.begin_comparison()."""
+        with set_current_vllm_config(self.vllm_config):
+            return self._staged_weights().begin_comparison(path)
+
+    def has_compared_weights(self) -> bool:
+        """As begin_weight_comparison()."""
+        return self._staged_weights().has_compared()
+
+    def _staged_weights(self) -> StagedWeightEngine:
+        assert isinstance(self.weight_transfer_engine, StagedWeightEngine)
+        return self.weight_transfer_engine
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._rose.close()
+
+
+class EngineRank:
+    """Held by one worker, as an object of its own: vLLM's worker may come to use any attribute's name."""
+
+    def __init__(self, worker: Worker) -> None:
+        settings = EngineSettings.parse(worker.vllm_config.additional_config)
+        assert settings is not None, "worker class chosen without rose settings"
+        self.settings = settings
+        self._worker = worker
+        self._kv: KVRange | None = None
+
+    def open_pool(self, config: KVCacheConfig) -> None:
+        """Attach, map the pinned slab and rewrite ``config`` in place; nothing without a pool."""
+        if self.settings.pool is None:
+            return
+        self._kv = KVRange(
+            self.settings.pool,
+            role=self.settings.role,
+            engine_id=self.settings.engine_id,
+            rank=self._worker.rank,
+            world_size=self._worker.parallel_config.world_size,
+            device=self._worker.device,
+            poison=self.settings.poison_slabs,
+        )
+        self._kv.place(config)
+
+    def kv_context(self, tag: str) -> AbstractContextManager[Any] | None:
+        """Around vLLM's allocation of KV memory; None for what is not ours to answer."""
+        return self._kv.allocation_context() if tag == "kv_cache" and self._kv is not None else None
+
+    def apply(self, scheduler_output: SchedulerOutput) -> None:
+        """The slab operations that a step brings; call ahead of it."""
+        ops: SlabOps | None = getattr(scheduler_output, "rose_ops", None)
+        if ops and self._kv is not None:
+            self._kv.apply(ops)
+
+    def close(self) -> None:
+        """No step runs any more."""
+        if self._kv is not None:
+            self._kv.close()

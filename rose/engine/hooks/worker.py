@@ -1,0 +1,94 @@
+"""vLLM's CPU worker with its KV cache in the slab pool.
+
+Owns the hook-up of one rank on the CPU platform, where weights also come and go. See rank.py for the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import set_current_vllm_config
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from rose.engine.hooks.priority import give_way_on_cpus
+from rose.engine.hooks.rank import RoseWorker
+from rose.engine.weights.weights import device_bytes
+from rose.types import Role
+
+if TYPE_CHECKING:
+    from rose.engine.weights.sleep import HostWeightsBackend
+
+
+class RoseCPUWorker(RoseWorker, CPUWorker):
+    """A rank of a ROSE engine on the CPU platform."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_placed = False
+        # No engine argument leads here; vLLM looks the backend up by this name when first told to sleep.
+        self.model_config.sleep_mode_backend = "rose"
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if not self._is_placed and scheduler_output.total_num_scheduled_tokens > 0:
+            self._place_on_cpus()
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Hides the generators of rows whose sample is thrown away (a prefill that goes on).
+
+        vLLM rewinds those by an offset that CPU generators don't have, and the engine dies (seen with a
+        seeded request whose prefill the gate had split). Hidden, they are not advanced in the first place.
+        """
+        runner = self.model_runner
+        discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+        generators = runner.input_batch.generators
+        hidden = {row: generators.pop(row) for row in discarded if row in generators}
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            generators.update(hidden)
+
+    # Activation ---------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        if self._rose.settings.role is Role.ROLLOUT:
+            self._weights_backend().suspend(level)
+        else:
+            super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        if self._rose.settings.role is Role.ROLLOUT:
+            with set_current_vllm_config(self.vllm_config):
+                self._weights_backend().resume(tags)
+        else:
+            super().wake_up(tags)
+
+    def device_use(self) -> tuple[int, int]:
+        """Called through vLLM's collective_rpc: this process, whose anonymous memory stands for device
+        memory, and the bytes of it that are weights."""
+        return os.getpid(), device_bytes(self.get_model())
+
+    def _weights_backend(self) -> HostWeightsBackend:
+        from rose.engine.weights.sleep import (
+            HostWeightsBackend,  # not every supported vLLM has its base class
+        )
+
+        backend = self.sleep_mode_backend
+        assert isinstance(backend, HostWeightsBackend)
+        backend.attach(self._staged_weights())
+        return backend
+
+    def _place_on_cpus(self) -> None:
+        """Place the calling thread alone: those that only move bytes stay off the CPUs that stand for a GPU.
+
+        At the first step with tokens, not at start-up or at an empty step that a wake-up caused: whoever
+        started the engine may still move all its threads then.
+        """
+        self._is_placed = True
+        settings = self._rose.settings
+        if settings.compute_cpus is not None:
+            os.sched_setaffinity(0, {int(cpu) for cpu in settings.compute_cpus.split(",")})
+        if settings.role is Role.ROLLOUT and settings.pool is not None:
+            give_way_on_cpus()

@@ -1,0 +1,227 @@
+"""What an engine's HTTP routes do: answer for its status, and pass commands on.
+
+Owns one engine's client, settings and status page on the API server's event loop. Promises that status never
+waits for the engine, and that changes of weights, activation and profiling come one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import astuple
+
+from prometheus_client import REGISTRY
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.engine.protocol import EngineClient
+
+from rose._shm import Words
+from rose.admission.board import announce_arrival, snapshot
+from rose.admission.profile import load_measured_profile
+from rose.config import Settings
+from rose.engine.http.activation import INACTIVE, Activation
+from rose.engine.http.followers import Followers
+from rose.engine.http.metrics import RoseCollector
+from rose.engine.http.profiling import run_shapes, shapes_for, warm_up
+from rose.engine.http.streams import check_output_processor, send_held_back
+from rose.engine.scheduling.recorder import profile_key
+from rose.engine.settings import EngineSettings
+from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
+from rose.engine.weights.weights import check_staged
+from rose.errors import ConfigError, WorkerError
+from rose.memory.ledger.policy_word import Pressure
+from rose.memory.pool.pool import PoolClient, describe_pool
+from rose.messages import ActivationChange, GateStatus, Profile, WeightUpdate, WeightUpdated, WorkerStatus
+from rose.types import GateMode, Role
+
+GATE_MODES = list(GateMode)
+COMPARE_POLL_S = 0.02
+"""Each look goes through the engine's loop, between two steps."""
+
+
+class EngineControl:
+    """What the routes share for one engine: its client, its settings, its status page."""
+
+    def __init__(self, client: EngineClient, settings: EngineSettings, model: str) -> None:
+        check_output_processor()
+        self._client = client
+        self._settings = settings
+        self._model = model
+        self._weight_version: str | None = None
+        self._is_updating = False
+        self.followers = Followers()
+        self._exclusive = asyncio.Lock()
+        """Held while weights change, leave or return, and while the engine is profiled."""
+        size = describe_pool(settings.pool) if settings.pool is not None else None
+        self._slab_bytes = size.slab_bytes * size.num_shards if size is not None else 0
+        # Kept open: the board and the ledger are mapped through it.
+        self._pool = PoolClient.observe(settings.pool) if settings.pool is not None else None
+        host = Settings.from_environment()
+        self._profile_dir = host.profile_dir
+        self._page = StatusPage(page_path(host.runtime_dir, settings.engine_id), create=False)
+        self._activation = Activation(client, self._page)
+
+    @property
+    def is_active(self) -> bool:
+        return self._activation.is_active
+
+    async def start(self) -> None:
+        """Call once, when the engine is up."""
+        await self._activation.measure()
+        REGISTRY.register(RoseCollector(self.status, self._serving_board))
+
+    @property
+    def role(self) -> Role:
+        return self._settings.role
+
+    @property
+    def _serving_board(self) -> Words | None:
+        """The board, where this engine is the serving side of it."""
+        return self._pool.board_words if self._pool is not None and self.role is Role.SERVING else None
+
+    def status(self) -> WorkerStatus:
+        get, pool = self._page.get, self._pool
+        return WorkerStatus(
+            role=self._settings.role,
+            deployment=self._settings.deployment,
+            model=self._model,
+            engine_id=self._settings.engine_id,
+            weight_version=self._weight_version,
+            steps=get(Field.STEPS),
+            num_running=get(Field.NUM_RUNNING),
+            num_waiting=get(Field.NUM_WAITING),
+            kv_slabs_owned=get(Field.KV_SLABS_OWNED),
+            kv_slabs_in_use=get(Field.SLABS_IN_USE),
+            kv_slabs_budget=get(Field.KV_SLABS_BUDGET),
+            pool_slabs_quarantined=get(Field.SLABS_QUARANTINED),
+            kv_cached_blocks=get(Field.KV_CACHED_BLOCKS),
+            kv_live_blocks=get(Field.KV_LIVE_BLOCKS),
+            pressure=Pressure(get(Field.PRESSURE)).name.lower(),
+            gate=GateStatus(
+                mode=GATE_MODES[get(Field.GATE_MODE)],
+                tpot_target_ms=get(Field.TPOT_TARGET_US) / 1000 or None,
+                admitted_steps=get(Field.ADMITTED_STEPS),
+                declined_steps=get(Field.DECLINED_STEPS),
+            ),
+            stalled_requests=get(Field.STALLED_REQUESTS),
+            reclaimed_requests=get(Field.RECLAIMED_REQUESTS),
+            leases_expired=get(Field.LEASES_EXPIRED),
+            cuts=get(Field.CUTS),
+            generated_tokens=get(Field.GENERATED_TOKENS),
+            busy_s=get(Field.BUSY_NS) / 1e9,
+            serving_busy_s=snapshot(pool.board_words).serving.busy_s if pool is not None else None,
+            serving_kv_usage=pool.ledger.serving_used_slabs / pool.num_slabs if pool is not None else None,
+            is_active=self._activation.is_active,
+            is_updating=self._is_updating,
+            activated_at_s=self._activation.activated_at_s,
+            device_weights_bytes=self._activation.weights_bytes,
+            device_kv_bytes=get(Field.KV_SLABS_OWNED) * self._slab_bytes,
+            device_fixed_bytes=self._activation.fixed_bytes(),
+        )
+
+    def begin_rl_step(self, step: int) -> None:
+        self._page.put(Field.RL_STEP, step)
+
+    def set_gate(self, mode: GateMode, tpot_target_ms: float | None = None) -> None:
+        """``tpot_target_ms`` None: as the engine was started. Raises: ConfigError for one above the SLO, and
+        for a mode that this deployment can't go by."""
+        if problem := self._settings.gate_problem(mode, tpot_target_ms):
+            raise ConfigError(problem)
+        self._page.put(Field.WANTED_TPOT_TARGET_US, round(1000 * tpot_target_ms) if tpot_target_ms else 0)
+        self._page.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))
+
+    async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
+        """Load a staged checkpoint between two steps; the KV of the old weights is dropped with them.
+
+        The file is checked, and compared with the one in use, while the engine still runs, so that it pauses
+        for writing what changed, or for the loading alone (weights.py). Requests in flight keep their tokens
+        and are computed again under the new weights. Where loading fails, the old version goes on serving. An
+        inactive engine keeps the checkpoint at hand: it has no KV, and gets these weights when it is
+        activated.
+        """
+        async with self._exclusive:
+            is_compared = self._activation.is_active and await self._begin_comparison(update.path)
+            checked = await asyncio.to_thread(check_staged, update.path, update.state_hash)
+            while is_compared and not all(await self._client.collective_rpc("has_compared_weights")):
+                await asyncio.sleep(COMPARE_POLL_S)
+            if not self._activation.is_active:
+                await self._update_weights(update, checked)
+                self._weight_version = update.version
+            else:
+                await self._update_between_steps(update, checked)
+        return WeightUpdated(version=update.version, state_hash=update.state_hash)
+
+    async def _begin_comparison(self, path: str) -> bool:
+        """True when all ranks compare."""
+        return all(await self._client.collective_rpc("begin_weight_comparison", args=(path,)))
+
+    async def _update_between_steps(self, update: WeightUpdate, checked: str) -> None:
+        # Told before the first step is held back, so that nobody takes the pause for a stall.
+        self._is_updating = True
+        try:
+            await self._client.pause_generation(mode="keep", clear_cache=False)
+            try:
+                send_held_back(self._client.output_processor)
+                await self._update_weights(update, checked)
+                await self._client.reset_prefix_cache(reset_running_requests=True)
+                self._weight_version = update.version
+                await self.followers.until_told(update.version)
+            finally:
+                await self._client.resume_generation()
+        finally:
+            self._is_updating = False
+
+    async def _update_weights(self, update: WeightUpdate, checked: str) -> None:
+        info = {"path": update.path, "state_hash": update.state_hash, "checked": checked}
+        # Where update_weights fails, vLLM closes the session itself.
+        await self._client.start_weight_update()
+        await self._client.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._client.finish_weight_update(update.version)
+
+    async def activate(self) -> ActivationChange:
+        """Bring the weights back, at the version of the last update; done when turns may come."""
+        async with self._exclusive:
+            return await self._activation.activate()
+
+    async def deactivate(self) -> ActivationChange:
+        """End all requests as ``rose_deactivated`` and give KV and weights back."""
+        async with self._exclusive:
+            is_updated = self._weight_version is not None
+            return await self._activation.deactivate(is_updated=is_updated)
+
+    async def profile(self) -> Profile:
+        """Run the profiling traffic with the gate off; the fit replaces the stored one of this engine.
+
+        Serving traffic at the same time spoils the fit, so profile before traffic comes. Raises: WorkerError.
+        """
+        async with self._exclusive:
+            if not self.is_active:
+                raise WorkerError(f"nothing to profile: {INACTIVE}")
+            await self._run_profile()
+        key = profile_key(self._client.vllm_config)
+        stored = load_measured_profile(self._profile_dir, key)
+        if stored is None:
+            raise WorkerError("the engine did not store its profile; see its log")
+        model, observations = stored
+        return Profile(
+            file=key.file_name, model=model.to_json(), observations=[astuple(one) for one in observations]
+        )
+
+    async def _run_profile(self) -> None:
+        gate = self.status().gate
+        self.set_gate(GateMode.OFF, gate.tpot_target_ms)
+        try:
+            await warm_up(self._client)
+            self._page.put(Field.PROFILE, ProfileCommand.RECORD)
+            await run_shapes(self._client, shapes_for(self._client))
+        finally:
+            self._page.put(Field.PROFILE, ProfileCommand.FIT)
+            self.set_gate(gate.mode, gate.tpot_target_ms)
+        while (answer := self._page.get(Field.PROFILE)) == ProfileCommand.FIT:
+            await asyncio.sleep(0.05)
+        if answer == ProfileCommand.FAILED:
+            raise WorkerError("the engine could not make a profile of these steps; see its log")
+
+    def announce_arrival(self) -> None:
+        """Tell a waiting serving scheduler that a request is on its way through this front end."""
+        board = self._serving_board
+        if board is not None:
+            announce_arrival(board)

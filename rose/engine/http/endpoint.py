@@ -1,0 +1,187 @@
+"""ROSE's routes on vLLM's API server: ``/rose/v1/...`` (entry point group ``vllm.endpoint_plugins``).
+
+Owns the HTTP surface of one engine: status for the router, commands from it, weights from the subscriber;
+what they do is control.py's. Loaded only where ``VLLM_PLUGINS`` names ``rose``.
+"""
+
+from __future__ import annotations
+
+import hmac
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
+from starlette.datastructures import State
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.engine.protocol import EngineClient
+
+from rose.config import Settings
+from rose.engine.hooks.priority import give_way_on_cpus
+from rose.engine.http.activation import INACTIVE
+from rose.engine.http.control import EngineControl
+from rose.engine.http.prompt_ids import without_prompt_ids
+from rose.engine.settings import EngineSettings
+from rose.errors import ConfigError, WorkerError
+from rose.messages import (
+    ActivationChange,
+    GateChange,
+    Profile,
+    RlStep,
+    WeightUpdate,
+    WeightUpdated,
+    WorkerStatus,
+)
+from rose.types import Role
+
+
+def _key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
+    """What every route depends on; a None key lets everybody in."""
+
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise HTTPException(401, "missing or wrong ROSE key: send 'Authorization: Bearer $ROSE_KEY'")
+
+    return check
+
+
+def _control(request: Request) -> EngineControl:
+    control: EngineControl | None = getattr(request.app.state, "rose", None)
+    if control is None:
+        raise HTTPException(404, "this engine runs without rose settings")
+    return control
+
+
+router = APIRouter(prefix="/rose/v1")
+
+
+@router.get("/status")
+async def get_status(
+    request: Request,
+    follower: str | None = None,
+    knows: str | None = None,
+    every_s: Annotated[float, Query(gt=0)] = 0.5,
+) -> WorkerStatus:
+    """Who names itself is a router that asks again every so often, and has to know the version in time."""
+    control = _control(request)
+    if follower is not None:
+        control.followers.asked(follower, knows, every_s)
+    return control.status()
+
+
+@router.post("/rl_step")
+async def post_rl_step(body: RlStep, request: Request) -> RlStep:
+    _control(request).begin_rl_step(body.step)
+    return body
+
+
+@router.post("/gate")
+async def post_gate(body: GateChange, request: Request) -> GateChange:
+    try:
+        _control(request).set_gate(body.mode, body.tpot_target_ms)
+    except ConfigError as error:
+        raise HTTPException(422, str(error)) from error
+    return body
+
+
+@router.post("/weights")
+async def post_weights(body: WeightUpdate, request: Request) -> WeightUpdated:
+    control = _control(request)
+    if control.role is not Role.ROLLOUT:
+        raise HTTPException(409, "weights of a serving engine are not updated through rose")
+    if not Path(body.path).is_file():
+        raise HTTPException(422, f"no staged checkpoint at {body.path}")
+    try:
+        return await control.apply_weights(body)
+    except Exception as error:  # the engine's own failure, whatever it is, is the subscriber's to retry
+        raise HTTPException(500, f"weights kept at the old version: {error}") from error
+
+
+@router.post("/activate")
+async def post_activate(request: Request) -> ActivationChange:
+    control = _rollout_control(request)
+    try:
+        return await control.activate()
+    except Exception as error:  # the engine's own failure, whatever it is, is the caller's to retry
+        raise HTTPException(500, f"still inactive: {error}") from error
+
+
+@router.post("/deactivate")
+async def post_deactivate(request: Request) -> ActivationChange:
+    control = _rollout_control(request)
+    try:
+        return await control.deactivate()
+    except ConfigError as error:
+        raise HTTPException(409, str(error)) from error
+    except Exception as error:
+        raise HTTPException(500, f"still active: {error}") from error
+
+
+def _rollout_control(request: Request) -> EngineControl:
+    control = _control(request)
+    if control.role is not Role.ROLLOUT:
+        raise HTTPException(409, "a serving engine is always active: only rollout engines come and go")
+    return control
+
+
+@router.post("/profile")
+async def post_profile(request: Request) -> Profile:
+    control = _control(request)
+    if not control.is_active:
+        raise HTTPException(409, f"nothing to profile: {INACTIVE}")
+    try:
+        return await control.profile()
+    except WorkerError as error:
+        raise HTTPException(500, str(error)) from error
+
+
+class FrontDoor:
+    """ASGI middleware: sees each generation request as it reaches this front end.
+
+    It rings the board, because vLLM's engine core sees a request only after tokenizing and a queue, and not
+    at all while its scheduler waits for a rollout step; the bell ends that wait. An inactive engine answers
+    503 at once: its scheduler would end the request as well, but a router can tell a 503 from a lost turn.
+    And it leaves out of the answer what a router asked to be spared.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+            control: EngineControl | None = getattr(scope["app"].state, "rose", None)
+            if control is not None and not control.is_active:
+                error = {"message": INACTIVE, "type": "ServiceUnavailable", "code": 503}
+                await JSONResponse({"error": error}, 503)(scope, receive, send)
+                return
+            if control is not None:
+                control.announce_arrival()
+                send = without_prompt_ids(scope, send)
+        await self._app(scope, receive, send)
+
+
+class RoseEndpoint:
+    """vLLM's ``EndpointPlugin``: attaches the routes, and finds the engine once it is up."""
+
+    name = "rose"
+    required_tasks: Any = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        key_check = _key_check(Settings.from_environment().key)
+        app.include_router(router, dependencies=[Depends(key_check)])
+        app.add_middleware(FrontDoor)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        if engine_client is None:
+            return
+        config = engine_client.vllm_config
+        settings = EngineSettings.parse(config.additional_config)
+        if settings is not None:
+            control = EngineControl(engine_client, settings, str(config.model_config.served_model_name))
+            await control.start()
+            state.rose = control
+            if settings.role is Role.ROLLOUT and settings.pool is not None:
+                give_way_on_cpus()

@@ -1,0 +1,264 @@
+"""vLLM's block pool, restricted to the blocks that a slab backs right now.
+
+Owns which positions of the address range are backed, how many of each position's blocks are in use or hold
+prefix cache, and which slab a new block comes from. Promises that a block without memory is never handed
+out: it is *parked* (out of the free queue, with a reference that nobody drops). Never maps memory: it
+returns the operations for the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.request import Request
+
+from rose.memory.policy.placement import Placement, preferred_positions
+from rose.memory.slabs.layout import SlabLayout
+
+PINNED_POSITION = 0
+"""Holds block 0, which vLLM uses for padding, so it stays backed for the engine's life."""
+
+
+class IdleListener(Protocol):
+    """Told when the last block of a position falls idle and when an idle position is used again."""
+
+    def position_idle(self, position: int) -> None: ...
+    def position_busy(self, position: int) -> None: ...
+
+
+class SlabBlockPool(BlockPool):
+    """A ``BlockPool`` whose blocks come and go with slabs. Made by :meth:`adopt`, never constructed."""
+
+    layout: SlabLayout
+    placement: Placement
+    beside: int | None
+    """Position of the last block of the request that is about to get blocks, if it has any."""
+    slab_of: list[int | None]
+    num_used: npt.NDArray[np.int32]
+    num_hashed: npt.NDArray[np.int32]
+    """Blocks of each position that prefix cache can be found in, in use or not."""
+    num_free_cached: int
+    """Blocks that nobody uses and that prefix cache can be found in."""
+    listener: IdleListener | None
+
+    @classmethod
+    def adopt(
+        cls,
+        pool: BlockPool,
+        layout: SlabLayout,
+        num_positions: int,
+        pinned_slab: int,
+        placement: Placement = Placement.DENSE,
+    ) -> SlabBlockPool:
+        """Turn vLLM's freshly made pool into one with only the pinned position backed.
+
+        The class of the existing object is changed instead of making a second pool, because vLLM's
+        coordinator and its per-type managers already hold references to it.
+        """
+        pool.__class__ = cls
+        assert isinstance(pool, cls)
+        pool.layout = layout
+        pool.placement = placement
+        pool.beside = None
+        pool.slab_of = [None] * num_positions
+        pool.num_used = np.zeros(num_positions, dtype=np.int32)
+        pool.num_hashed = np.zeros(num_positions, dtype=np.int32)
+        pool.num_free_cached = 0
+        pool.listener = None
+        # An id in a gap never names a block: all share one object, or large pools would keep millions.
+        gap = KVCacheBlock(-1, ref_cnt=1, pool=pool)
+        for block in list(pool.blocks):
+            if not block.is_null:
+                pool.free_block_queue.remove(block)
+                block.ref_cnt = 1
+            if not layout.is_valid(block.block_id):
+                pool.blocks[block.block_id] = gap
+        pool.num_gpu_blocks = 1
+        pool._unpark(PINNED_POSITION, pinned_slab)
+        return pool
+
+    # Positions ---------------------------------------------------------------------------------
+
+    def back(self, slab: int) -> int:
+        """Give the lowest free position the memory of ``slab``; return the position."""
+        position = self.slab_of.index(None)
+        self._unpark(position, slab)
+        return position
+
+    def unback(self, position: int) -> int:
+        """Take an idle position's blocks out of use, forgetting what they cached; return its slab."""
+        slab = self.slab_of[position]
+        assert slab is not None and position != PINNED_POSITION and self.num_used[position] == 0
+        blocks = self.blocks_at(position)
+        for block in blocks:
+            self._maybe_evict_cached_block(block)
+            self.free_block_queue.remove(block)
+            block.ref_cnt = 1
+        self.slab_of[position] = None
+        self.num_gpu_blocks -= len(blocks)
+        return slab
+
+    def blocks_at(self, position: int) -> list[KVCacheBlock]:
+        ids = self.layout.block_ids(position)
+        return [self.blocks[i] for i in ids if not self.blocks[i].is_null]
+
+    def backed_positions(self) -> list[int]:
+        return [p for p, slab in enumerate(self.slab_of) if slab is not None]
+
+    def num_positions_in_use(self) -> int:
+        return int(np.count_nonzero(self.num_used))
+
+    def num_cached_blocks(self) -> int:
+        return len(self.cached_block_hash_to_block)
+
+    def num_live_blocks(self) -> int:
+        """Blocks whose content somebody may still read: in use, or holding prefix cache."""
+        return int(self.num_used.sum()) + self.num_free_cached
+
+    def is_caching(self, position: int) -> bool:
+        return bool(self.num_hashed[position])
+
+    def empty_positions(self) -> list[int]:
+        """Backed positions that hold nothing live, without the pinned one, ascending."""
+        holds_nothing = np.flatnonzero((self.num_used == 0) & (self.num_hashed == 0)).tolist()
+        return [p for p in holds_nothing if p != PINNED_POSITION and self.slab_of[p] is not None]
+
+    def _unpark(self, position: int, slab: int) -> None:
+        blocks = self.blocks_at(position)
+        for block in blocks:
+            assert block.ref_cnt == 1 and block.block_hash is None
+            block.ref_cnt = 0
+        self.free_block_queue.append_n(blocks)
+        self.slab_of[position] = slab
+        self.num_gpu_blocks += len(blocks)
+
+    # Placement ------------------------------------------------------------------------------------
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        if num_blocks <= self.get_num_free_blocks():
+            self._bring_forward(num_blocks)
+        blocks = super().get_new_blocks(num_blocks)
+        self._count_used(blocks)
+        return blocks
+
+    def _bring_forward(self, num_blocks: int) -> None:
+        """Put the blocks that placement prefers where vLLM takes from: the head of the free queue.
+
+        Only free blocks that cache nothing; where those don't suffice, vLLM's own order decides which cache
+        is evicted.
+        """
+        positions = preferred_positions(
+            self.placement,
+            num_used=self.num_used,
+            num_hashed=self.num_hashed,
+            blocks_per_slab=self.layout.blocks_per_slab,
+            beside=self.beside,
+        )
+        spare = (block for position in positions for block in self._spare_blocks(position))
+        chosen = list(islice(spare, num_blocks))
+        for block in chosen:
+            self.free_block_queue.remove(block)
+        self.free_block_queue.prepend_n(chosen)
+
+    def _spare_blocks(self, position: int) -> list[KVCacheBlock]:
+        if self.slab_of[position] is None:
+            return []
+        return [b for b in self.blocks_at(position) if b.ref_cnt == 0 and b.block_hash is None]
+
+    # Cache counts: every way a block's prefix cache comes and goes -----------------------------------
+
+    def _insert_block_hash(
+        self, block_hash_with_group_id: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
+    ) -> None:
+        was_hashed = block.block_hash is not None
+        super()._insert_block_hash(block_hash_with_group_id, block, num_tokens)
+        if not was_hashed and block.block_hash is not None:
+            self.num_hashed[self.layout.position_of(block.block_id)] += 1
+            self.num_free_cached += block.ref_cnt == 0
+
+    def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
+        was_hashed = block.block_hash is not None
+        removed = super()._remove_cached_block_hashes(block)
+        if was_hashed and block.block_hash is None:
+            self.num_hashed[self.layout.position_of(block.block_id)] -= 1
+            self.num_free_cached -= block.ref_cnt == 0
+        return removed
+
+    def reset_prefix_cache(self) -> bool:
+        is_done = super().reset_prefix_cache()
+        if is_done:
+            self.num_hashed[:] = 0
+            self.num_free_cached = 0
+        return is_done
+
+    # Use counts: every way a block starts or stops being referenced ------------------------------
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._count_used([block for block in blocks if block.ref_cnt == 0 and not block.is_null])
+        super().touch(blocks)
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        blocks = list(ordered_blocks)
+        super().free_blocks(blocks)
+        for block in blocks:
+            if block.ref_cnt == 0 and not block.is_null:
+                self._count_idle(block)
+
+    def _count_used(self, blocks: Iterable[KVCacheBlock]) -> None:
+        for block in blocks:
+            position = self.layout.position_of(block.block_id)
+            self.num_used[position] += 1
+            self.num_free_cached -= block.block_hash is not None
+            if self.num_used[position] == 1 and self.listener is not None:
+                self.listener.position_busy(position)
+
+    def _count_idle(self, block: KVCacheBlock) -> None:
+        position = self.layout.position_of(block.block_id)
+        self.num_used[position] -= 1
+        self.num_free_cached += block.block_hash is not None
+        if self.num_used[position] == 0 and self.listener is not None:
+            self.listener.position_idle(position)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where counts and blocks disagree. For tests and idle engines."""
+        num_backed, num_free_cached = 1, 0
+        for position, slab in enumerate(self.slab_of):
+            blocks = self.blocks_at(position)
+            if slab is None:
+                assert all(b.ref_cnt == 1 and b.block_hash is None for b in blocks), position
+                continue
+            num_backed += len(blocks)
+            num_free_cached += sum(b.ref_cnt == 0 and b.block_hash is not None for b in blocks)
+            assert self.num_used[position] == sum(b.ref_cnt > 0 for b in blocks), position
+            assert self.num_hashed[position] == sum(b.block_hash is not None for b in blocks), position
+        assert num_backed == self.num_gpu_blocks, (num_backed, self.num_gpu_blocks)
+        assert num_free_cached == self.num_free_cached, (num_free_cached, self.num_free_cached)
+
+
+class SlabKVCacheManager(KVCacheManager):
+    """A ``KVCacheManager`` that tells its block pool whose blocks it is about to ask for."""
+
+    @classmethod
+    def adopt(cls, manager: KVCacheManager) -> None:
+        """Change the class of the existing object: the scheduler and KV connectors hold references to it."""
+        manager.__class__ = cls
+
+    def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        pool = self.block_pool
+        assert isinstance(pool, SlabBlockPool)
+        pool.beside = self._last_position(request.request_id, pool.layout)
+        return super().allocate_slots(request, *args, **kwargs)
+
+    def _last_position(self, request_id: str, layout: SlabLayout) -> int | None:
+        for manager in self.coordinator.single_type_managers:
+            held = manager.req_to_blocks.get(request_id)
+            if held and not held[-1].is_null:
+                return layout.position_of(held[-1].block_id)
+        return None

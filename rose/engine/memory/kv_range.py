@@ -1,0 +1,133 @@
+"""A worker's view of the slab pool: the address range behind its KV cache tensor.
+
+Owns the range and the mapping of positions to slabs in this process. Promises that a slab is zeroed before
+it is used and released only after it is unmapped. Never decides which slab goes where: the scheduler does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from rose.engine.memory.block_pool import PINNED_POSITION
+from rose.engine.memory.kv_layout import place_on_slabs
+from rose.errors import PoolError
+from rose.memory.pool.pool import PoolClient
+from rose.memory.pool.wire import Kind
+from rose.types import Role
+
+PINNED_SLAB_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class SlabOps:
+    """Operations that ride on one ``SchedulerOutput``; every rank applies them in this order."""
+
+    unmap: list[tuple[int, int]] = field(default_factory=list)
+    """(position, slab): unmap, then give the slab back to the pool."""
+    map: list[tuple[int, int]] = field(default_factory=list)
+    """(position, slab): map, zeroed."""
+
+    def __bool__(self) -> bool:
+        return bool(self.unmap or self.map)
+
+
+class KVRange:
+    """One rank's KV address range over pool ``name``; position 0 is mapped for good."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        role: Role,
+        engine_id: str,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        poison: bool = False,
+    ) -> None:
+        """``device``: where the model computes. ``poison``: fill a slab with NaN before it leaves."""
+        self._client = PoolClient.attach(
+            name, role=role, engine_id=engine_id, kind=Kind.WORKER, rank=rank, world_size=world_size
+        )
+        self._device = device
+        is_cuda = device.type == "cuda"
+        slabs = self._client.open_slabs(device.index if is_cuda else 0)
+        self._range = slabs.reserve(self._client.num_slabs, poison=poison, guard=is_cuda)
+        self._range.map(PINNED_POSITION, pinned_slab(self._client, acquire=rank == 0))
+
+    def place(self, config: KVCacheConfig) -> None:
+        place_on_slabs(config, slab_bytes=self._client.slab_bytes, num_positions=self._client.num_slabs)
+
+    def allocation_context(self) -> TorchFunctionMode:
+        """Inside it, vLLM's one allocation of KV memory is answered with this range."""
+        if self._device.type == "cuda":
+            return _AnswerZeros(torch.as_tensor(self._range, device=self._device))
+        return _AnswerZeros(torch.frombuffer(self._range, dtype=torch.int8))
+
+    def apply(self, ops: SlabOps) -> None:
+        if ops.unmap:
+            self._range.unmap_many([position for position, _ in ops.unmap])
+            for _, slab in ops.unmap:
+                self._client.ledger.release(slab)
+            self._client.ledger.notify()
+        if ops.map:
+            self._range.map_many([p for p, _ in ops.map], [slab for _, slab in ops.map])
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def pinned_slab(client: PoolClient, *, acquire: bool) -> int:
+    """The slab of position 0: taken by the engine's rank 0, found in the ledger by everyone else.
+
+    Raises:
+        PoolError: the pool has no free slab, or rank 0 took none in time.
+    """
+    deadline = time.monotonic() + PINNED_SLAB_TIMEOUT_S
+    while not (owned := client.ledger.owned(client.slot)):
+        if acquire and client.ledger.acquire(client.slot, 1):
+            continue
+        if acquire or time.monotonic() > deadline:
+            held = {
+                str(one.role): client.ledger.num_owned(slot) for slot, one in client.ledger.engines().items()
+            }
+            raise PoolError(
+                f"need 1 slab for this engine's first block, {client.ledger.num_free} free of "
+                f"{client.num_slabs}, held {held}: wait until the other engine is idle, or start the pool "
+                f"with more --num-slabs"
+            )
+        time.sleep(0.01)
+    return owned[0]
+
+
+class _AnswerZeros(TorchFunctionMode):
+    """Answers ``torch.zeros(n, dtype=int8)`` once, for the n bytes of ``storage``; passes on all else."""
+
+    def __init__(self, storage: torch.Tensor) -> None:
+        super().__init__()
+        self._storage: torch.Tensor | None = storage
+
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs if kwargs is not None else {}
+        storage = self._storage
+        if (
+            func is torch.zeros
+            and storage is not None
+            and args == (storage.numel(),)
+            and kwargs.get("dtype") is torch.int8
+        ):
+            self._storage = None
+            return storage
+        return func(*args, **kwargs)
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        if self._storage is not None and exc_info[0] is None:
+            raise PoolError("vLLM did not allocate its KV cache where rose expects it: unsupported version")

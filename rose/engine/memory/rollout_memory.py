@@ -1,0 +1,115 @@
+"""Rollout's half of the memory policy (ROSE §4.1): stay within the budget, keep prefix cache on a lease.
+
+Owns when rollout acts; the rules are rose.memory's. Promises that what a cut takes is on its way back within
+one scheduling pass, in the order idle, expired lease, LRU cached, abort; and that slabs without use or cache
+don't wait for their lease to go back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from vllm.v1.request import Request
+
+from rose.engine.memory.tenant import Tenant
+from rose.memory.ledger.ledger_words import Word
+from rose.memory.policy.budget import BudgetPolicy
+from rose.memory.policy.victims import choose_victims
+
+logger = logging.getLogger(__name__)
+
+RETURN_RETRY_S = 0.05
+"""Pause between two paced returns of an idle engine."""
+
+
+class RolloutMemory:
+    """Runs before every rollout step, on the engine core's thread."""
+
+    def __init__(
+        self, tenant: Tenant, policy: BudgetPolicy, reclaim: Callable[[Iterable[str]], None]
+    ) -> None:
+        """``reclaim``: ends requests so that their blocks are free when it returns."""
+        assert tenant.leases is not None
+        self._tenant = tenant
+        self._leases = tenant.leases
+        self._policy = policy
+        self._reclaim = reclaim
+        self.begin_rl_step(tenant.ledger.policy.rl_step)
+
+    def begin_rl_step(self, step: int) -> None:
+        """A new RL step: recompute the budget from serving's recent usage, and end a freeze. A headroom that
+        serving has lent stays lent until it takes it back."""
+        ledger = self._tenant.ledger
+        budget = ledger.policy.rollout_budget_slabs
+        if not self._policy.has_headroom_lent(budget):
+            budget = self._policy.begin_step(ledger.serving_recent_peak_slabs)
+        ledger.begin_rl_step(step, budget)
+        logger.info("rl step=%d budget=%d", step, budget)
+
+    def tick(
+        self,
+        now: float,
+        running: Sequence[Request],
+        waiting: Sequence[Request],
+        unfinished: Iterable[Request],
+    ) -> float | None:
+        """Expire, shrink, grow, return; the time at which an idle engine must look again, or None.
+
+        ``unfinished``: all requests that a cut may end, e.g. also a paused session that waits for its user
+        and holds its blocks.
+        """
+        self._expire(now)
+        self._shrink(now, unfinished)
+        wanted = self._tenant.blocks_wanted(running, waiting)
+        missing = self._tenant.missing_slabs(wanted)
+        if missing:
+            self._grow(missing)
+        elif self._return_empty(wanted):
+            return now + RETURN_RETRY_S
+        return self._leases.next_expiry()
+
+    def give_everything_back(self) -> None:
+        """Return every slab but the pinned one, with the prefix cache in it. No request may hold a block."""
+        if idle := self._tenant.idle_positions():
+            self._tenant.give_back(idle)
+            logger.info("everything given back slabs=%d", len(idle))
+
+    def _expire(self, now: float) -> None:
+        expired = self._leases.expired(now)
+        if expired:
+            self._tenant.give_back(expired)
+            self._tenant.ledger.count(Word.EXPIRED_LEASES, len(expired))
+
+    def _shrink(self, now: float, unfinished: Iterable[Request]) -> None:
+        tenant = self._tenant
+        excess = tenant.num_owned - max(tenant.ledger.policy.rollout_budget_slabs, self._policy.min_slabs)
+        if excess <= 0:
+            return
+        plan = choose_victims(needed=excess, num_pool_free=0, uses=tenant.uses(unfinished), now=now)
+        if plan.aborted_requests:
+            self._reclaim(plan.aborted_requests)
+            tenant.ledger.count(Word.RECLAIMED_REQUESTS, len(plan.aborted_requests))
+        # An ended request's blocks may be in use for longer, e.g. while an encoder cache is sent away.
+        idle = [position for position in plan.slabs if tenant.pool.num_used[position] == 0]
+        tenant.give_back(idle)
+        logger.info("budget cut slabs=%d aborted=%d", len(idle), len(plan.aborted_requests))
+
+    def _grow(self, missing: int) -> None:
+        tenant, ledger = self._tenant, self._tenant.ledger
+        allowed = self._policy.rollout_growth(
+            free=ledger.num_free,
+            serving_used=ledger.serving_used_slabs,
+            rollout_owned=tenant.num_owned,
+            budget=ledger.policy.rollout_budget_slabs,
+        )
+        tenant.grow(min(missing, allowed))
+
+    def _return_empty(self, wanted_blocks: int) -> int:
+        """What cached nothing when its last request ended, or was taken for a prompt that hit the cache."""
+        tenant = self._tenant
+        empty = tenant.pool.empty_positions()
+        surplus = self._policy.rollout_release(
+            owned=tenant.num_owned, empty=len(empty), wanted=tenant.slabs_for(wanted_blocks)
+        )
+        return tenant.give_back(empty[len(empty) - surplus :])

@@ -1,0 +1,131 @@
+"""Serving's half of the memory policy (ROSE §4.1): take what it needs, cut rollout's budget under pressure,
+return what it no longer needs, lend its headroom while it is out of service.
+
+Owns when serving acts; the rules are rose.memory.policy.budget's. Never touches a rollout request: it changes
+the budget in the ledger, and the rollout engine obeys at its next step boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vllm.v1.request import Request
+
+from rose.engine.memory.tenant import Tenant
+from rose.memory.ledger.ledger_words import Word
+from rose.memory.ledger.policy_word import Pressure
+from rose.memory.policy.budget import BudgetEvent, BudgetPolicy, RecentPeak
+from rose.types import Role
+
+logger = logging.getLogger(__name__)
+
+RETURN_RETRY_S = 0.05
+"""Pause between two paced returns of an idle engine."""
+
+
+class ServingMemory:
+    """Runs before every serving step, on the engine core's thread."""
+
+    def __init__(
+        self,
+        tenant: Tenant,
+        policy: BudgetPolicy,
+        *,
+        window_s: float,
+        keep_s: float,
+        lend_idle_s: float | None,
+        now: float,
+    ) -> None:
+        """``window_s``: of the peak that rollout budgets set aside; ``keep_s``: of the peak kept mapped. The
+        first protects a burst that comes back: slabs that are free are there for it, mapped or not.
+        ``lend_idle_s``: without a slab in use until the headroom is lent; None: never."""
+        self._tenant = tenant
+        self._policy = policy
+        self._window_s = window_s
+        self._keep_s = min(keep_s, window_s)
+        self._lend_idle_s = lend_idle_s
+        self._busy_at_s = now
+        self.forget_peak()
+
+    @property
+    def lends_at_s(self) -> float | None:
+        """When the headroom is lent if nothing comes until then; None: never."""
+        return None if self._lend_idle_s is None else self._busy_at_s + self._lend_idle_s
+
+    def forget_peak(self) -> None:
+        """Traffic so far says nothing about traffic to come (it was a profiling run)."""
+        self._peak = RecentPeak(self._window_s)
+        self._kept = RecentPeak(self._keep_s)
+
+    def tick(self, now: float, running: Sequence[Request], waiting: Sequence[Request]) -> float | None:
+        """Grow, watch for pressure, return; the time of the next look an idle engine needs, or None."""
+        tenant = self._tenant
+        missing = tenant.missing_slabs(tenant.blocks_wanted(running, waiting))
+        used = tenant.pool.num_positions_in_use() + missing
+        self._publish(used, now)
+        self._watch_pressure(used)
+        if used:
+            self._busy_at_s = now
+        if missing:
+            tenant.grow(missing)
+            return None
+        next_looks = (self._return_surplus(used, now), self._lend_headroom(now))
+        return min((at_s for at_s in next_looks if at_s is not None), default=None)
+
+    def _lend_headroom(self, now: float) -> float | None:
+        """Raises the budget to the whole pool once serving was idle for long enough; when to look again."""
+        lends_at_s, ledger = self.lends_at_s, self._tenant.ledger
+        if lends_at_s is None or now < lends_at_s:
+            return lends_at_s
+        whole = self._policy.whole_budget
+        # A new RL step may begin in between, with a budget of its own.
+        while (seen := ledger.policy).rollout_budget_slabs < whole:
+            lent = replace(seen, rollout_budget_slabs=whole, pressure=Pressure.NORMAL)
+            if ledger.swap_policy(seen, lent):
+                logger.info("headroom lent budget=%d->%d", seen.rollout_budget_slabs, whole)
+        return None
+
+    def _publish(self, used: int, now: float) -> None:
+        self._peak.update(used, now)
+        self._kept.update(used, now)
+        ledger = self._tenant.ledger
+        ledger.serving_used_slabs = used
+        ledger.serving_recent_peak_slabs = self._peak.peak(now)
+
+    def _watch_pressure(self, used: int) -> None:
+        ledger = self._tenant.ledger
+        while True:
+            seen = ledger.policy
+            decision = self._policy.observe(
+                serving_used=used,
+                rollout_owned=self._tenant.ledger.num_held(Role.ROLLOUT),
+                budget=seen.rollout_budget_slabs,
+                state=seen.pressure,
+            )
+            wanted = replace(seen, rollout_budget_slabs=decision.budget, pressure=decision.state)
+            # A new RL step may begin in between: decide again on its budget.
+            if wanted == seen or ledger.swap_policy(seen, wanted):
+                break
+        if decision.event is BudgetEvent.CUT:
+            ledger.count(Word.CUTS)
+        if decision.event in (BudgetEvent.CUT, BudgetEvent.TAKEN_BACK):
+            logger.info(
+                "%s budget=%d->%d serving_used=%d",
+                "emergency cut" if decision.event is BudgetEvent.CUT else "headroom taken back",
+                seen.rollout_budget_slabs,
+                decision.budget,
+                used,
+            )
+
+    def _return_surplus(self, used: int, now: float) -> float | None:
+        tenant = self._tenant
+        surplus = self._policy.serving_release(
+            owned=tenant.num_owned, used=used, recent_peak=self._kept.peak(now)
+        )
+        idle = tenant.idle_positions()
+        idle.sort(key=tenant.pool.is_caching)
+        returned = tenant.give_back(idle[:surplus])
+        has_more_later = tenant.num_owned > max(used, self._policy.min_slabs)
+        return now + RETURN_RETRY_S if returned or has_more_later else None

@@ -1,0 +1,190 @@
+"""An engine's tenancy in the slab pool, from its scheduler's side.
+
+Owns the engine's block pool and the operations that wait for the next step. Promises that a slab is acquired
+in the ledger before a block of it is handed out, and that its way back starts with the workers' unmap. Which
+slabs to take or give is the policies' decision, not this object's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, SlabKVCacheManager
+from rose.engine.memory.kv_layout import place_on_slabs
+from rose.engine.memory.kv_range import SlabOps, pinned_slab
+from rose.memory.policy.leases import LeaseTable
+from rose.memory.policy.placement import Placement
+from rose.memory.policy.victims import SlabUse
+from rose.memory.pool.pool import PoolClient
+from rose.memory.pool.wire import Kind
+from rose.types import Role
+
+
+class Tenant:
+    """One engine in one pool. Used by the engine core's thread alone."""
+
+    def __init__(
+        self,
+        name: str,
+        config: KVCacheConfig,
+        *,
+        role: Role,
+        engine_id: str,
+        world_size: int,
+        lease_s: float | None = None,
+    ) -> None:
+        """Attach and rewrite ``config`` in place. ``lease_s`` None: idle slabs hold no leases (serving)."""
+        self.client = PoolClient.attach(
+            name, role=role, engine_id=engine_id, kind=Kind.SCHEDULER, world_size=world_size
+        )
+        self.ledger = self.client.ledger
+        self.layout = place_on_slabs(
+            config, slab_bytes=self.client.slab_bytes, num_positions=self.client.num_slabs
+        )
+        self.leases = LeaseTable(lease_s) if lease_s is not None else None
+        self._world_size = world_size
+        self._ops = SlabOps()
+        self._pool: SlabBlockPool | None = None
+
+    def adopt(self, manager: KVCacheManager) -> None:
+        """Take over vLLM's block pool. Call once, right after the scheduler was made."""
+        SlabKVCacheManager.adopt(manager)
+        self._groups = manager.coordinator.single_type_managers
+        self._pool = SlabBlockPool.adopt(
+            manager.block_pool,
+            self.layout,
+            self.client.num_slabs,
+            pinned_slab(self.client, acquire=False),
+            Placement.DENSE if self.leases is None else Placement.AFFINE,
+        )
+        self._pool.listener = self
+
+    @property
+    def pool(self) -> SlabBlockPool:
+        assert self._pool is not None, "adopt() comes first"
+        return self._pool
+
+    @property
+    def num_owned(self) -> int:
+        return self.ledger.num_owned(self.client.slot)
+
+    @property
+    def has_ops(self) -> bool:
+        return bool(self._ops)
+
+    def take_ops(self) -> SlabOps:
+        """The operations for the step that is about to be scheduled."""
+        ops, self._ops = self._ops, SlabOps()
+        return ops
+
+    def slabs_for(self, num_blocks: int) -> int:
+        return math.ceil(num_blocks / self.layout.blocks_per_slab)
+
+    def blocks_wanted(self, running: Iterable[Request], waiting: Iterable[Request]) -> int:
+        """Blocks that the next steps need beyond those held: one more for each running request about to
+        cross into a new block, and the whole prompt of each waiting one (prefix hits not subtracted, but
+        what a paused or loading one holds). Every cache group counts; a sliding window's are counted as if
+        it kept all its tokens."""
+        requests = [*running, *waiting]
+        wanted = 0
+        for group in self._groups:
+            held = group.req_to_blocks
+            for request in requests:
+                have = len(held[request.request_id]) if request.request_id in held else 0
+                wanted += max(0, math.ceil((request.num_tokens + 1) / group.block_size) - have)
+        return wanted
+
+    def missing_slabs(self, num_blocks: int) -> int:
+        """Slabs to add so that ``num_blocks`` fit without evicting prefix cache."""
+        if num_blocks == 0:
+            return 0
+        free = self.pool.get_num_free_blocks()
+        if free >= num_blocks:
+            free -= self.pool.num_free_cached
+        return self.slabs_for(max(0, num_blocks - free))
+
+    def grow(self, num_slabs: int) -> int:
+        """Take up to this many slabs from the pool; how many it was."""
+        slabs = self.ledger.acquire(self.client.slot, num_slabs)
+        for slab in slabs:
+            position = self.pool.back(slab)
+            self._ops.map.append((position, slab))
+            # What turns out not to be needed, as the prefix was cached, must find its way back as well.
+            self.position_idle(position)
+        return len(slabs)
+
+    def give_back(self, positions: Iterable[int]) -> int:
+        """Send idle positions on their way back to the pool; how many there were."""
+        given = [(position, self.pool.unback(position)) for position in positions]
+        # A slab whose map operation has not been shipped yet was never mapped by any worker.
+        unshipped = set(self._ops.map)
+        never_mapped = [pair for pair in given if pair in unshipped]
+        mapped = [pair for pair in given if pair not in unshipped]
+        self._ops.map = [pair for pair in self._ops.map if pair not in never_mapped]
+        # Not for nothing: a drain of unmapped slabs notifies, and would wake every idle engine, us included.
+        if never_mapped:
+            self.ledger.drain([slab for _, slab in never_mapped], 0)
+        self.ledger.drain([slab for _, slab in mapped], self._world_size)
+        self._ops.unmap += mapped
+        for position, _ in given:
+            if self.leases is not None:
+                self.leases.cancel(position)
+        return len(given)
+
+    def idle_positions(self) -> list[int]:
+        return [
+            position
+            for position in self.pool.backed_positions()
+            if position != PINNED_POSITION and self.pool.num_used[position] == 0
+        ]
+
+    def uses(self, requests: Iterable[Request]) -> list[SlabUse]:
+        """What each backed position holds, for choosing victims. Positions stand for slabs.
+
+        ``requests``: those that may be ended and whose blocks are free then. A position with blocks that none
+        of them holds (one that a connector still reads, say) counts as pinned.
+        """
+        users: dict[int, set[str]] = {}
+        blocks: dict[int, set[int]] = {}
+        for request in requests:
+            for group in self._groups:
+                for block in group.req_to_blocks.get(request.request_id, ()):
+                    if not block.is_null:
+                        position = self.layout.position_of(block.block_id)
+                        users.setdefault(position, set()).add(request.request_id)
+                        blocks.setdefault(position, set()).add(block.block_id)
+        return [
+            SlabUse(
+                slab=position,
+                request_ids=frozenset(users.get(position, ())),
+                lease_expiry=self._lease_expiry(position),
+                is_pinned=position == PINNED_POSITION
+                or self.pool.num_used[position] > len(blocks.get(position, ())),
+            )
+            for position in self.pool.backed_positions()
+        ]
+
+    def _lease_expiry(self, position: int) -> float | None:
+        """None where the position caches nothing: an idle slab without cache is the first to go."""
+        if self.leases is None or not self.pool.is_caching(position):
+            return None
+        return self.leases.expiry(position)
+
+    # IdleListener of the block pool ---------------------------------------------------------------
+
+    def position_idle(self, position: int) -> None:
+        if self.leases is not None and position != PINNED_POSITION:
+            self.leases.start(position, time.monotonic())
+
+    def position_busy(self, position: int) -> None:
+        if self.leases is not None:
+            self.leases.cancel(position)
+
+    def close(self) -> None:
+        self.client.close()

@@ -1,0 +1,108 @@
+"""How long this engine's steps take: measured on every step, kept as a model for the gate.
+
+Owns the clock around a step, the online model, and the observations of a profiling run. Used by the engine
+core's thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from rose.admission.online import OnlineStepTime
+from rose.admission.profile import ProfileKey, fit_profile, load_profile
+from rose.admission.step_time import StepObservation, StepTimeModel
+from rose.engine.scheduling.step_shape import StepShape, shape_of
+
+logger = logging.getLogger(__name__)
+
+
+class StepRecorder:
+    """Times steps and learns from them."""
+
+    def __init__(self, key: ProfileKey, directory: Path) -> None:
+        """Starts from the profile stored for ``key``, if any. Raises: ConfigError on a broken file."""
+        self._key = key
+        self._directory = directory
+        self._online = OnlineStepTime(load_profile(directory, key))
+        self._observations: list[StepObservation] | None = None
+        self._shape: StepShape | None = None
+        self._started_s = 0.0
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether the model rests on a profile, or on enough steps of this engine."""
+        return self._online.is_profiled
+
+    @property
+    def model(self) -> StepTimeModel:
+        return self._online.model
+
+    def started(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """A step with tokens is about to run."""
+        self._shape = shape_of(output, requests)
+        self._started_s = time.monotonic()
+
+    def ended(self, now: float) -> float:
+        """The step's output is there; its length in seconds."""
+        shape, self._shape = self._shape, None
+        assert shape is not None, "a step ended that never started"
+        seconds = now - self._started_s
+        self._online.observe(shape.prefill_tokens, shape.num_decodes, shape.context_tokens, seconds)
+        if self._observations is not None:
+            self._observations.append(
+                StepObservation(
+                    prefill_tokens=shape.prefill_tokens,
+                    num_decodes=shape.num_decodes,
+                    context_tokens=shape.context_tokens,
+                    seconds=seconds,
+                )
+            )
+        return seconds
+
+    def begin_profile(self) -> None:
+        """Keep every observation from now on."""
+        self._observations = []
+
+    def finish_profile(self) -> bool:
+        """Fit what was kept, store it, and go on with it; False, with the model as it was, where that fails.
+
+        It never raises: the step loop calls it, and a full disk or a run cut short must not end the engine.
+        """
+        observations, self._observations = self._observations, None
+        try:
+            model = fit_profile(observations if observations is not None else [], self._key, self._directory)
+        except (ValueError, OSError):
+            logger.exception("no profile was made")
+            return False
+        self._online = OnlineStepTime(model)
+        logger.info("profile fitted steps=%d model=%s", len(observations or ()), model)
+        return True
+
+
+def profile_key(config: VllmConfig) -> ProfileKey:
+    """What a step-time profile of this engine is valid for."""
+    from vllm import __version__
+    from vllm.platforms import current_platform
+
+    parallel, model = config.parallel_config, str(config.model_config.model)
+    return ProfileKey(
+        model=str(Path(model).resolve()) if Path(model).is_dir() else model,
+        hardware=_cpu_name() if current_platform.is_cpu() else current_platform.get_device_name(),
+        vllm_version=__version__,
+        parallelism=f"tp{parallel.tensor_parallel_size}pp{parallel.pipeline_parallel_size}",
+    )
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,267 @@
+"""What ROSE's serving and rollout schedulers have in common.
+
+Owns tenancy in the slab pool, the status page, the watcher thread that wakes an idle engine core, and ending
+requests with a reason of our own. Wraps vLLM's methods and copies none of their bodies.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from itertools import chain, islice
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from rose.admission.gate import GateSettings
+from rose.config import Settings
+from rose.engine.memory.tenant import Tenant
+from rose.engine.scheduling.recorder import StepRecorder, profile_key
+from rose.engine.settings import EngineSettings
+from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
+from rose.memory.ledger.ledger_words import Word
+from rose.types import GateMode, Role, StopReason
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.05
+"""Longest time until an idle engine notices a command on its status page."""
+COMMANDS = (
+    Field.RL_STEP,
+    Field.WANTED_GATE_MODE,
+    Field.WANTED_TPOT_TARGET_US,
+    Field.PROFILE,
+    Field.WANTED_INACTIVE,
+)
+GATE_MODES = list(GateMode)
+
+
+class RoseScheduler(Scheduler):
+    """vLLM's scheduler for an engine with ROSE settings. Subclasses: serving, rollout."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        config, kv_cache_config = kwargs["vllm_config"], kwargs["kv_cache_config"]
+        settings = EngineSettings.parse(config.additional_config)
+        assert settings is not None, "scheduler class chosen without rose settings"
+        self.rose = settings
+        self.tenant: Tenant | None = None
+        if settings.pool is not None:
+            self.tenant = Tenant(
+                settings.pool,
+                kv_cache_config,
+                role=settings.role,
+                engine_id=settings.engine_id,
+                world_size=config.parallel_config.world_size,
+                lease_s=settings.lease_s if settings.role is Role.ROLLOUT else None,
+            )
+        super().__init__(*args, **kwargs)
+        if self.tenant is not None:
+            self.tenant.adopt(self.kv_cache_manager)
+        runtime_dir = Settings.from_environment().make_runtime_dir()
+        self.page = StatusPage(page_path(runtime_dir, settings.engine_id), create=True)
+        self.recorder = StepRecorder(profile_key(config), Settings.from_environment().profile_dir)
+        if self.tenant is not None and not self.recorder.is_profiled:
+            logger.warning(
+                "no step-time profile: until enough steps were seen, rollouts step only on an idle GPU; "
+                "run `rose profile`"
+            )
+        self._profile_command = ProfileCommand.NONE
+        self._ended: list[tuple[Request, StopReason]] = []
+        self._must_step = False
+        self._next_due_s: float | None = None
+        self._input_queue: queue.Queue[Any] | None = None
+        self._closing = threading.Event()
+        self.set_gate(settings.gate_settings(settings.gate))
+
+    running: list[Request]
+    max_num_scheduled_tokens: int
+
+    # Hooks for subclasses -------------------------------------------------------------------------
+
+    def before_step(self, now: float) -> None:
+        """Memory policy and deadlines, ahead of every scheduling pass."""
+
+    def after_profile(self) -> None:
+        """A profiling run has ended: forget what its traffic looked like."""
+
+    def set_gate(self, gate: GateSettings) -> None:
+        """Adopt these settings; subclasses rebuild what depends on them."""
+        self.page.put(Field.GATE_MODE, GATE_MODES.index(gate.mode))
+
+    # vLLM's scheduler interface ---------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._must_step = False
+        self._obey_commands()
+        self.before_step(time.monotonic())
+        output = super().schedule(throttle_prefills)
+        if output.total_num_scheduled_tokens > 0:
+            self.recorder.started(output, self.requests)
+        if self.tenant is not None and self.tenant.has_ops:
+            output.rose_ops = self.tenant.take_ops()
+        self._publish_status()
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            seconds = self.recorder.ended(time.monotonic())
+            self.page.count(Field.STEPS)
+            self.page.count(Field.BUSY_NS, int(seconds * 1e9))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            produced = sum(len(one.new_token_ids) for many in outputs.values() for one in many.outputs)
+            self.page.count(Field.GENERATED_TOKENS, produced)
+        for request, reason in self._ended:
+            per_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            per_client.outputs.append(
+                EngineCoreOutput(
+                    request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=str(reason)
+                )
+            )
+        self._ended.clear()
+        return outputs
+
+    def has_requests(self) -> bool:
+        return super().has_requests() or self._must_pass()
+
+    def _must_pass(self) -> bool:
+        """Whether a pass is due that schedules nothing: to obey, to answer, or to tell the workers."""
+        return self._must_step or bool(self._ended) or self._has_ops() or self._has_kv_events()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        done = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        self._publish_status()  # an idle engine has no next step that would
+        return done
+
+    def shutdown(self) -> None:
+        self._closing.set()
+        super().shutdown()
+        self.page.close()
+        if self.tenant is not None:
+            self.tenant.close()
+
+    # Ending requests --------------------------------------------------------------------------------
+
+    def end_requests(self, request_ids: Iterable[str], reason: StopReason) -> list[Request]:
+        """Finish requests as aborted; their clients get the partial output with ``reason``."""
+        ended = self.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
+        self._ended += [(request, reason) for request in ended]
+        logger.info("requests ended reason=%s count=%d", reason, len(ended))
+        return ended
+
+    def wake_at(self, due_s: float | None) -> None:
+        """Make sure that an idle engine steps at ``due_s`` (time.monotonic), e.g. when a lease ends."""
+        self._next_due_s = due_s
+
+    # Waking an idle engine core ---------------------------------------------------------------------
+
+    def bind_input_queue(self, input_queue: queue.Queue[Any]) -> None:
+        """Called by rose.engine.hooks.patches once the engine core has its queue."""
+        self._input_queue = input_queue
+        threading.Thread(target=self._watch, name="rose-watch", daemon=True).start()
+
+    def has_input(self) -> bool:
+        """Whether the engine core has something to take in before its next step: a request, an abort."""
+        return self._input_queue is not None and not self._input_queue.empty()
+
+    def may_sleep_on(self) -> bool:
+        """Whether nothing is due in the engine's loop: no input, no command, no change of the ledger.
+
+        An engine core within its caller's thread has no queue to tell."""
+        return self._input_queue is not None and self._input_queue.empty() and not self._must_pass()
+
+    def _watch(self) -> None:
+        """Runs in its own thread: turns changes of the ledger, commands and due times into a step."""
+        seen_change, seen_command, fired_s = self._change_seq(), self._commands(), None
+        while not self._closing.is_set():
+            due_s = self._next_due_s
+            # Remembered, not cleared: the scheduler may have set a later due time since we read it.
+            is_pending = due_s is not None and due_s != fired_s
+            left_s = due_s - time.monotonic() if due_s is not None and is_pending else WATCH_S
+            change = self._wait_change(seen_change, min(WATCH_S, max(0.001, left_s)))
+            command = self._commands()
+            is_due = due_s is not None and is_pending and time.monotonic() >= due_s
+            if change != seen_change or command != seen_command or is_due:
+                seen_change, seen_command = change, command
+                fired_s = due_s if is_due else fired_s
+                self._wake()
+
+    def _wake(self) -> None:
+        if not self._must_step and self._input_queue is not None:
+            self._must_step = True
+            self._input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def _change_seq(self) -> int:
+        return self.tenant.ledger.change_seq if self.tenant is not None else 0
+
+    def _wait_change(self, seen: int, timeout_s: float) -> int:
+        if self.tenant is None:
+            self._closing.wait(timeout_s)
+            return 0
+        return self.tenant.ledger.wait_change(seen, timeout_s)
+
+    def _commands(self) -> tuple[int, ...]:
+        return tuple(self.page.get(one) for one in COMMANDS)
+
+    # Small parts ------------------------------------------------------------------------------------
+
+    def waiting_requests(self) -> list[Request]:
+        """Requests that wait for a slot, in queue order, as many as could get one now."""
+        free_slots = max(0, self.max_num_running_reqs - len(self.running))
+        waiting = (
+            request
+            for request in chain(self.kv_holding_waiting, self.waiting)
+            # A paused session waits for its user, not for us.
+            if request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ
+        )
+        return list(islice(waiting, free_slots))
+
+    def _has_ops(self) -> bool:
+        return self.tenant is not None and self.tenant.has_ops
+
+    def _has_kv_events(self) -> bool:
+        """Published by a step, which nobody else asks for when an idle engine's prefix cache is reset."""
+        return bool(self.kv_cache_manager.block_pool.kv_event_queue)
+
+    def _obey_commands(self) -> None:
+        mode, target_us = self.page.get(Field.WANTED_GATE_MODE), self.page.get(Field.WANTED_TPOT_TARGET_US)
+        has = self.page.get(Field.GATE_MODE), self.page.get(Field.TPOT_TARGET_US)
+        if mode >= 0 and (mode, target_us) != has:
+            self.page.put(Field.TPOT_TARGET_US, target_us)
+            self.set_gate(self.rose.gate_settings(GATE_MODES[mode], target_us / 1000 or None))
+        command = ProfileCommand(self.page.get(Field.PROFILE))
+        if command is not self._profile_command:
+            self._profile_command = command
+            if command is ProfileCommand.RECORD:
+                self.recorder.begin_profile()
+            elif command is ProfileCommand.FIT:
+                is_fitted = self.recorder.finish_profile()
+                self.after_profile()
+                self._profile_command = ProfileCommand.NONE if is_fitted else ProfileCommand.FAILED
+                self.page.put(Field.PROFILE, self._profile_command)
+
+    def _publish_status(self) -> None:
+        num_running, num_waiting = self.get_request_counts()
+        page = self.page
+        page.put(Field.NUM_RUNNING, num_running)
+        page.put(Field.NUM_WAITING, num_waiting)
+        if self.tenant is not None:
+            ledger, pool = self.tenant.ledger, self.tenant.pool
+            page.put(Field.KV_SLABS_OWNED, self.tenant.num_owned)
+            page.put(Field.SLABS_IN_USE, pool.num_positions_in_use())
+            page.put(Field.KV_SLABS_BUDGET, ledger.policy.rollout_budget_slabs)
+            page.put(Field.KV_CACHED_BLOCKS, pool.num_cached_blocks())
+            page.put(Field.KV_LIVE_BLOCKS, pool.num_live_blocks())
+            page.put(Field.PRESSURE, ledger.policy.pressure)
+            page.put(Field.SLABS_QUARANTINED, ledger.num_quarantined)
+            page.put(Field.CUTS, ledger.count(Word.CUTS, 0))
+            page.put(Field.LEASES_EXPIRED, ledger.count(Word.EXPIRED_LEASES, 0))

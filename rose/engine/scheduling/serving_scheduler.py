@@ -1,0 +1,236 @@
+"""The serving engine's scheduler: first call on memory and compute, and the one that offers turns.
+
+Owns when serving publishes its deadlines and when it lets a rollout step go first. Promises that it never
+waits longer than the board's bounds, whatever the rollout engine does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
+from rose.admission.gate import GatePolicy, GateSettings
+from rose.admission.reach import unreachable_slo
+from rose.admission.serving_side import NO_WORK, ServingSide
+from rose.engine.memory.serving_memory import ServingMemory
+from rose.engine.scheduling.scheduler import RoseScheduler
+from rose.engine.scheduling.slo_class import requested_slo
+from rose.engine.settings import CONFIG_KEY
+from rose.errors import ConfigError
+from rose.types import SLO, GateMode
+
+logger = logging.getLogger(__name__)
+
+
+class ServingScheduler(RoseScheduler):
+    """Set by ``role: serving``."""
+
+    _side: ServingSide | None = None
+    _unreachable_slo: SLO | None = None
+    """The last one that was logged."""
+    _context_tokens = 0
+    """Of the running requests, once per step: a sum over hundreds of them costs more than a publication."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._memory: ServingMemory | None = None
+        if self.tenant is not None:
+            self._check_slo()
+            self._memory = ServingMemory(
+                self.tenant,
+                self.rose.budget_policy(self.tenant.client),
+                window_s=self.rose.serving_window_s,
+                keep_s=self.rose.serving_keep_s,
+                lend_idle_s=self.rose.lend_idle_s,
+                now=time.monotonic(),
+            )
+            self.wake_at(self._memory.lends_at_s)
+            self._side = ServingSide(self.tenant.client.board_words)
+            self._side.set_max_step(self._gate.settings.effective_max_step_s)
+
+    def _check_slo(self) -> None:
+        if problem := self._slo_problem():
+            raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
+
+    def _slo_problem(self, own_slo: SLO | None = None) -> str | None:
+        if not self.recorder.is_profiled:
+            return None
+        slo = own_slo if own_slo is not None else self.rose.slo()
+        return unreachable_slo(slo, self.recorder.model, self._gate.settings.deployment)
+
+    def after_profile(self) -> None:
+        problem = self._slo_problem()
+        if problem is not None:
+            # The gate goes by it all the same: rollouts then step only while serving is idle.
+            logger.error("SLO can't be reached, rollouts wait for an idle GPU: %s", problem)
+        if self._memory is not None:
+            self._memory.forget_peak()
+
+    def set_gate(self, gate: GateSettings) -> None:
+        super().set_gate(gate)
+        self._gate = GatePolicy(gate)
+        self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
+        for request in self.requests.values():
+            self._track(request, time.monotonic())
+        if self._side is None:
+            return
+        self._side.set_max_step(self._deadlines.max_idle_step_s(time.monotonic()))
+        if gate.mode is GateMode.OFF:
+            # Nothing is published from now on: rollout would wait for good for the turn that it needs.
+            self._side.publish(NO_WORK)
+
+    @property
+    def _shares_compute(self) -> bool:
+        return self._side is not None and self._gate.settings.mode is not GateMode.OFF
+
+    # Memory and turns, ahead of the step --------------------------------------------------------------
+
+    def before_step(self, now: float) -> None:
+        if self._memory is not None:
+            self.wake_at(self._memory.tick(now, self.running, self.waiting_requests()))
+        if self._shares_compute and self.has_unfinished_requests():
+            self._take_turn(now)
+
+    def _take_turn(self, now: float) -> None:
+        side = self._side
+        assert side is not None
+        view = self._deadlines.view(
+            now, self.recorder.model, has_work=True, context_tokens=self._context_tokens
+        )
+        side.publish(view)
+        if self._gate.may_yield(now, view):
+            latest_s, handover_s = view.latest_start_s, self._gate.settings.handover_s
+            if self._gate.may_repeat(view):
+                waited_s = side.yield_turns(latest_s, handover_s, is_called=self.has_input)
+            else:
+                waited_s = side.yield_turn(latest_s, handover_s)
+            if waited_s > 0 and self.has_input() and self._may_join():
+                # What came meanwhile, a request most likely, joins this step: the engine core takes it in
+                # between two scheduling passes, and its first token need not wait for one more decode step.
+                self.max_num_scheduled_tokens = 0
+                return
+        side.begin_step()
+        if side.is_wanted and self._deadlines.has_pending_prefill:
+            self._spare_decodes()
+
+    def _spare_decodes(self) -> None:
+        """Splits the prefill that came while rollouts computed, where it would break a decode's ITL cap."""
+        if self.recorder.is_profiled and self.scheduler_config.enable_chunked_prefill:
+            deadlines = self._deadlines
+            room = deadlines.prefill_room(time.monotonic(), self.recorder.model, self._context_tokens)
+            self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, deadlines.num_decodes + room)
+
+    def _may_join(self) -> bool:
+        return self._deadlines.may_join(time.monotonic(), self.recorder.model, self._context_tokens)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        most = self.max_num_scheduled_tokens
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = most
+        if output.total_num_scheduled_tokens == 0:
+            self._publish(time.monotonic())
+        return output
+
+    # What a step brought ------------------------------------------------------------------------------
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        now = time.monotonic()
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            self._stamp(scheduler_output, outputs, now)
+            self._publish(now)
+        return outputs
+
+    def _stamp(self, step: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
+        deadlines = self._deadlines
+        produced = [one for many in outputs.values() for one in many.outputs]
+        deadlines.produced((one.request_id for one in produced if one.new_token_ids), now)
+        deadlines.finished(one.request_id for one in produced if one.finish_reason is not None)
+        for request_id in step.num_scheduled_tokens if deadlines.has_pending_prefill else ():
+            request = self.requests.get(request_id)
+            if request is not None:
+                remaining = max(0, request.num_prompt_tokens - request.num_computed_tokens)
+                deadlines.prefilled(request_id, remaining)
+        self._context_tokens = sum(request.num_computed_tokens for request in self.running)
+        deadlines.set_load(max(len(self.running) / self.max_num_running_reqs, self._kv_load()))
+
+    def _kv_load(self) -> float:
+        if self.tenant is None:
+            return self.kv_cache_manager.usage
+        return self.tenant.pool.num_positions_in_use() / self.tenant.client.num_slabs
+
+    def _publish(self, now: float) -> None:
+        if not self._shares_compute:
+            return
+        side = self._side
+        assert side is not None
+        has_work = self.has_unfinished_requests()
+        view = self._deadlines.view(
+            now, self.recorder.model, has_work=has_work, context_tokens=self._context_tokens
+        )
+        if side.is_stepping:
+            side.end_step(view)
+        else:
+            side.publish(view)
+
+    # Arrivals and departures ----------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        arrival_s = monotonic_arrival(time.monotonic(), time.time(), request.arrival_time)
+        self._track(request, arrival_s)
+        if self._side is not None:
+            if not self._side.is_stepping:
+                # Before the announcement ends: a rollout must not find neither of the two and start a step.
+                self._publish(time.monotonic())
+            self._side.absorb_arrival(arrival_s)
+
+    def _track(self, request: Request, arrival_s: float) -> None:
+        own_slo = self._own_slo(request)
+        if own_slo is not None:
+            self._expect_more_like(own_slo)
+        if self._side is not None:
+            self._side.set_max_step(self._deadlines.max_idle_step_s(time.monotonic()))
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            self._deadlines.arrived_prefilled(request.request_id, arrival_s, own_slo)
+        else:
+            self._deadlines.arrived(request.request_id, arrival_s, request.num_prompt_tokens, own_slo)
+
+    def _own_slo(self, request: Request) -> SLO | None:
+        params = request.sampling_params
+        return requested_slo(params.extra_args if params is not None else None, self._gate.settings.slo)
+
+    def _expect_more_like(self, own_slo: SLO) -> None:
+        """One that can't be reached holds rollouts back while its requests run, and not on an idle GPU."""
+        problem = self._slo_problem(own_slo)
+        if problem is None:
+            self._deadlines.expect_more_like(own_slo, time.monotonic())
+        elif own_slo != self._unreachable_slo:
+            self._unreachable_slo = own_slo
+            logger.warning("a request's own SLO can't be reached: %s", problem)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        self._deadlines.finished(request.request_id for request in finished)
+        if finished and self._side is not None and not self._side.is_stepping:
+            self._publish(time.monotonic())
+        return finished
+
+    def shutdown(self) -> None:
+        if self._side is not None:
+            self._side.detach()
+        super().shutdown()

@@ -1,0 +1,90 @@
+"""vLLM's weight-transfer backend ``rose`` in a trainer: the relay behind vLLM's own RL API.
+
+    load_general_plugins()  # vllm.plugins; makes vLLM know the backend
+    engine = WeightTransferTrainerFactory.trainer_init(
+        RelayTrainerInit("embedded://relay:8400", rank=0), client=client, source=ModuleSource(model)
+    )
+    engine.send_weights()  # after each optimizer step
+
+Owns: the publisher, and a copy on the host of what the source yields, as a source makes each tensor for a
+moment. Promises: send_weights() returns when the version is in the relay, and the named workers run it.
+Workers change by themselves, between two steps (subscriber.py): the client's calls, which would
+hold them up, are not made.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
+
+from rose.transfer.publish.publisher import WeightPublisher
+
+ACK_TIMEOUT_S = 600.0
+
+
+@dataclass
+class RelayTrainerInit(TrainerInitInfo):
+    """relay, run_id: as of WeightPublisher.
+
+    workers: by manifest.worker_name; send_weights() waits until they run the version, up to
+    ack_timeout_s.
+    """
+
+    backend: ClassVar[str] = "rose"
+
+    relay: str
+    run_id: str | None = None
+    workers: tuple[str, ...] = ()
+    ack_timeout_s: float = ACK_TIMEOUT_S
+
+
+class RelayTrainerEngine(TrainerWeightTransferEngine[RelayTrainerInit]):
+    """Every rank makes one, as the source may gather; rank 0 publishes.
+
+    A trainer whose ranks are each to publish their share uses WeightPublisher itself.
+    """
+
+    init_info_cls = RelayTrainerInit
+
+    def __init__(self, init_info: RelayTrainerInit, client: Any, source: WeightSource) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._init_info = init_info
+        self._weights: dict[str, torch.Tensor] = {}
+        self._publisher: WeightPublisher | None = None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: RelayTrainerInit, *, client: Any, source: WeightSource | None = None
+    ) -> Self:
+        """Raises: ValueError without a source."""
+        if source is None:
+            raise ValueError("weight-transfer backend rose finds out itself what changed: it needs a source")
+        return cls(init_info, client, source)
+
+    def send_weights(self) -> None:
+        """Publishes what the source yields now. Raises: RelayError; WorkerError naming the late workers."""
+        assert self.source is not None
+        for name, tensor in self.source:
+            if self.is_sender:
+                self._keep(name, tensor.detach())
+        if not self.is_sender:
+            return
+        info = self._init_info
+        if self._publisher is None:
+            self._publisher = WeightPublisher(self._weights, info.relay, info.run_id)
+        version = self._publisher.publish().version
+        if info.workers:
+            self._publisher.wait_acked(version, info.workers, info.ack_timeout_s)
+
+    def shutdown(self) -> None:
+        """Closes the connection; what was published stays in the relay."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self._weights:
+            self._weights[name].copy_(tensor)
+        else:
+            self._weights[name] = tensor.to("cpu", copy=True)

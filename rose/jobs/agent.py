@@ -1,0 +1,71 @@
+"""`rose sched agent`: a host offers its nodes to the cluster scheduler of another one, and runs jobs on them.
+
+Owns: the runner of this host. Promises: jobs start and end here as the scheduler orders, each in a process
+group of its own; while this process lives the scheduler hears of it, and when it ends, so do its jobs.
+Never: decides.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.arguments import CommandParser, run_command
+from rose.config import Settings, make_private_dir
+from rose.errors import ConfigError
+from rose.jobs.runner import Offer, Runner
+from rose.jobs.serve import START_S, cache_root
+from rose.node.signals import StopOnSignals
+from rose.scheduler.runtime.channel.client import ControlClient
+from rose.scheduler.runtime.channel.opening import ChannelUrl
+
+
+def main(argv: Sequence[str]) -> int:
+    """``rose sched agent --channel redis://HOST:PORT/0 --rollout-nodes N --train-nodes M``."""
+    settings = Settings.from_environment()
+    arguments = _parser(settings).parse_args(argv)
+    offer = Offer(
+        host=arguments.host,
+        num_nodes={"rollout": arguments.rollout_nodes, "train": arguments.train_nodes},
+    )
+    if min(offer.num_nodes.values()) < 0 or not any(offer.num_nodes.values()):
+        raise ConfigError(
+            f"--rollout-nodes {arguments.rollout_nodes} --train-nodes {arguments.train_nodes}: "
+            "an agent needs at least one node to offer"
+        )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    folder = make_private_dir(arguments.folder, "choose another with --folder")
+    channel = ChannelUrl.parse(arguments.channel).join(f"agent:{arguments.host}")
+    cache = cache_root(settings, arguments.channel, arguments.host)
+    with StopOnSignals(), ControlClient(channel, START_S) as client:
+        runner = Runner(client, arguments.channel, folder, cache, offer=offer)
+        try:
+            runner.run(lambda: None)
+        finally:
+            runner.close()
+    return 0
+
+
+def _parser(settings: Settings) -> CommandParser:
+    parser = CommandParser(
+        "rose sched agent",
+        "Runs jobs of a scheduler (rose sched serve --agents) on this host's nodes.",
+        "rose sched agent --channel redis://head:6379/0 --rollout-nodes 4",
+    )
+    parser.add_argument(
+        "--channel", default=settings.channel_url, help="the scheduler's (%(default)s, from ROSE_CHANNEL)"
+    )
+    parser.add_argument(
+        "--host", default=os.uname().nodename, help="this host's name, no other agent's (%(default)s)"
+    )
+    parser.add_argument("--rollout-nodes", type=int, default=0, help="that groups may use (%(default)s)")
+    parser.add_argument("--train-nodes", type=int, default=0, help="that groups may use (%(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=settings.runtime_dir / "jobs", help="job files and logs (%(default)s)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("sched agent", main, sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""`rose sched profile`: measures what a job's phases take, and writes that into its file.
+
+Owns: the command, and the file that it writes. Promises: bad input is refused before anything runs, nothing
+is written but after a whole run, and no file is overwritten. Never: runs the job (solo_run.py), nor judges
+the figures (rose.scheduler.runtime.job.profile).
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from rose.arguments import CommandParser
+from rose.config import Settings, parse_config, read_yaml
+from rose.errors import ConfigError
+from rose.jobs.solo_run import measure
+from rose.node.signals import StopOnSignals
+from rose.scheduler.runtime.job.profile import NUM_WARM_UP, JobProfile, filled
+from rose.scheduler.runtime.job.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``rose sched profile JOB.yaml``."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    content = read_yaml(arguments.job, RunSpec)
+    spec = parse_config(content, RunSpec, str(arguments.job))
+    spec = spec.model_copy(update={"folder": str((arguments.job.parent / spec.folder).resolve())})
+    output = _output(arguments.output, arguments.job)
+    if arguments.dry_run:
+        print(json.dumps(_plan(spec, arguments.iterations, output)))
+        return 0
+    with StopOnSignals():
+        profile = measure(
+            spec, arguments.iterations, timeout_s=arguments.timeout_s, settings=Settings.from_environment()
+        )
+        written = filled(content, spec, profile)
+        if output.resolve().parent != arguments.job.resolve().parent:
+            written["folder"] = spec.folder  # was relative to the other file
+        output.write_text(_header(profile) + yaml.safe_dump(written, sort_keys=False))
+        if not profile.has_asked_tokens:
+            logger.warning("%s", _warning(profile))
+        if arguments.json:
+            print(json.dumps(profile.to_json() | {"output": str(output)}))
+        else:
+            console = Console()
+            console.print(_table(profile))
+            console.print(f"written: {output}  (rose sched submit {output})", soft_wrap=True)
+        return 0
+    return 130  # a signal
+
+
+def _output(given: Path | None, job: Path) -> Path:
+    """Raises: ConfigError before minutes are spent on measuring."""
+    output = given if given is not None else job.with_name(f"{job.stem}.profiled.yaml")
+    if output.exists():
+        raise ConfigError(f"{output}: exists; remove it, or choose another with --output")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: no such folder; create {output.absolute().parent} first")
+    return output
+
+
+def _plan(spec: RunSpec, num_iterations: int, output: Path) -> dict[str, Any]:
+    return {
+        "job": spec.name,
+        "state": "would run",
+        "command": list(spec.command),
+        "folder": spec.folder,
+        "phases": list(spec.phases),
+        "max_tokens": spec.max_tokens,
+        "warm_up_iterations": NUM_WARM_UP,
+        "iterations": num_iterations,
+        "output": str(output),
+    }
+
+
+def _header(profile: JobProfile) -> str:
+    note = "" if profile.has_asked_tokens else f"# {_warning(profile)}\n"
+    return (
+        f"# seconds: the longest of {profile.num_iterations} iterations alone, at {profile.max_tokens} "
+        f"tokens, as rose sched profile measured them.\n{note}"
+    )
+
+
+def _warning(profile: JobProfile) -> str:
+    return (
+        f"{profile.job} never read progress.forced_tokens: its responses had their ordinary lengths, so "
+        f"these are no worst-case times unless each of them always has {profile.max_tokens} tokens"
+    )
+
+
+def _table(profile: JobProfile) -> Table:
+    table = Table(
+        "phase", "longest", "median", "of that loading", "offloading", "peak resident", "kept in host memory"
+    )
+    for name, phase in profile.phases.items():
+        table.add_row(
+            name,
+            f"{phase.total_s.worst:.3f} s",
+            f"{phase.total_s.median:.3f} s",
+            f"{phase.load_s.worst:.3f} s",
+            f"{phase.offload_s.worst:.3f} s",
+            f"{phase.peak_resident_gib:.2f} GiB",
+            f"{phase.cached_bytes / 1e9:.3f} GB",
+        )
+    return table
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "rose sched profile",
+        "Runs a job alone on this machine, each response as long as max_tokens allows, and writes its file\n"
+        "with the phases' times. The job reads `progress.forced_tokens`; let nothing else run meanwhile.",
+        "rose sched profile job.yaml --output profiled.yaml && rose sched submit profiled.yaml",
+    )
+    parser.add_argument("job", type=Path, help="as for rose sched submit; phases need no seconds")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="(default: JOB.profiled.yaml beside JOB)")
+    parser.add_argument(
+        "--iterations", type=_positive, default=3, help="measured, after one to warm up (%(default)s)"
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=3600.0, help="of the whole run, start included (%(default)g)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would run")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number

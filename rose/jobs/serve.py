@@ -1,0 +1,176 @@
+"""`rose sched serve`: the cluster scheduler and the runner of its jobs, on one machine.
+
+Owns: the scheduler's process, the dashboard's if asked for, and the runner. Promises: a scheduler that dies
+is started again and its jobs don't notice, but for a wait; when this process ends, all of them end. Never:
+decides.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.arguments import CommandParser, run_command
+from rose.config import Settings, load_yaml, make_private_dir
+from rose.errors import ChannelError, WorkerError
+from rose.jobs.dashboard import DashboardProcess
+from rose.jobs.runner import Runner
+from rose.node.processes import ServerProcess
+from rose.node.signals import StopOnSignals
+from rose.scheduler.runtime.channel.client import ControlClient
+from rose.scheduler.runtime.channel.messages import Reply, Status
+from rose.scheduler.runtime.channel.opening import ChannelUrl
+from rose.scheduler.runtime.channel.protocol import ClientSide
+from rose.scheduler.runtime.job.spec import ServeSpec
+
+logger = logging.getLogger(__name__)
+
+START_S = 120.0
+POLL_S = 0.1
+
+
+class ScheduledNode:
+    """The scheduler under its supervisor. ``check`` starts it again when a signal has ended it."""
+
+    def __init__(self, channel: str, cluster: Path | None, log_path: Path | None = None) -> None:
+        """Checks both, starts nothing. log_path: where the scheduler's log goes; None: on this terminal."""
+        ChannelUrl.parse(channel)
+        self._argv = [sys.executable, "-m", "rose.scheduler.runtime.command.process", "--channel", channel]
+        if cluster is not None:
+            load_yaml(cluster, ServeSpec)
+            self._argv += ["--cluster", str(cluster)]
+        self._log_path = log_path
+        self._scheduler = self._new()
+
+    def _new(self) -> ServerProcess:
+        return ServerProcess(self._argv, "scheduler", self._log_path)
+
+    def start(self) -> None:
+        """Runs the scheduler."""
+        self._scheduler.start()
+
+    @property
+    def scheduler_pid(self) -> int:
+        """Of the one that runs now."""
+        return self._scheduler.pid
+
+    def check(self) -> None:
+        """Raises: WorkerError when the scheduler has ended by itself, after saying why."""
+        if self._scheduler.is_alive():
+            return
+        exit_status = self._scheduler.stop(0.0)
+        if exit_status is None or exit_status >= 0:
+            raise WorkerError(f"the scheduler ended with status {exit_status}; its last line says why")
+        logger.warning("scheduler died signal=%d, starting it again", -exit_status)
+        self._scheduler = self._new()
+        self._scheduler.start()
+
+    def wait_ready(self, client: ControlClient) -> None:
+        """Until our scheduler answers: another one may have the channel, and ours then says so."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            self.check()
+            try:
+                reply = client.ask(Status(seq=client.next_seq()), timeout_s=POLL_S)
+            except ChannelError:  # not there yet
+                continue
+            if isinstance(reply, Reply) and reply.body["scheduler_pid"] == self.scheduler_pid:
+                return
+            time.sleep(POLL_S)
+        raise WorkerError(f"the scheduler, pid {self.scheduler_pid}, does not answer after {START_S:.0f} s")
+
+    def stop(self) -> None:
+        """Ends the scheduler; its state stays in the channel."""
+        self._scheduler.stop()
+
+
+def main(argv: Sequence[str]) -> int:
+    """``rose sched serve [CLUSTER.yaml]``."""
+    settings = Settings.from_environment()
+    arguments = _parser(settings).parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    folder = make_private_dir(arguments.folder, "choose another with --folder")
+    node = ScheduledNode(arguments.channel, arguments.cluster)
+    page = DashboardProcess(arguments.http, arguments.channel) if arguments.http is not None else None
+    with StopOnSignals():
+        node.start()
+        try:
+            _run(node, page, arguments, folder, settings)
+        finally:
+            if page is not None:
+                page.stop()
+            node.stop()
+    return 0
+
+
+def _run(
+    node: ScheduledNode,
+    page: DashboardProcess | None,
+    arguments: argparse.Namespace,
+    folder: Path,
+    settings: Settings,
+) -> None:
+    channel: str = arguments.channel
+
+    def check() -> None:
+        node.check()
+        if page is not None:
+            page.check()
+
+    with ControlClient(joined(channel), START_S) as client:
+        node.wait_ready(client)
+        if arguments.agents:
+            while True:
+                check()
+                time.sleep(POLL_S)
+        runner = Runner(client, channel, folder, cache_root(settings, channel))
+        try:
+            runner.run(check)
+        finally:
+            runner.close()
+
+
+def cache_root(settings: Settings, channel: str, host: str = "") -> Path:
+    """By channel and host: jobs of two schedulers or agents on one machine may have the same name."""
+    return settings.staging_root / "jobs" / f"{zlib.crc32(f'{channel}{host}'.encode()):08x}"
+
+
+def joined(channel: str) -> ClientSide:
+    """A runner's end of the channel."""
+    return ChannelUrl.parse(channel).join(f"runner:{os.uname().nodename}")
+
+
+def _parser(settings: Settings) -> CommandParser:
+    parser = CommandParser(
+        "rose sched serve",
+        "Schedules whole RL jobs on shared nodes, and runs their processes on this machine.",
+        "rose sched serve cluster.yaml --channel redis://127.0.0.1:6379/0",
+    )
+    parser.add_argument("cluster", nargs="?", type=Path, help="groups and limits; default: two nodes")
+    parser.add_argument(
+        "--channel",
+        default=settings.channel_url,
+        help="unix:FOLDER, or redis://HOST:PORT/DB (default: %(default)s, from ROSE_CHANNEL)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=settings.runtime_dir / "jobs", help="job files and logs (%(default)s)"
+    )
+    parser.add_argument(
+        "--agents",
+        action="store_true",
+        help="run no job on this machine: on the nodes of `rose sched agent` on others",
+    )
+    parser.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="also serve the dashboard and /metrics there, as rose sched dashboard does (default: nowhere)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("sched serve", main, sys.argv[1:]))

@@ -1,0 +1,187 @@
+"""Everybody who is connected to a pool's daemon: sockets, and the processes behind them.
+
+Owns the socket `pool-NAME.sock`, and of each client its socket, its inbox and a pidfd. Promises that a line
+it hands on comes from a process of this user that is watched, and that a client which is turned away hears
+why. Never knows what a line says or what a client holds: the pool's owner does (rose/memory/daemon/owner.py).
+"""
+
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.errors import PoolError
+from rose.memory.daemon.event_loop import EventLoop
+from rose.memory.daemon.roster import AttachRefused
+from rose.memory.pool.passing import Inbox, send_line
+from rose.memory.pool.processes import watch_process
+from rose.memory.pool.wire import Refusal, Welcome
+
+logger = logging.getLogger(__name__)
+
+MAX_CLIENTS = 64
+"""Two engines of up to 16 ranks (MAX_SHARDS), and a few observers."""
+_SEND_TIMEOUT_S = 1.0
+"""A reply of 200 bytes fits any socket buffer; a client that can't take it is broken."""
+
+
+@dataclass(slots=True)
+class Connection:
+    """A client's socket and process. ``socket`` is None while it is closed, ``slot`` 0 before its hello."""
+
+    number: int
+    socket: socket.socket | None
+    pid: int
+    started: int
+    pidfd: int
+    inbox: Inbox
+    slot: int = 0
+
+    def welcome(self, welcome: Welcome, fds: Sequence[int]) -> None:
+        """Answers a hello. Raises: OSError."""
+        assert self.socket is not None
+        self.socket.settimeout(_SEND_TIMEOUT_S)
+        send_line(self.socket, welcome.to_line(), fds)
+        self.socket.setblocking(False)
+
+
+class Connections:
+    """The daemon's connections, by number. Reacts in ``loop``, on its thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        pool: str,
+        loop: EventLoop,
+        *,
+        max_fds: int,
+        on_line: Callable[[Connection, bytes], None],
+        on_hang_up: Callable[[Connection], None],
+        on_end: Callable[[Connection], None],
+    ) -> None:
+        """Listens. Raises: PoolError.
+
+        ``on_line`` may raise a PoolError, which a client without a slot is told before it is hung up on.
+        ``on_hang_up``: the socket is done with. ``on_end``: the process has ended.
+        """
+        self._path = path
+        self._pool = pool
+        self._loop = loop
+        self._max_fds = max_fds
+        self._on_line, self._on_hang_up, self._on_end = on_line, on_hang_up, on_end
+        self._connections: dict[int, Connection] = {}
+        self._num_made = 0
+        self._listener = _listen(path)
+        loop.watch(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Gives up the socket's name, and lets everybody go."""
+        self._path.unlink(missing_ok=True)
+        self._listener.close()
+        for connection in self._connections.values():
+            if connection.socket is not None:
+                connection.socket.close()
+            connection.inbox.close()
+            os.close(connection.pidfd)
+
+    def __getitem__(self, number: int) -> Connection:
+        return self._connections[number]
+
+    def members(self) -> list[Connection]:
+        """Those with a slot."""
+        return [connection for connection in self._connections.values() if connection.slot]
+
+    def slots(self) -> set[int]:
+        """The slots of :meth:`members`."""
+        return {connection.slot for connection in self.members()}
+
+    def member_pids(self) -> str:
+        """The processes of :meth:`members`, for a message."""
+        return ", ".join(map(str, sorted({connection.pid for connection in self.members()})))
+
+    def add(self, client: socket.socket | None, pid: int, started: int, pidfd: int) -> Connection:
+        """Watches a process, and the socket if it has one yet. Takes socket and pidfd over."""
+        self._num_made += 1
+        connection = Connection(self._num_made, client, pid, started, pidfd, Inbox(self._max_fds))
+        self._connections[connection.number] = connection
+        self._loop.watch(pidfd, lambda: self._on_end(connection))
+        if client is not None:
+            client.setblocking(False)
+            self._loop.watch(client, lambda: self._read(connection))
+        return connection
+
+    def close_socket(self, connection: Connection) -> None:
+        """Hangs up; the process goes on being watched. Idempotent."""
+        connection.inbox.close()
+        if connection.socket is not None:
+            self._loop.drop(connection.socket)
+            connection.socket.close()
+            connection.socket = None
+
+    def drop(self, connection: Connection) -> None:
+        """Hangs up, and forgets the process."""
+        self.close_socket(connection)
+        self._loop.drop(connection.pidfd)
+        os.close(connection.pidfd)
+        del self._connections[connection.number]
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError as error:
+            logger.warning("accept failed pool=%s error=%s", self._pool, error)
+            return
+        pid, uid, _gid = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        try:
+            if uid != os.getuid():
+                raise AttachRefused(f"pool {self._pool} belongs to uid {os.getuid()}, you are uid {uid}")
+            if len(self._connections) >= MAX_CLIENTS:
+                raise AttachRefused(
+                    f"pool {self._pool} has {MAX_CLIENTS} clients, its limit; stop some", is_transient=True
+                )
+            pidfd, started = watch_process(pid)
+        except PoolError as error:
+            _refuse(client, error)
+            client.close()
+            return
+        self.add(client, pid, started, pidfd)
+
+    def _read(self, connection: Connection) -> None:
+        assert connection.socket is not None
+        try:
+            if not connection.inbox.receive(connection.socket):
+                self._on_hang_up(connection)
+            while connection.socket is not None and (line := connection.inbox.take_line()) is not None:
+                self._on_line(connection, line)
+        except BlockingIOError:
+            return
+        except (PoolError, OSError) as error:
+            logger.info("refused pool=%s pid=%d reason=%s", self._pool, connection.pid, error)
+            if connection.socket is not None:
+                if not connection.slot:
+                    _refuse(connection.socket, error)
+                self._on_hang_up(connection)
+
+
+def _listen(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)  # left by a dead daemon: we hold its lock
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        listener.listen(64)
+    except OSError as error:
+        listener.close()
+        raise PoolError(f"{path}: can't listen ({error.strerror})") from error
+    return listener
+
+
+def _refuse(client: socket.socket, reason: Exception) -> None:
+    is_transient = isinstance(reason, AttachRefused) and reason.is_transient
+    client.settimeout(_SEND_TIMEOUT_S)
+    try:
+        client.sendall(Refusal(refused=str(reason), is_transient=is_transient).to_line())
+    except OSError as error:
+        logger.debug("refusal not delivered error=%s", error)

@@ -1,0 +1,266 @@
+"""The owner of a pool: it makes the memory, one shard per tensor-parallel rank, hands it to engines and
+buries dead ones.
+
+Owns the pool's memory, the lock and the state file; its clients' sockets are in connections.py.
+Promises that a dead engine's slabs come free once all its processes have ended, that a pool has one daemon,
+and that a daemon which starts while engines of its predecessor live takes over their memory instead of making
+its own. Never takes part in moving slabs: if it dies, engines go on with the memory they already hold.
+
+One thread. Source: the crash rules are ours; ROSE §4.1 has only "a global allocator".
+"""
+
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rose.errors import ConfigError, PoolError
+from rose.memory.daemon.connections import MAX_CLIENTS, Connection, Connections
+from rose.memory.daemon.event_loop import EventLoop
+from rose.memory.daemon.pool_lock import PoolLock
+from rose.memory.daemon.pool_state import MemberState, PoolState, read_state, write_state
+from rose.memory.daemon.roster import AttachRefused, Roster
+from rose.memory.pool.pool_memory import PoolMemory, PoolSize
+from rose.memory.pool.processes import find_process
+from rose.memory.pool.wire import Bye, Hello, Kind, Welcome, socket_path
+from rose.memory.slabs.fd_limit import ensure_fd_limit
+
+logger = logging.getLogger(__name__)
+
+HAND_OVER_TIMEOUT_S = 20.0
+"""A surviving engine knocks every 0.1 to 1 s; one that loads weights may hold its interpreter for seconds."""
+
+
+class PoolOwner:
+    """One pool. Use as a context manager around :meth:`open` and :meth:`run`."""
+
+    def __init__(self, *, name: str, size: PoolSize, runtime_dir: Path) -> None:
+        """Takes the pool's name. Raises: PoolError if it has a daemon, ConfigError for bad sizes."""
+        size.check()
+        path = socket_path(runtime_dir, name)
+        self._state_path = path.with_suffix(".state")
+        self._name = name
+        self._size = size
+        # The memory's descriptors twice: a client that comes back brings them along.
+        num_fds = 2 * size.num_fds + 2 * MAX_CLIENTS
+        ensure_fd_limit(num_fds, f"pool {name} with {size.num_slabs} slabs and up to {MAX_CLIENTS} clients")
+        self.loop = EventLoop()
+        self._roster = Roster(name)
+        self._memory: PoolMemory | None = None
+        self._files: list[tuple[int, int]] = []
+        """What the pool's memory consists of: see PoolMemory.files."""
+        with ExitStack() as undo:
+            undo.callback(self.loop.close)
+            self._lock = PoolLock(path.with_suffix(".lock"), name)
+            undo.callback(self._lock.release)
+            self._connections = Connections(
+                path,
+                name,
+                self.loop,
+                max_fds=size.num_fds,
+                on_line=self._hear,
+                on_hang_up=self._hang_up,
+                on_end=self._bury,
+            )
+            undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Gives up the pool's name. Clients keep their memory; the state file stays if there are any."""
+        self._connections.close()
+        self.loop.close()
+        if self._memory is not None:
+            self._memory.close()
+        self._lock.release()
+        logger.info("pool closed name=%s", self._name)
+
+    def open(self) -> None:
+        """Takes over the memory that a former daemon's engines hold, or makes new if none of them lives.
+
+        Raises: PoolError if they hold a pool of another size, or none of them hands it over in time.
+        """
+        state = read_state(self._state_path)
+        if state is not None:
+            self._restore(state)
+        connections = self._connections
+        if connections.members():
+            logger.info(
+                "waiting for the memory of pool=%s from pids=%s", self._name, connections.member_pids()
+            )
+            self.loop.run(lambda: self._memory is not None or not connections.members(), HAND_OVER_TIMEOUT_S)
+        if self.loop.is_stopping:
+            raise PoolError(f"pool {self._name}: stopped before it was open")
+        if self._memory is None and connections.members():
+            raise PoolError(
+                f"pool {self._name}: processes {connections.member_pids()} have its memory and none of them "
+                f"handed it over within {HAND_OVER_TIMEOUT_S:.0f} s: stop them and start the daemon again"
+            )
+        if self._memory is None:
+            self._memory = PoolMemory.create(self._name, self._size)
+            self._files = self._memory.files()
+        self._memory.ledger.check_integrity()
+        self._save()
+
+    def run(self) -> None:
+        """Serves clients until :attr:`loop` is stopped."""
+        logger.info("pool open name=%s %s", self._name, self._size)
+        self.loop.run()
+
+    # A former daemon's pool ----------------------------------------------------------------------
+
+    def _restore(self, state: PoolState) -> None:
+        """Watches the processes that are left. Raises: PoolError if their pool has another size."""
+        pidfds = [find_process(member.hello.pid, member.started) for member in state.members]
+        dead_slots = {
+            member.hello.slot for member, fd in zip(state.members, pidfds, strict=True) if fd is None
+        }
+        for member, pidfd in zip(state.members, pidfds, strict=True):
+            if pidfd is not None:
+                hello = member.hello
+                connection = self._connections.add(None, hello.pid, member.started, pidfd)
+                connection.slot = hello.slot
+                is_broken = hello.slot in dead_slots or hello.slot in state.broken_slots
+                self._roster.restore(connection.number, hello, hello.pid, is_broken=is_broken)
+        pids = self._connections.member_pids()
+        if pids and state.size != self._size:
+            raise PoolError(
+                f"pool {self._name} lives on in processes {pids} with {state.size}, this daemon was given "
+                f"{self._size}: start it with the former, or stop those processes first"
+            )
+        self._files = state.files
+
+    def _take_back(self, connection: Connection, hello: Hello) -> None:
+        """A client that was attached before, with the memory it holds. Raises: PoolError."""
+        old = self._connections[self._roster.find(hello, connection.pid)]
+        fds = connection.inbox.take_fds()
+        files = [(status.st_dev, status.st_ino) for status in map(os.fstat, fds)]
+        if files != self._files:
+            for fd in fds:
+                os.close(fd)
+            raise AttachRefused(f"the {len(fds)} descriptors handed over are not pool {self._name}'s memory")
+        if self._memory is None:
+            memory = PoolMemory(fds)
+            if memory.size != self._size:
+                memory.close()
+                raise AttachRefused(f"the memory handed over has {memory.size}, not {self._size}")
+            self._memory = memory
+            self._rebuild(memory)
+        else:
+            for fd in fds:
+                os.close(fd)
+        self._roster.replace(old.number, connection.number)
+        connection.slot, old.slot = old.slot, 0
+        self._bury(old)
+        self._show(connection.slot)
+        logger.info(
+            "came back pool=%s slot=%d kind=%s rank=%d pid=%d",
+            *(self._name, connection.slot, hello.kind, hello.rank, connection.pid),
+        )
+
+    def _rebuild(self, memory: PoolMemory) -> None:
+        """Brings the ledger up to date with what happened while nobody watched."""
+        for slot in memory.ledger.engines():
+            if self._roster.engine(slot) is None:
+                self._clear(slot)
+        slots = self._connections.slots()
+        for slot in slots:
+            self._show(slot)
+        logger.info("took over the memory of pool=%s slots=%s", self._name, sorted(slots))
+
+    def _save(self) -> None:
+        """For a successor. Without it engines go on as before, but no later daemon will know them."""
+        members = [
+            MemberState(hello=hello, started=self._connections[number].started)
+            for number, hello in self._roster.members()
+        ]
+        try:
+            if not members:
+                self._state_path.unlink(missing_ok=True)
+                return
+            broken = self._roster.broken_slots()
+            state = PoolState.of(self._size, files=self._files, members=members, broken_slots=broken)
+            write_state(self._state_path, state)
+        except OSError:
+            logger.exception("can't write %s: a restarted daemon will not find its engines", self._state_path)
+
+    # Clients -------------------------------------------------------------------------------------
+
+    def _hear(self, connection: Connection, line: bytes) -> None:
+        if connection.slot:
+            Bye.from_line(line)
+            self._bury(connection)
+        else:
+            self._greet(connection, Hello.from_line(line))
+
+    def _greet(self, connection: Connection, hello: Hello) -> None:
+        fds: tuple[int, ...] = ()
+        if not hello.slot and (former := self._roster.find_lost(hello, connection.pid)) is not None:
+            # It left, or was not welcomed, while its daemon died: nobody else would ever bury it.
+            self._bury(self._connections[former])
+        if hello.slot:
+            self._take_back(connection, hello)
+        elif self._memory is None:
+            raise AttachRefused(
+                f"pool {self._name} is being taken over from its former daemon", is_transient=True
+            )
+        elif hello.kind is Kind.OBSERVER:
+            fds = self._memory.page_fds
+        else:
+            self._admit(connection, hello)
+            fds = self._memory.fds
+        connection.welcome(Welcome(slot=connection.slot, num_fds=len(fds), daemon_pid=os.getpid()), fds)
+
+    def _admit(self, connection: Connection, hello: Hello) -> None:
+        try:
+            self._size.check_ranks(self._name, hello.world_size)
+        except ConfigError as error:
+            raise AttachRefused(str(error)) from error
+        connection.slot = self._roster.admit(connection.number, hello, connection.pid)
+        # Before anybody can own a slab: a successor takes a slot that the file doesn't know for a dead one's.
+        self._save()
+        self._show(connection.slot)
+        logger.info(
+            "attached pool=%s slot=%d role=%s engine=%s kind=%s rank=%d pid=%d",
+            *(self._name, connection.slot, hello.role, hello.engine_id),
+            *(hello.kind, hello.rank, connection.pid),
+        )
+
+    def _hang_up(self, connection: Connection) -> None:
+        """The socket is done with; an engine's process is waited for, as it may have slabs mapped."""
+        self._connections.close_socket(connection)
+        if connection.slot:
+            self._show(self._roster.lose(connection.number))
+            logger.info("lost pool=%s slot=%d pid=%d", self._name, connection.slot, connection.pid)
+        else:
+            self._bury(connection)
+
+    def _bury(self, connection: Connection) -> None:
+        """The process has no slab mapped any more."""
+        self._connections.drop(connection)
+        if not connection.slot:
+            return
+        vacated = self._roster.bury(connection.number)
+        # Saved first: a successor clears the slots that it finds nobody for.
+        self._save()
+        if vacated is None:
+            self._show(connection.slot)
+        elif self._memory is not None:
+            self._clear(vacated)
+
+    # The ledger ----------------------------------------------------------------------------------
+
+    def _show(self, slot: int) -> None:
+        if self._memory is not None:
+            self._memory.ledger.set_engine(slot, self._roster.engine(slot))
+
+    def _clear(self, slot: int) -> None:
+        """No process of the engine is left."""
+        assert self._memory is not None
+        num_freed = self._memory.ledger.vacate(slot)
+        logger.info("engine left pool=%s slot=%d freed_slabs=%d", self._name, slot, num_freed)

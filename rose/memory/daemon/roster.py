@@ -1,0 +1,207 @@
+"""Which engines, and which of their processes, are attached to a pool.
+
+Owns the rules of attaching, coming back and leaving. Promises that a slot is vacated only once every process
+of its engine is known to hold no slab. Pure: no sockets, no clock.
+
+A connection is *present*, then maybe *lost* (its socket closed, its process may still have slabs mapped) and
+present again, and at last *gone* (it said bye or its process ended). Nobody joins an engine that has lost
+somebody; one with somebody gone is leaving for good.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rose.errors import PoolError
+from rose.memory.ledger.ledger import EngineSlot
+from rose.memory.ledger.slab_word import MAX_SLOT
+from rose.memory.pool.wire import Hello, Kind
+from rose.types import Role
+
+
+class AttachRefused(PoolError):
+    """The pool won't take this client; transient if a retry may succeed."""
+
+    def __init__(self, message: str, *, is_transient: bool = False) -> None:
+        super().__init__(message)
+        self.is_transient = is_transient
+
+
+@dataclass(slots=True, kw_only=True)
+class _Member:
+    kind: Kind
+    rank: int
+    pid: int
+    is_present: bool = True
+
+    @property
+    def part(self) -> tuple[Kind, int]:
+        return self.kind, self.rank
+
+
+@dataclass(slots=True, kw_only=True)
+class _Engine:
+    role: Role
+    engine_id: str
+    world_size: int
+    members: dict[int, _Member] = field(default_factory=dict)
+    is_broken: bool = False
+    """Somebody is gone."""
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.is_broken or not all(member.is_present for member in self.members.values())
+
+    def describe(self) -> str:
+        pids = sorted({member.pid for member in self.members.values()})
+        return f"{self.role} engine {self.engine_id!r} (pids {', '.join(map(str, pids))})"
+
+
+class Roster:
+    """The engines of one pool, by slot. Connections are any distinct ints."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self._engines: dict[int, _Engine] = {}
+
+    def admit(self, connection: int, hello: Hello, pid: int) -> int:
+        """Takes a scheduler or worker in; returns its engine's slot. Raises: AttachRefused."""
+        if hello.kind is Kind.WORKER and hello.rank >= hello.world_size:
+            raise AttachRefused(f"rank {hello.rank} of {hello.world_size} workers: ranks start at 0")
+        slot = self._slot_for(hello)
+        engine = self._engines.setdefault(
+            slot, _Engine(role=hello.role, engine_id=hello.engine_id, world_size=hello.world_size)
+        )
+        engine.members[connection] = _Member(kind=hello.kind, rank=hello.rank, pid=pid)
+        return slot
+
+    def restore(self, connection: int, hello: Hello, pid: int, *, is_broken: bool) -> None:
+        """Puts somebody into ``hello.slot`` whom an earlier daemon had admitted: lost until it is back.
+
+        is_broken: whether that engine had anybody gone.
+        """
+        engine = self._engines.setdefault(
+            hello.slot, _Engine(role=hello.role, engine_id=hello.engine_id, world_size=hello.world_size)
+        )
+        engine.members[connection] = _Member(kind=hello.kind, rank=hello.rank, pid=pid, is_present=False)
+        engine.is_broken |= is_broken
+
+    def find(self, hello: Hello, pid: int) -> int:
+        """The connection that process ``pid`` had before it broke. Raises: AttachRefused."""
+        engine = self._engines.get(hello.slot)
+        if engine is not None and (engine.role, engine.engine_id, engine.world_size) == (
+            hello.role,
+            hello.engine_id,
+            hello.world_size,
+        ):
+            for connection, member in engine.members.items():
+                if (member.part, member.pid) == ((hello.kind, hello.rank), pid):
+                    return connection
+        raise AttachRefused(
+            f"pool {self._pool} has no {hello.kind} of rank {hello.rank} of {hello.role} engine "
+            f"{hello.engine_id!r} with pid {pid} in slot {hello.slot}: the pool was made anew; "
+            f"restart the engine"
+        )
+
+    def find_lost(self, hello: Hello, pid: int) -> int | None:
+        """The lost connection of a process that says hello anew: of what it had then, it has nothing left."""
+        for connection, former in self.members():
+            is_same = former.model_copy(update={"slot": 0}) == hello.model_copy(update={"pid": pid})
+            if is_same and not self._engines[former.slot].members[connection].is_present:
+                return connection
+        return None
+
+    def replace(self, old: int, new: int) -> None:
+        """The process behind connection ``old`` is present again, as ``new``."""
+        members = self._engines[self._slot_of(old)].members
+        members[new] = members.pop(old)
+        members[new].is_present = True
+
+    def lose(self, connection: int) -> int:
+        """The connection broke; its process may still have slabs mapped. Returns its engine's slot."""
+        slot = self._slot_of(connection)
+        self._engines[slot].members[connection].is_present = False
+        return slot
+
+    def bury(self, connection: int) -> int | None:
+        """The connection's process has no slab mapped any more; returns the slot if that was the last one."""
+        slot = self._slot_of(connection)
+        engine = self._engines[slot]
+        engine.is_broken = True
+        del engine.members[connection]
+        if engine.members:
+            return None
+        del self._engines[slot]
+        return slot
+
+    def engine(self, slot: int) -> EngineSlot | None:
+        """What the ledger shows of an engine, None for an empty slot."""
+        engine = self._engines.get(slot)
+        if engine is None:
+            return None
+        schedulers = [m.pid for m in engine.members.values() if m.kind is Kind.SCHEDULER]
+        return EngineSlot(
+            role=engine.role,
+            pid=schedulers[0] if schedulers else 0,
+            world_size=engine.world_size,
+            is_leaving=engine.is_leaving,
+        )
+
+    def members(self) -> Iterator[tuple[int, Hello]]:
+        """Every connection, with a hello that would restore it."""
+        for slot, engine in self._engines.items():
+            for connection, member in engine.members.items():
+                yield (
+                    connection,
+                    Hello(
+                        role=engine.role,
+                        engine_id=engine.engine_id,
+                        kind=member.kind,
+                        rank=member.rank,
+                        world_size=engine.world_size,
+                        pid=member.pid,
+                        slot=slot,
+                    ),
+                )
+
+    def broken_slots(self) -> list[int]:
+        """Slots of engines that have somebody gone, and somebody left."""
+        return [slot for slot, engine in self._engines.items() if engine.is_broken]
+
+    def check_integrity(self) -> None:
+        """One engine per role, nobody twice. Raises: AssertionError."""
+        roles = [engine.role for engine in self._engines.values()]
+        assert len(roles) == len(set(roles)), roles
+        for slot, engine in self._engines.items():
+            parts = [member.part for member in engine.members.values()]
+            assert 1 <= slot <= MAX_SLOT and 0 < len(parts) == len(set(parts)), (slot, parts)
+
+    def _slot_for(self, hello: Hello) -> int:
+        for slot, engine in self._engines.items():
+            if engine.role is not hello.role:
+                continue
+            if engine.is_leaving:
+                raise AttachRefused(
+                    f"pool {self._pool}: the {engine.describe()} is leaving, its slabs come free when its "
+                    f"processes have ended",
+                    is_transient=True,
+                )
+            self._check_same_engine(engine, hello)
+            return slot
+        return next(slot for slot in range(1, MAX_SLOT + 1) if slot not in self._engines)
+
+    def _check_same_engine(self, engine: _Engine, hello: Hello) -> None:
+        if engine.engine_id != hello.engine_id:
+            raise AttachRefused(
+                f"pool {self._pool} already has a {engine.describe()}; stop it first, or give "
+                f"{hello.engine_id!r} another pool"
+            )
+        if engine.world_size != hello.world_size:
+            raise AttachRefused(
+                f"the {engine.describe()} has world size {engine.world_size}, got {hello.world_size}"
+            )
+        if any(member.part == (hello.kind, hello.rank) for member in engine.members.values()):
+            part = f"{hello.kind} of rank {hello.rank}"
+            raise AttachRefused(f"pool {self._pool}: the {engine.describe()} already has its {part}")
+
+    def _slot_of(self, connection: int) -> int:
+        return next(slot for slot, engine in self._engines.items() if connection in engine.members)

@@ -1,0 +1,46 @@
+"""Where each word of the ledger lies.
+
+Owns the layout, of int64 words, and its version. Never reads shared memory.
+
+    [0, 8)     header: magic, version, sizes           [32, 96)   engine slots, 4 words each
+    [8, 16)    change sequence, on its own cache line  [96, 128)  unused
+    [16, 24)   policy: see rose/memory/ledger/policy_word.py  [128, ..)  one word per slab:
+    [24, 32)   counters                                           see rose/memory/ledger/slab_word.py
+"""
+
+from enum import IntEnum
+
+MAGIC = 0x524F53454C454447  # "ROSELEDG"
+VERSION = 3
+WORD_BYTES = 8
+SLOT_WORDS = 4
+
+
+class Word(IntEnum):
+    """Index of each word below the slabs."""
+
+    MAGIC = 0
+    VERSION = 1
+    NUM_SLABS = 2
+    SLAB_BYTES = 3
+    HEADROOM_SLABS = 4
+    NUM_SHARDS = 5
+    BACKEND = 6
+    CHANGE_SEQ = 8
+    POLICY = 16
+    SERVING_USED = 17
+    SERVING_RECENT_PEAK = 18
+    CUTS = 24
+    RECLAIMED_REQUESTS = 25
+    EXPIRED_LEASES = 26
+    EXIT_FREED_SLABS = 27
+    SLOTS = 32
+    SLABS = 128
+
+
+COUNTERS = (Word.CUTS, Word.RECLAIMED_REQUESTS, Word.EXPIRED_LEASES, Word.EXIT_FREED_SLABS)
+
+
+def ledger_bytes(num_slabs: int) -> int:
+    """Bytes that a ledger of ``num_slabs`` takes."""
+    return (Word.SLABS + num_slabs) * WORD_BYTES

@@ -1,0 +1,116 @@
+"""The shape of NODE.yaml; `rose serve` builds the same engine configuration from its flags.
+
+Owns: what a user may say about one shared GPU. Promises: values that parse are consistent with each other.
+Never: looks at the machine; a port or a model is checked where it is used (checks.py).
+"""
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from rose.config import Section
+from rose.engine.settings import EngineSettings
+from rose.memory.daemon.daemon import SLAB_BYTES
+from rose.memory.pool.pool_memory import MAX_SHARDS
+from rose.memory.slabs.backend import BackendKind
+from rose.types import Role
+
+NODE_EXAMPLE = """\
+pool: {name: gpu0, num_slabs: 512, headroom_slabs: 32}
+relay: embedded://127.0.0.1:8400
+run: frozenlake
+engines:
+  - {model: ./models/chat, role: serving, port: 8000, slo_ttft_ms: 500, slo_tpot_ms: 100}
+  - {model: ./models/policy, role: rollout, port: 8001, vllm_args: [--max-model-len, "2048"]}
+"""
+
+
+class PoolConfig(Section):
+    """The KV memory that the engines of one GPU share, or of several GPUs under tensor parallelism."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+    num_slabs: Annotated[int, Field(gt=0)]
+    slab_bytes: Annotated[int, Field(gt=0)] = SLAB_BYTES
+    headroom_slabs: Annotated[int, Field(ge=0)]
+    """Kept for serving's bursts."""
+    num_shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
+    """Tensor-parallel ranks of its engines."""
+    backend: BackendKind = BackendKind.HOST
+
+    @model_validator(mode="after")
+    def _headroom_fits(self) -> Self:
+        if self.headroom_slabs >= self.num_slabs:
+            raise ValueError(f"headroom_slabs {self.headroom_slabs} leaves nothing of {self.num_slabs} slabs")
+        return self
+
+
+class EngineConfig(EngineSettings):
+    """One vLLM engine on the GPU: where it listens, what vLLM is told, and its ROSE settings."""
+
+    model: Annotated[str, Field(min_length=1)]
+    port: Annotated[int, Field(gt=0, lt=65536)]
+    host: str = "127.0.0.1"
+    vllm_args: tuple[str, ...] = ()
+    """Flags for vLLM itself, as on its command line."""
+    cpus: tuple[int, ...] | None = None
+    """Pins the whole engine; ``compute_cpus`` pins only the model's thread."""
+    relay: str | None = None
+    run: str | None = None
+    """The trainer's run, whose weights a rollout engine follows over ``relay``; None: the newest."""
+    staging: str | None = None
+    """Folder for the checkpoints that come over the relay; None: one in memory, removed at the end."""
+
+    @model_validator(mode="after")
+    def _run_has_a_relay(self) -> Self:
+        if self.run is not None and self.relay is None:
+            raise ValueError(f"run {self.run} needs a relay to come from; set relay")
+        return self
+
+    @property
+    def name(self) -> str:
+        """What logs call it."""
+        return f"{self.role}-{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Where it answers HTTP on this host."""
+        return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
+
+    def plugin_settings(self) -> dict[str, Any]:
+        """What the user set of EngineSettings: the ``rose`` key of vLLM's --additional-config."""
+        mine = set(EngineSettings.model_fields)
+        return self.model_dump(mode="json", include=mine, exclude_unset=True)
+
+
+class NodeConfig(Section):
+    """NODE.yaml: one shared GPU with its pool and its engines."""
+
+    pool: PoolConfig
+    engines: Annotated[tuple[EngineConfig, ...], Field(min_length=1)]
+    relay: str | None = None
+    run: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engines_inherit(cls, content: Any) -> Any:
+        """Engines take the node's pool, and rollout engines its relay, unless they say otherwise."""
+        if not (isinstance(content, dict) and isinstance(content.get("engines"), list)):
+            return content
+        pool = content.get("pool")
+        shared = {"pool": pool.get("name")} if isinstance(pool, dict) else {}
+        weights = {key: content[key] for key in ("relay", "run") if content.get(key) is not None}
+        engines = [
+            {**shared, **(weights if each.get("role") == Role.ROLLOUT else {}), **each}
+            if isinstance(each, dict)
+            else each
+            for each in content["engines"]
+        ]
+        return {**content, "engines": engines}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        ports = [engine.port for engine in self.engines]
+        twice = sorted({port for port in ports if ports.count(port) > 1})
+        if twice:
+            raise ValueError(f"engines share port {twice[0]}; give each engine its own")
+        return self

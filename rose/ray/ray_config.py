@@ -1,0 +1,94 @@
+"""The shape of CLUSTER.yaml: what `rose ray up` places on a Ray cluster.
+
+Owns: the services and what each asks of Ray. Promises: a `config` is exactly what the service's own file or
+flags would say. Never: looks at the cluster.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rose.config import Section
+from rose.node.node_config import NodeConfig
+from rose.scheduler.rollout.router_config import RouterConfig
+from rose.transfer.relay.embedded import DEFAULT_CAPACITY_BYTES
+
+CLUSTER_EXAMPLE = """\
+name: policy
+relay: {num_cpus: 1, config: {port: 8400}}
+router: {num_cpus: 1, config: {port: 8100, policy: cost}}
+nodes:
+  - num_gpus: 1
+    num_cpus: 8
+    config:
+      pool: {name: gpu0, num_slabs: 512, headroom_slabs: 32}
+      engines:
+        - {model: /models/chat, role: serving, port: 8000, slo_ttft_ms: 500, slo_tpot_ms: 100}
+        - {model: /models/policy, role: rollout, port: 8001}
+"""
+
+
+class Placed(Section):
+    """What one service takes of a Ray node, as its bundle of the placement group."""
+
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Ray's custom resources, e.g. to name the nodes that a service may run on."""
+
+    @model_validator(mode="after")
+    def _takes_something(self) -> Self:
+        if not self.bundle():
+            raise ValueError("takes nothing, so Ray can't place it; set num_cpus, num_gpus or resources")
+        return self
+
+    def bundle(self) -> dict[str, float]:
+        """As Ray spells it."""
+        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in asked.items() if amount > 0}
+
+
+class RelayConfig(Section):
+    """The flags of `rose relay`."""
+
+    kind: Literal["embedded", "mooncake"] = "embedded"
+    host: str | None = None
+    """None: the address of the node that Ray chose."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    capacity_bytes: Annotated[int, Field(gt=0)] = DEFAULT_CAPACITY_BYTES
+
+
+class RelayService(Placed):
+    config: RelayConfig = RelayConfig()
+
+
+class RouterService(Placed):
+    config: RouterConfig = RouterConfig()
+    """`workers` are in addition to the rollout engines of `nodes`."""
+
+
+class NodeService(Placed):
+    config: NodeConfig
+
+
+class ClusterConfig(Section):
+    """CLUSTER.yaml."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")] = "default"
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "SPREAD"
+    """Ray's own word for how the services lie to each other."""
+    relay: RelayService | None = None
+    router: RouterService | None = RouterService()
+    nodes: tuple[NodeService, ...] = ()
+
+    @model_validator(mode="after")
+    def _has_services(self) -> Self:
+        if not self.services():
+            raise ValueError("no service; give relay, router or nodes")
+        return self
+
+    def services(self) -> dict[str, Placed]:
+        """By name, in the order of start: engines follow the relay, the router knows the engines."""
+        nodes = {f"node-{index}": node for index, node in enumerate(self.nodes)}
+        named = {"relay": self.relay, **nodes, "router": self.router}
+        return {name: service for name, service in named.items() if service is not None}

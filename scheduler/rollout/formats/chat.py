@@ -1,0 +1,252 @@
+"""The shape of /v1/chat/completions, and how a chat that was cut goes on.
+
+Owns: which chats can be resumed; their continuation, answers and streams.
+Promises: a resumed answer's text is that of the unbroken run: the worker goes on from prompt + generated
+tokens, and it is still its chat endpoint that turns them into text. What can't keep that promise is named
+before anything was sent, and goes to one worker whole (passthrough.py).
+Never does: I/O, render messages, parse text.
+"""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rose.errors import RoseError
+from rose.scheduler.rollout.formats.bodies import Json, TokenIds, encode
+from rose.scheduler.rollout.formats.completions import Call, Single, checked_n, child_body, usage_of
+from rose.scheduler.rollout.formats.events import CHAT_PATH
+from rose.scheduler.rollout.formats.resume import Accumulated, Chunk
+
+_RENDERING = frozenset(
+    (
+        "messages",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "reasoning_effort",
+        "add_special_tokens",
+    )
+)
+"""Decide over the prompt alone, whose ids a continuation is given."""
+_SAMPLING = frozenset(
+    (
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "seed",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "stop_token_ids",
+        "ignore_eos",
+        "logprobs",
+        "top_logprobs",
+    )
+)
+_ANSWERING = frozenset(
+    (
+        "model",
+        "stream",
+        "stream_options",
+        "stream_interval",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "include_reasoning",
+        "parallel_tool_calls",
+        "request_id",
+        "session_id",
+        "cache_salt",
+        "priority",
+        "user",
+    )
+)
+_KEPT = _RENDERING | _SAMPLING | _ANSWERING
+"""Fields that mean the same to a continuation. With any other the chat goes to one worker whole: tools, stop
+strings, structured output and penalties carry a state over the cut; images are not in the ids."""
+_SAYS_NOTHING: tuple[object, ...] = ("none", {"type": "text"})
+"""Values of tool_choice and response_format that ask for nothing."""
+
+
+class ChatParsed(RoseError):
+    """A parser of the worker's makes the text (reasoning, tools): only a whole answer of its own is right."""
+
+
+def can_resume(body: Mapping[str, Any]) -> bool:
+    """Whether a cut answer to this chat can go on elsewhere, as far as the request tells.
+
+    It has to say how long it may get: what a worker allows by default, the router can't know.
+    """
+    limit = _limit(body)
+    return (
+        all(name in _KEPT or not value or value in _SAYS_NOTHING for name, value in body.items())
+        and type(limit) is int
+        and limit > 0
+        and body.get("add_generation_prompt") is not False  # else the role is the last message's
+        and _is_plain(body.get("stream_options"))
+        and _are_texts(body.get("messages"))
+    )
+
+
+def _limit(body: Mapping[str, Any]) -> object:
+    newer = body.get("max_completion_tokens")
+    return newer if newer is not None else body.get("max_tokens")
+
+
+def _is_plain(stream_options: object) -> bool:
+    """Whether no event but the last is to tell the usage."""
+    if not isinstance(stream_options, dict):
+        return stream_options is None
+    return not stream_options.get("continuous_usage_stats")
+
+
+def _are_texts(messages: object) -> bool:
+    return isinstance(messages, list) and all(
+        isinstance(message, dict) and all(part.get("type") == "text" for part in _parts(message))
+        for message in messages
+    )
+
+
+def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return []
+    return [part if isinstance(part, dict) else {} for part in content]
+
+
+def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A text that the next turn's begins with, once the answer is put behind it."""
+    said = [f"{_line(message)}\0" for message in messages]
+    return "".join([*said, "assistant\0"])
+
+
+def _line(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if not isinstance(content, str):
+        content = "".join(str(part.get("text")) for part in _parts(message))
+    calls = message.get("tool_calls")
+    return f"{message.get('role')}\0{content}" + (encode(calls).decode() if calls else "")
+
+
+@dataclass(slots=True)
+class ChatGeneration(Accumulated):
+    """One choice of a chat over all its attempts."""
+
+    path: ClassVar[str] = CHAT_PATH
+    is_streamed: bool = False
+    role: str = "assistant"
+    is_parsed: bool = False
+
+    @property
+    def must_restart(self) -> bool:
+        return self.is_parsed or self.prompt_token_ids is None
+
+    def _take_context(self, chunk: Chunk) -> None:
+        """Raises: ChatParsed; ValueError if the worker did not go on from the ids it was given."""
+        if chunk.role is not None:
+            self.role = chunk.role
+        if chunk.is_parsed and not self.is_parsed:
+            if not (self.is_streamed and self.token_ids):
+                raise ChatParsed("the worker parses this model's chats; they are not resumed")
+            self.is_parsed = True  # the client has a part already: no more than a cut can't be healed
+        if chunk.prompt_token_ids is None:
+            return
+        if not self.token_ids:
+            self.prompt_token_ids = chunk.prompt_token_ids
+        elif chunk.prompt_token_ids.listed() != self.so_far().listed():
+            self.prompt_token_ids = None  # so it must restart
+            raise ValueError("it took the messages instead of the token ids, as vLLM before 0.32 may")
+
+    def _continued(self, ids: TokenIds) -> Json:
+        """vLLM takes ids in a chat as it would from a prefiller: it renders no messages then."""
+        return {"kv_transfer_params": {"prompt_token_ids": ids}}
+
+    def _add_logprobs(self, logprobs: Mapping[str, Any]) -> None:
+        if self.logprobs is None:
+            self.logprobs = {"content": []}
+        self.logprobs["content"].extend(logprobs["content"])
+
+    def merged_logprobs(self) -> Json | None:
+        return self.logprobs
+
+
+class Chat:
+    """OpenAI's /v1/chat/completions as vLLM has it. See formats.Format."""
+
+    ids_key = "prompt"  # a chat has none
+    end = b"data: [DONE]\n\n"
+
+    def call(self, body: Json) -> Call:
+        """Of a body that `can_resume`."""
+        limited = {**body, "max_tokens": _limit(body)}
+        limited.pop("max_completion_tokens", None)
+        n, call_id = checked_n(limited), uuid.uuid4().hex
+        prompt, is_streamed = transcript(body["messages"]), bool(body.get("stream"))
+        singles = []
+        for index in range(n):
+            request = {**child_body(limited, index), "request_id": f"{call_id}-{index}"}
+            generation = ChatGeneration(request=request, is_streamed=is_streamed)
+            singles.append(Single(index=index, prompt=prompt, generation=generation))
+        return Call(body=body, n=n, singles=singles, is_batch=n > 1, id=f"chatcmpl-{call_id}")
+
+    def answer(self, call: Call, model: str | None) -> Json:
+        returns_ids = bool(call.body.get("return_token_ids"))
+        choices = [_choice(single, returns_ids) for single in call.singles]
+        ids = call.singles[0].generation.prompt_token_ids if returns_ids else None
+        usage = {"usage": usage_of(call), "prompt_token_ids": ids}
+        return {**_envelope(call, "chat.completion", model), "choices": choices, **usage}
+
+    def stream_chunk(self, call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
+        is_first = single.generation.num_tokens == len(chunk.token_ids)
+        role = {"role": _role(single)} if is_first else {}
+        choice: Json = {"index": single.index, "delta": {**role, "content": chunk.text}}
+        choice |= {"logprobs": chunk.logprobs, "finish_reason": None}
+        event = {**_envelope(call, "chat.completion.chunk", model), "choices": [choice]}
+        if call.body.get("return_token_ids"):
+            choice["token_ids"] = list(chunk.token_ids)
+            if is_first:
+                event["prompt_token_ids"] = single.generation.prompt_token_ids
+        return event
+
+    def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
+        generation = single.generation
+        choice: Json = {"index": single.index, "delta": {}, "logprobs": None}
+        choice |= {"finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
+        choice["rose"] = generation.provenance()
+        return {**_envelope(call, "chat.completion.chunk", model), "choices": [choice]}
+
+    def stream_usage(self, call: Call, model: str | None) -> Json | None:
+        if not call.wants_usage:
+            return None
+        return {**_envelope(call, "chat.completion.chunk", model), "choices": [], "usage": usage_of(call)}
+
+
+def _envelope(call: Call, kind: str, model: str | None) -> Json:
+    return {"id": call.id, "object": kind, "created": call.created, "model": model}
+
+
+def _role(single: Single) -> str:
+    generation = single.generation
+    assert isinstance(generation, ChatGeneration)
+    return generation.role
+
+
+def _choice(single: Single, returns_ids: bool) -> Json:
+    generation = single.generation
+    return {
+        "index": single.index,
+        "message": {"role": _role(single), "content": generation.text},
+        "logprobs": generation.merged_logprobs(),
+        "finish_reason": generation.finish_reason,
+        "stop_reason": generation.stop_reason,
+        "token_ids": generation.token_ids if returns_ids else None,
+        "rose": generation.provenance(),
+    }

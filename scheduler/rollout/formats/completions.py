@@ -1,0 +1,222 @@
+"""The shape of /v1/completions: one call into single requests, finished generations into one answer.
+
+Owns: fanning out prompts x n, the merged JSON answer, the chunks of a streamed answer.
+Promises: without a fault, choices equal those that vLLM would have given, plus a `rose` field.
+Never does: I/O.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds
+from rose.scheduler.rollout.formats.resume import Accumulated, Chunk, known_prompt, text_offsets
+
+_WHOLE_ONLY = ("use_beam_search", "echo", "prompt_embeds", "kv_transfer_params", "ec_transfer_params")
+
+
+def can_stream(body: Mapping[str, Any]) -> bool:
+    """Whether vLLM can stream what this call asks for. What it can't is passed to one worker as it is."""
+    return not any(body.get(name) for name in _WHOLE_ONLY) and body.get("prompt_logprobs") is None
+
+
+def split_prompts(prompt: object) -> list[str | TokenIds]:
+    """A string, token ids, or a list of either -> a list of single prompts.
+
+    Raises:
+        BadRequest: it is none of them, or empty.
+    """
+    if isinstance(prompt, str) and prompt:
+        return [prompt]
+    if isinstance(prompt, TokenIds) and not prompt.is_empty:
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _are_ids(prompt):
+            return [TokenIds.of(prompt)]
+        if all((isinstance(p, str) and p) or (_are_ids(p) and p) for p in prompt):
+            return [p if isinstance(p, str) else TokenIds.of(p) for p in prompt]
+    raise BadRequest("prompt: want a string, a list of token ids, or a list of either; none of them empty")
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Single:
+    """One prompt, n = 1: the unit that is routed."""
+
+    index: int
+    prompt: str | TokenIds
+    """Tells its trajectory; the next turn's begins with it and with what was generated."""
+    generation: Accumulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One client's call and what it was fanned out to."""
+
+    body: Mapping[str, Any]
+    n: int
+    singles: Sequence[Single]
+    is_batch: bool = False
+    """Asked for as a list of prompts, or n above 1."""
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def wants_stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool((self.body.get("stream_options") or {}).get("include_usage"))
+
+
+def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
+    """Split a call into single requests, choices in vLLM's order (prompt-major).
+
+    Seeds: child i of a seeded call gets seed + i, as in vLLM. An unseeded child stays unseeded: a generator
+    per request slows vLLM's sampler. So engines behind one router need seeds of their own (rose serve gives
+    each one), or siblings spread over them could be equal.
+
+    `shown_id`: what the answer is named; workers get a name of ours, as two clients' could be equal.
+
+    Raises:
+        BadRequest: prompt, n, max_tokens or seed is malformed.
+    """
+    prompts = split_prompts(body.get("prompt"))
+    n, call_id = checked_n(body, len(prompts)), uuid.uuid4().hex
+    singles = []
+    for index, (prompt, child) in enumerate((p, i) for p in prompts for i in range(n)):
+        request = {**child_body(body, child), "prompt": prompt, "request_id": f"{call_id}-{index}"}
+        generation = Accumulated(request=request, prompt_token_ids=known_prompt(request))
+        singles.append(Single(index=index, prompt=prompt, generation=generation))
+    name = shown_id if isinstance(shown_id, str) and shown_id else f"cmpl-{call_id}"
+    is_batch = n > 1 or isinstance(body.get("prompt"), list)
+    return Call(body=body, n=n, singles=singles, is_batch=is_batch, id=name)
+
+
+_MAX_SINGLES = 2**16
+"""Of one call: each costs some KB here, and n alone is a few bytes of a body."""
+_INTEGERS = ("max_tokens", "seed", "min_tokens", "stream_interval")
+_MAX_INTEGER = 2**63
+
+
+def checked_n(body: Mapping[str, Any], num_prompts: int = 1) -> int:
+    """How many choices are asked for of each prompt.
+
+    Raises:
+        BadRequest: what the router itself needs of the body is malformed.
+    """
+    n = body.get("n") if body.get("n") is not None else 1
+    if type(n) is not int or n < 1:
+        raise BadRequest(f"n: want a positive integer, got {n!r}")
+    if n * num_prompts > _MAX_SINGLES:
+        raise BadRequest(f"n: {num_prompts} prompts x {n}, at most {_MAX_SINGLES}; send several requests")
+    for name in _INTEGERS:
+        value = body.get(name)
+        if value is not None and (type(value) is not int or abs(value) >= _MAX_INTEGER):
+            raise BadRequest(f"{name}: want an integer of 64 bits, got {str(value)[:40]!r}")
+    if not isinstance(body.get("stream_options"), dict | None):
+        raise BadRequest(f"stream_options: want an object, got {body['stream_options']!r}")
+    return n
+
+
+_OF_THE_CALL = ("stream", "stream_options", "n", "request_id")
+
+
+def child_body(body: Mapping[str, Any], child: int) -> Json:
+    """What single request number `child` of a prompt takes over from the call."""
+    seed = {"seed": body["seed"] + child} if body.get("seed") is not None else {}
+    return {k: v for k, v in body.items() if k not in _OF_THE_CALL} | seed
+
+
+def _envelope(call: Call, model: str | None) -> Json:
+    return {"id": call.id, "object": "text_completion", "created": call.created, "model": model}
+
+
+def usage_of(call: Call, singles: Sequence[Single] | None = None) -> Json:
+    """OpenAI's usage of a call, or of some of its single requests. A prompt counts once, whatever n."""
+    of = call.singles if singles is None else singles
+    prompts = of[:: call.n] if singles is None else of
+    prompt_tokens = sum(_prompt_tokens(s.generation) for s in prompts)
+    completion_tokens = sum(s.generation.num_tokens for s in of)
+    cached = [s.generation.cached_tokens for s in of if s.generation.cached_tokens is not None]
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
+    }
+
+
+def _prompt_tokens(generation: Accumulated) -> int:
+    if generation.num_prompt_tokens is not None:
+        return generation.num_prompt_tokens
+    ids = generation.prompt_token_ids  # its worker's count was lost with the finish
+    return ids.count() if ids is not None else 0
+
+
+def _choice(single: Single, returns_ids: bool) -> Json:
+    generation = single.generation
+    return {
+        "index": single.index,
+        "text": generation.text,
+        "logprobs": generation.merged_logprobs(),
+        "finish_reason": generation.finish_reason,
+        "stop_reason": generation.stop_reason,
+        "token_ids": generation.token_ids if returns_ids else None,
+        "prompt_logprobs": None,
+        "prompt_token_ids": generation.prompt_token_ids if returns_ids else None,
+        "routed_experts": None,
+        "rose": generation.provenance(),
+    }
+
+
+class Completions:
+    """OpenAI's /v1/completions as vLLM has it. See formats.Format."""
+
+    ids_key = "prompt"
+    end = b"data: [DONE]\n\n"
+
+    def call(self, body: Json) -> Call:
+        return fan_out(body)
+
+    def answer(self, call: Call, model: str | None) -> Json:
+        returns_ids = bool(call.body.get("return_token_ids"))
+        choices = [_choice(single, returns_ids) for single in call.singles]
+        return {**_envelope(call, model), "choices": choices, "usage": usage_of(call)}
+
+    def stream_chunk(self, call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
+        """The event for a chunk that was just added to the single's generation."""
+        generation = single.generation
+        choice: Json = {"index": single.index, "text": chunk.text, "logprobs": None, "finish_reason": None}
+        choice["stop_reason"] = None
+        if chunk.logprobs is not None:
+            tokens = chunk.logprobs["tokens"]
+            start = generation.num_printed - sum(len(token) for token in tokens)
+            choice["logprobs"] = {**chunk.logprobs, "text_offset": text_offsets(tokens, start)}
+        if call.body.get("return_token_ids"):
+            choice["token_ids"] = list(chunk.token_ids)
+            if generation.num_tokens == len(chunk.token_ids):
+                choice["prompt_token_ids"] = generation.prompt_token_ids
+        return {**_envelope(call, model), "choices": [choice]}
+
+    def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
+        """The event that finishes one choice."""
+        generation = single.generation
+        choice: Json = {"index": single.index, "text": "", "logprobs": None}
+        choice |= {"finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
+        choice["rose"] = generation.provenance()
+        if call.body.get("return_token_ids"):
+            choice["token_ids"] = []
+        return {**_envelope(call, model), "choices": [choice]}
+
+    def stream_usage(self, call: Call, model: str | None) -> Json | None:
+        """The usage event, if the client asked for one."""
+        if not call.wants_usage:
+            return None
+        return {**_envelope(call, model), "choices": [], "usage": usage_of(call)}

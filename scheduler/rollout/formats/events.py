@@ -1,0 +1,108 @@
+"""vLLM's event stream of a completion or a chat.
+
+Owns: the events' shape, as far as it is used; cutting the stream into events.
+Promises: the echo of a long prompt is never parsed, nor copied where it tells nothing new.
+Never does: judge what an event means (attempt.py).
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from rose.scheduler.rollout.formats.bodies import TokenIds, cut_ids
+
+COMPLETIONS_PATH = "/v1/completions"
+CHAT_PATH = "/v1/chat/completions"
+_DONE = b"[DONE]"
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+    completion_tokens_details: Any = None
+    """A chat's; vLLM sends it only where a reasoning parser is set."""
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Event(msgspec.Struct):
+    """One event of vLLM's /v1/completions or /v1/chat/completions stream, as far as it is used."""
+
+    model: str | None = None
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(Event).decode
+_DATA = b"data:"
+_PROMPT_KEY = b'"prompt_token_ids"'
+_PROMPT_IDS = _PROMPT_KEY + b":["
+
+
+async def read_events(
+    stream: AsyncIterator[bytes], *, skips_prompt: bool = False
+) -> AsyncIterator[tuple[Event, TokenIds | None]]:
+    """The events of a completion stream until [DONE], each with the prompt's ids if it carries them.
+
+    `skips_prompt`: who reads knows them already, and needn't be given them.
+
+    Raises:
+        ConnectionError: the stream broke off before [DONE].
+        ValueError: an event is not JSON of that shape.
+    """
+    pieces: list[bytes] = []  # of a line that has not ended: a long prompt's echo comes in many
+    has_prompt = is_skipping = False
+    async for data in stream:
+        if is_skipping:
+            if (end := data.find(b"]")) < 0:
+                continue
+            data, is_skipping = data[end:], False
+        pieces.append(data)
+        if skips_prompt and not has_prompt:
+            pieces, is_skipping = _cut_echo(b"".join(pieces))
+            has_prompt = len(pieces) > 1 or is_skipping
+        if is_skipping or b"\n" not in pieces[-1]:
+            continue
+        text, start = b"".join(pieces), 0
+        # One event a line: JSON holds no bare line feed. Not split(), which looks at each byte by itself.
+        while (end := text.find(b"\n", start)) >= 0:
+            line, start = text[start:end], end + 1
+            if not line.startswith(_DATA):
+                continue
+            if line.endswith(_DONE) and line[len(_DATA) :].strip() == _DONE:
+                return
+            prompt_token_ids = None
+            if not has_prompt and (cut := cut_ids(line, _PROMPT_KEY, is_trusted=True)) is not None:
+                line, prompt_token_ids = cut
+                has_prompt = True
+            yield _decode(memoryview(line)[len(_DATA) :]), prompt_token_ids
+        pieces = [text[start:]] if start < len(text) else []
+    raise ConnectionError("the stream broke off")
+
+
+def _cut_echo(text: bytes) -> tuple[list[bytes], bool]:
+    """(a stream's text without the prompt's ids, as vLLM writes them; whether more of them are to come)."""
+    if (start := text.find(_PROMPT_IDS)) < 0:
+        return [text], False
+    start += len(_PROMPT_IDS)
+    if (end := text.find(b"]", start)) < 0:
+        return [text[:start]], True
+    return [text[:start], text[end:]], False

@@ -1,0 +1,234 @@
+"""Finishing a generation that was cut: what was received, what to ask next, the merged answer.
+
+Owns: Accumulated, one single request's tokens over all its attempts; the rule resume or restart.
+Promises: however a generation is cut into attempts, the merged answer holds each token once, in order, with
+its log-probability and the worker and weight version that made it. Chunks of a given-up attempt are dropped.
+Never does: I/O, choosing workers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from rose.scheduler.rollout.formats.bodies import Json, TokenIds
+from rose.scheduler.rollout.formats.events import COMPLETIONS_PATH
+from rose.types import WeightVersion
+
+_DEFAULT_MAX_TOKENS = 16
+"""What vLLM's /v1/completions takes when max_tokens is absent or null."""
+_SEED_STEP = 0x9E3779B97F4A7C15
+_SEED_MASK = (1 << 63) - 1
+_STATEFUL = (
+    # Their state spans all generated tokens; a continuation sees the first part as prompt and begins anew.
+    "stop",
+    "structured_outputs",
+    "response_format",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "thinking_token_budget",
+    "repetition_detection",
+    "vllm_xargs",
+)
+_LOGPROB_LISTS = ("token_logprobs", "tokens", "top_logprobs")
+
+
+def must_restart(body: Mapping[str, Any]) -> bool:
+    """Whether a cut generation has to begin anew, because its constraints can't be carried over the cut."""
+    if body.get("response_format") == {"type": "text"}:
+        body = {**body, "response_format": None}
+    return any(body.get(name) for name in _STATEFUL)
+
+
+def known_prompt(body: Mapping[str, Any]) -> TokenIds | None:
+    """The prompt's ids where the worker takes them as they are, and has none to tell."""
+    prompt = body.get("prompt")
+    is_whole = body.get("truncate_prompt_tokens") is None
+    return prompt if is_whole and isinstance(prompt, TokenIds) else None
+
+
+def text_offsets(tokens: Sequence[str], start: int = 0) -> list[int]:
+    """Where each token begins in the text, as vLLM counts it: by the lengths of the tokens as printed."""
+    offsets = []
+    for token in tokens:
+        offsets.append(start)
+        start += len(token)
+    return offsets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Consecutive tokens made by one worker with one version of the weights."""
+
+    worker: str
+    weight_version: WeightVersion | None
+    num_tokens: int
+
+    def as_json(self) -> Json:
+        version = str(self.weight_version) if self.weight_version is not None else None
+        return {"worker": self.worker, "weight_version": version, "tokens": self.num_tokens}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one streamed event adds to the generation."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Mapping[str, Any] | None = None
+    prompt_token_ids: TokenIds | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    role: str | None = None
+    """A chat's speaker; its first event tells."""
+    is_parsed: bool = False
+    """A chat's text is not simply its tokens': a parser of the worker's stands between."""
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """One single request (one prompt, n = 1) over all its attempts. An attempt is named by its epoch.
+
+    What a chat does otherwise is in chat.py.
+    """
+
+    path: ClassVar[str] = COMPLETIONS_PATH
+    """Where workers take it."""
+
+    request: Mapping[str, Any]
+    epoch: int = 0
+    prompt_token_ids: TokenIds | None = None
+    num_prompt_tokens: int | None = None
+    """As a worker counted them."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, list[Any]] | None = None
+    num_printed: int = 0
+    """Characters of all tokens as printed in `logprobs`."""
+    spans: list[Span] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_resumes: int = 0
+    num_restarts: int = 0
+    cached_tokens: int | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        given = self.request.get("max_tokens")
+        return given if given is not None else _DEFAULT_MAX_TOKENS
+
+    @property
+    def is_exhausted(self) -> bool:
+        """All tokens asked for are there; only the finish was lost with its worker."""
+        return self.num_tokens > 0 and self.num_tokens >= self.max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def must_restart(self) -> bool:
+        """Whether a cut ends in a new beginning."""
+        return self.prompt_token_ids is None or must_restart(self.request)
+
+    def begin(self) -> int:
+        """Start the next attempt and return its epoch; from now on, chunks of earlier epochs are dropped."""
+        if self.token_ids:
+            if self.must_restart:
+                self._forget()
+                self.num_restarts += 1
+            else:
+                self.num_resumes += 1
+        self.epoch += 1
+        return self.epoch
+
+    def _forget(self) -> None:
+        self.text, self.token_ids, self.logprobs, self.spans = "", [], None, []
+        self.num_printed = 0
+
+    def drop_last(self, count: int) -> None:
+        """Take back so many tokens, none of which has given text."""
+        if not count:
+            return
+        del self.token_ids[-count:]
+        for values in (self.logprobs or {}).values():
+            del values[-count:]
+        self.num_printed = sum(len(token) for token in (self.logprobs or {}).get("tokens", ()))
+        while count:
+            last = self.spans.pop()
+            if last.num_tokens > count:
+                self.spans.append(replace(last, num_tokens=last.num_tokens - count))
+            count -= min(count, last.num_tokens)
+
+    def add(self, epoch: int, chunk: Chunk, worker: str, version: WeightVersion | None) -> bool:
+        """Take one chunk in; False if it came too late, from an attempt that was given up."""
+        if epoch != self.epoch or self.finish_reason is not None:
+            return False
+        self._take_context(chunk)
+        self.text += chunk.text
+        self.token_ids.extend(chunk.token_ids)
+        if chunk.logprobs is not None:
+            self._add_logprobs(chunk.logprobs)
+        if chunk.token_ids:
+            self._add_span(worker, version, len(chunk.token_ids))
+        return True
+
+    def _take_context(self, chunk: Chunk) -> None:
+        """What an attempt tells of its prompt, ahead of its tokens."""
+        if self.prompt_token_ids is None:
+            self.prompt_token_ids = chunk.prompt_token_ids
+
+    def _add_logprobs(self, logprobs: Mapping[str, Any]) -> None:
+        if self.logprobs is None:
+            self.logprobs = {name: [] for name in _LOGPROB_LISTS}
+        for name in _LOGPROB_LISTS:
+            self.logprobs[name].extend(logprobs[name])
+        self.num_printed += sum(len(token) for token in logprobs["tokens"])
+
+    def _add_span(self, worker: str, version: WeightVersion | None, num_tokens: int) -> None:
+        if self.spans and (self.spans[-1].worker, self.spans[-1].weight_version) == (worker, version):
+            num_tokens += self.spans.pop().num_tokens
+        self.spans.append(Span(worker=worker, weight_version=version, num_tokens=num_tokens))
+
+    def finish(self, reason: str | None, stop_reason: int | str | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def next_body(self) -> Json:
+        """The next attempt's body: the request itself, or its continuation from prompt + generated tokens."""
+        body = dict(self.request)
+        if not self.token_ids:
+            return body
+        body |= self._continued(self.so_far())
+        body["max_tokens"] = self.max_tokens - self.num_tokens
+        if body.get("min_tokens"):
+            body["min_tokens"] = max(0, body["min_tokens"] - self.num_tokens)
+        if body.get("seed") is not None:
+            # The same seed would replay the random numbers that the first part has used up.
+            body["seed"] = (body["seed"] + _SEED_STEP * self.num_tokens) & _SEED_MASK
+        # Both were applied to the original prompt, whose ids are sent now.
+        body.pop("truncate_prompt_tokens", None)
+        body.pop("add_special_tokens", None)
+        return body
+
+    def so_far(self) -> TokenIds:
+        """Prompt and generated tokens."""
+        assert self.prompt_token_ids is not None
+        return self.prompt_token_ids.plus(self.token_ids)
+
+    def _continued(self, ids: TokenIds) -> Json:
+        """The fields that make a request go on from these ids."""
+        return {"prompt": ids}
+
+    def merged_logprobs(self) -> Json | None:
+        if self.logprobs is None:
+            return None
+        return {"text_offset": text_offsets(self.logprobs["tokens"]), **self.logprobs}
+
+    def provenance(self) -> Json:
+        """The `rose` field of a choice. cached_tokens: prompt tokens found cached, over all attempts."""
+        return {
+            "spans": [span.as_json() for span in self.spans],
+            "resumes": self.num_resumes,
+            "restarts": self.num_restarts,
+            "cached_tokens": self.cached_tokens,
+        }

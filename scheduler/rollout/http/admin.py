@@ -1,0 +1,227 @@
+"""The operator's side: workers and jobs at run time, weight versions, RL steps, status, metrics.
+
+Owns: /workers, /admin/*, /metrics.
+Promises: the admin key, where set, is asked on /workers and /admin.
+Never does: hand a worker's own routes through; it calls them itself where needed.
+"""
+
+import asyncio
+import time
+from typing import TypeVar
+
+import aiohttp
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rose.messages import RlStep
+from rose.scheduler.rollout.formats.bodies import BadRequest
+from rose.scheduler.rollout.http.guard import Guard
+from rose.scheduler.rollout.placing.versions import VersionMode
+from rose.scheduler.rollout.router_config import JobSpec, WorkerSpec
+from rose.scheduler.rollout.turn.counters import prometheus_text
+from rose.scheduler.rollout.turn.dataplane import DataPlane
+from rose.scheduler.rollout.turn.errors import Conflict, NotFound
+from rose.scheduler.rollout.workers.registry import rose_headers
+from rose.scheduler.rollout.workers.worker import Worker
+
+_RL_STEP_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
+
+Message = TypeVar("Message", bound=BaseModel)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class JobName(_Body):
+    """Body of pause, resume and abort; without a job it means all."""
+
+    job: str | None = None
+
+
+class VersionChange(_Body):
+    mode: VersionMode
+    max_lag: int = Field(default=1, ge=0)
+
+
+class Admin:
+    def __init__(self, plane: DataPlane, guard: Guard) -> None:
+        self._plane = plane
+        self._guard = guard
+
+    def add_routes(self, app: web.Application) -> None:
+        router = app.router
+        router.add_get("/workers", self.list_workers)
+        router.add_post("/workers", self.add_worker)
+        router.add_delete("/workers/{worker_id}", self.remove_worker)
+        router.add_post("/workers/{worker_id}/drain", self.drain_worker)
+        router.add_get("/admin/status", self.status)
+        router.add_post("/admin/rl_step", self.rl_step)
+        router.add_get("/admin/jobs", self.list_jobs)
+        router.add_put("/admin/jobs/{job}", self.change_job)
+        router.add_delete("/admin/jobs/{job}", self.forget_job)
+        router.add_post("/admin/pause", self.pause)
+        router.add_post("/admin/resume", self.resume)
+        router.add_post("/admin/abort", self.abort)
+        router.add_get("/admin/version", self.show_version)
+        router.add_put("/admin/version", self.change_version)
+        router.add_delete("/admin/runs/{run_id}", self.forget_run)
+        router.add_post("/admin/drain", self.drain)
+        router.add_get("/metrics", self.metrics)
+
+    # Workers ----------------------------------------------------------------------------------------------
+
+    async def list_workers(self, _request: web.Request) -> web.Response:
+        return web.json_response({"workers": self._plane.status()["workers"]})
+
+    async def add_worker(self, request: web.Request) -> web.Response:
+        spec = await _read(request, WorkerSpec)
+        registry, run_id = self._plane.registry, self._plane.config.run_id
+        try:
+            worker = registry.add(spec)
+        except ValueError as error:
+            raise Conflict(str(error)) from error
+        await registry.beat(worker)
+        version = worker.weight_version
+        if run_id is not None and version is not None and version.run_id != run_id:
+            registry.remove(worker.id)
+            raise Conflict(f"worker {worker.id} has weights {version}; this router's run is {run_id}")
+        return web.json_response({"id": worker.id, "alive": worker.is_alive}, status=201)
+
+    async def remove_worker(self, request: web.Request) -> web.Response:
+        worker = self._worker(request)
+        self._plane.registry.remove(worker.id)
+        return web.json_response({"removed": worker.id})
+
+    async def drain_worker(self, request: web.Request) -> web.Response:
+        """No new turns for it; what runs there ends in its own time."""
+        worker = self._worker(request)
+        worker.is_draining = True
+        return web.json_response({"draining": worker.id, "in_flight": worker.in_flight})
+
+    def _worker(self, request: web.Request) -> Worker:
+        worker_id = request.match_info["worker_id"]
+        worker = self._plane.registry.get(worker_id)
+        if worker is None:
+            raise NotFound(f"no worker {worker_id}")
+        return worker
+
+    # Jobs ---------------------------------------------------------------------------------------------------
+
+    async def list_jobs(self, _request: web.Request) -> web.Response:
+        return web.json_response({"jobs": self._plane.job_status()})
+
+    async def change_job(self, request: web.Request) -> web.Response:
+        """Give a job other limits."""
+        name = request.match_info["job"]
+        job = self._plane.jobs.change(name, await _read(request, JobSpec), time.monotonic())
+        self._plane.dispatcher.pump()
+        return web.json_response({name: job.as_json(0)})
+
+    async def forget_job(self, request: web.Request) -> web.Response:
+        """A job has ended: its serving GPUs are free at once."""
+        name = request.match_info["job"]
+        try:
+            self._plane.jobs.forget(name)
+        except KeyError as error:
+            raise NotFound(f"no job {name}") from error
+        except ValueError as error:
+            raise Conflict(str(error)) from error
+        self._plane.dispatcher.pump()
+        return web.json_response({"forgotten": name})
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """Place no new turns; those that run go on."""
+        return await self._set_paused(request, is_paused=True)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        return await self._set_paused(request, is_paused=False)
+
+    async def _set_paused(self, request: web.Request, *, is_paused: bool) -> web.Response:
+        name = (await _read(request, JobName)).job
+        if name is None:
+            self._plane.dispatcher.pause(is_paused)
+        else:
+            self._plane.jobs.get(name, time.monotonic()).is_paused = is_paused
+            self._plane.dispatcher.pump()
+        return web.json_response({"job": name, "paused": is_paused})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """End all requests of a job, or of all jobs; their clients get 409."""
+        name = (await _read(request, JobName)).job
+        return web.json_response({"job": name, "aborted": self._plane.abort(name)})
+
+    # Weights ----------------------------------------------------------------------------------------
+
+    async def show_version(self, _request: web.Request) -> web.Response:
+        rule, workers = self._plane.versions, self._plane.registry.workers()
+        held = {w.id: str(w.weight_version) if w.weight_version is not None else None for w in workers}
+        newest = dict(rule.known.numbers)
+        shown = {"mode": rule.mode.value, "max_lag": rule.max_lag, "newest": newest, "workers": held}
+        return web.json_response(shown)
+
+    async def change_version(self, request: web.Request) -> web.Response:
+        """Which weights turns may run on from now on."""
+        change = await _read(request, VersionChange)
+        self._plane.set_versions(change.mode, change.max_lag)
+        return await self.show_version(request)
+
+    async def forget_run(self, request: web.Request) -> web.Response:
+        """A training run has ended: workers with older weights than its newest may have turns again."""
+        run_id = request.match_info["run_id"]
+        newest = self._plane.registry.newest
+        try:
+            newest.forget(run_id)
+        except KeyError as error:
+            raise NotFound(f"no run {run_id}; known: {sorted(newest.numbers)}") from error
+        self._plane.dispatcher.pump()
+        return web.json_response({"forgotten": run_id})
+
+    async def rl_step(self, request: web.Request) -> web.Response:
+        """Tell all live workers that a new RL step begins: they recompute their budgets (ROSE §4.1)."""
+        step = await _read(request, RlStep)
+        self._plane.dispatcher.lend_anew()
+        workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
+        results = await asyncio.gather(*(self._send_step(worker, step) for worker in workers))
+        answers = {worker.id: result for worker, result in zip(workers, results, strict=True)}
+        return web.json_response({"step": step.step, "workers": answers})
+
+    async def _send_step(self, worker: Worker, step: RlStep) -> str:
+        if not worker.has_rose_routes:
+            return "no /rose/v1 on this worker"
+        url = f"{worker.spec.url}/rose/v1/rl_step"
+        headers = rose_headers(self._plane.config)
+        try:
+            async with self._plane.http.post(
+                url, json=step.model_dump(), headers=headers, timeout=_RL_STEP_TIMEOUT
+            ) as response:
+                return "ok" if response.status == 200 else f"answered {response.status}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    # The router itself ------------------------------------------------------------------------------
+
+    async def drain(self, _request: web.Request) -> web.Response:
+        """Refuse new requests from now on; the process goes on until it is stopped."""
+        self._guard.is_draining = True
+        return web.json_response({"draining": True, "queued": self._plane.dispatcher.num_queued})
+
+    async def status(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._plane.status())
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        plane = self._plane
+        text = prometheus_text(plane.counters, plane.latencies, plane.registry, plane.dispatcher, plane.jobs)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def _read(request: web.Request, kind: type[Message]) -> Message:
+    """The request's body as a message; an empty body is an empty object. Raises: BadRequest."""
+    data = await request.read()
+    try:
+        return kind.model_validate_json(data or b"{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        fields = ", ".join(kind.model_fields)
+        raise BadRequest(f"{key or 'body'}: {first['msg']}; want {{{fields}}}") from error

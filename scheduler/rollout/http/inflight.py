@@ -1,0 +1,76 @@
+"""Requests that a client sends twice: the second waits for the first one's answer.
+
+Owns: the table of Idempotency-Keys in flight.
+Promises: while a request with a key runs, another with the same key and body gets the same answer and costs
+no worker anything; once it has been answered the key is free again, as equal GRPO prompts are legitimate.
+Never does: remember answers.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+from aiohttp import web
+
+from rose.scheduler.rollout.turn.errors import Conflict
+
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer, to be sent to each who asked for it."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = "application/json"
+
+    def response(self) -> web.Response:
+        return web.Response(body=self.body, status=self.status, content_type=self.content_type)
+
+
+@dataclass(slots=True)
+class _Running:
+    digest: int
+    task: asyncio.Task[Reply]
+    num_waiting: int = 0
+
+
+class InFlight:
+    """Lives on the router's event loop."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, _Running] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._running
+
+    async def run(
+        self, key: str | None, body: bytes, work: Callable[[], Coroutine[Any, Any, Reply]]
+    ) -> Reply:
+        """`work()`'s answer, or that of the same request already running.
+
+        A request with a key goes on while anybody waits for it, and ends when the last one leaves.
+
+        Raises:
+            Conflict: the key is in use for another body.
+            what `work` raises.
+        """
+        if key is None:
+            return await work()
+        digest = xxhash.xxh3_64_intdigest(body)
+        running = self._running.get(key)
+        if running is None:
+            running = self._running[key] = _Running(digest, asyncio.create_task(work()))
+            running.task.add_done_callback(lambda _: self._running.pop(key))
+        elif running.digest != digest:
+            raise Conflict(f"{IDEMPOTENCY_HEADER}: {key} is in flight with another body")
+        running.num_waiting += 1
+        try:
+            return await asyncio.shield(running.task)
+        finally:
+            running.num_waiting -= 1
+            if not running.num_waiting:
+                running.task.cancel()

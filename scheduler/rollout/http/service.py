@@ -1,0 +1,254 @@
+"""HTTP in front of the data plane.
+
+Owns: the clients' routes.
+Promises: only the routes listed here and in admin.py exist, so a worker's /rose/v1 and RL routes can't be
+reached through the router.
+Never does: routing decisions, keys and error answers (guard.py).
+"""
+
+import asyncio
+import logging
+import math
+import time
+
+import aiohttp
+from aiohttp import web
+
+from rose.errors import NoWorkerError, RoseError
+from rose.http import JOB_HEADER, RUN_HEADER
+from rose.scheduler.rollout.formats import chat, completions
+from rose.scheduler.rollout.formats.bodies import BadRequest, Json, encode, parse
+from rose.scheduler.rollout.formats.chat import Chat, ChatParsed
+from rose.scheduler.rollout.formats.completions import Call, Completions, Single
+from rose.scheduler.rollout.formats.formats import Format, SglangGenerate, TokenGenerate
+from rose.scheduler.rollout.formats.resume import Chunk
+from rose.scheduler.rollout.http.admin import Admin
+from rose.scheduler.rollout.http.checks import Checks
+from rose.scheduler.rollout.http.guard import Guard, Handler
+from rose.scheduler.rollout.http.inflight import IDEMPOTENCY_HEADER, InFlight, Reply
+from rose.scheduler.rollout.placing.sessions import explicit_key
+from rose.scheduler.rollout.placing.views import DEFAULT_JOB, of_model
+from rose.scheduler.rollout.router_config import RouterConfig
+from rose.scheduler.rollout.turn.dataplane import DataPlane
+from rose.scheduler.rollout.turn.errors import BodyTooSlow, Conflict, error_event, http_status
+from rose.scheduler.rollout.turn.journey import Route
+from rose.scheduler.rollout.turn.passthrough import Passthrough
+from rose.scheduler.rollout.turn.traces import PARENT_HEADER
+from rose.scheduler.rollout.workers.registry import openai_headers
+
+logger = logging.getLogger(__name__)
+
+_FORMATS: dict[str, Format] = {
+    "/v1/completions": Completions(),
+    "/v1/chat/completions": Chat(),
+    "/inference/v1/generate": TokenGenerate(),
+    "/generate": SglangGenerate(),
+}
+_RENDER_PATH = "/v1/chat/completions/render"
+_QUESTION_PATHS = {"/tokenize": "prompt", "/detokenize": "tokens"}
+"""Where each may have long lists."""
+_FINISH_PATH = "/finish_session"
+_TIMEOUT_HEADER = "X-Rose-Timeout-S"
+
+
+class Service:
+    def __init__(self, config: RouterConfig, plane: DataPlane) -> None:
+        self._config = config
+        self._plane = plane
+        self._passthrough = Passthrough(plane)
+        self._checks = Checks(plane.registry)
+        self._guard = Guard(config)
+        self._in_flight = InFlight()
+        self._parsed_models: set[str | None] = set()
+        """Whose chats a parser of the workers' turns into reasoning and tool calls."""
+
+    def build_app(self) -> web.Application:
+        app = web.Application(
+            client_max_size=self._config.max_body_bytes, middlewares=[self._guard.middleware]
+        )
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/v1/models", self.models)
+        for path, shape in _FORMATS.items():
+            app.router.add_post(path, self._generating(shape))
+        app.router.add_post(_RENDER_PATH, self.forward)
+        for path in _QUESTION_PATHS:
+            app.router.add_post(path, self.ask)
+        app.router.add_post(_FINISH_PATH, self.finish_session)
+        Admin(self._plane, self._guard).add_routes(app)
+        return app
+
+    async def drain(self) -> None:
+        """Refuse new work and wait for what is in flight, at most `drain_s`."""
+        await self._guard.drain()
+
+    async def health(self, _request: web.Request) -> web.Response:
+        workers = self._plane.registry.workers()
+        num_alive = sum(worker.is_alive for worker in workers)
+        is_up = num_alive > 0 and not self._guard.is_draining
+        return web.json_response({"workers": len(workers), "alive": num_alive}, status=200 if is_up else 503)
+
+    # Questions that any worker can answer without generating ---------------------------------------------
+
+    async def models(self, _request: web.Request) -> web.Response:
+        """All models, each once, wherever it is served."""
+        registry = self._plane.registry
+        if not any(worker.is_alive for worker in registry.workers()):
+            raise NoWorkerError(f"none of {len(registry.workers())} workers answers")
+        await registry.refresh_models()
+        body = encode({"object": "list", "data": registry.model_cards()})
+        return web.Response(body=body, content_type="application/json")
+
+    async def ask(self, request: web.Request) -> web.Response:
+        """As any worker that serves the model answers."""
+        body = await self._read(request)
+        model = await self._checks.model(parse(body, _QUESTION_PATHS[request.path]).get("model"))
+        able = of_model(model, self._plane.registry.workers())
+        for worker in sorted((w for w in able if w.is_alive), key=lambda w: w.in_flight):
+            url = f"{worker.spec.url}{request.path}"
+            headers = {**openai_headers(self._config), "Content-Type": "application/json"}
+            timeout = aiohttp.ClientTimeout(total=self._config.first_token_s)
+            try:
+                async with self._plane.http.post(
+                    url, data=body, headers=headers, timeout=timeout
+                ) as response:
+                    data = await response.read()
+                    return web.Response(body=data, status=response.status, content_type=response.content_type)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                logger.warning(
+                    "no answer worker=%s path=%s error=%s", worker.id, request.path, type(error).__name__
+                )
+        raise NoWorkerError(f"none of {len(able)} workers answers")
+
+    async def finish_session(self, request: web.Request) -> web.Response:
+        """What SkyRL says at a trajectory's end, as to vllm-router; an unknown session is no error."""
+        self._plane.trajectories.finished(request.query.get("session_id", ""))
+        return web.json_response({})
+
+    # Turns --------------------------------------------------------------------------------------------------
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The whole body. Raises: BodyTooSlow."""
+        if request.content.is_eof():  # the common case: it came with its head, and needs no clock
+            return await self._read_all(request)
+        try:
+            async with asyncio.timeout(self._config.body_s):
+                return await self._read_all(request)
+        except TimeoutError as error:
+            raise BodyTooSlow(f"the body did not arrive within {self._config.body_s:g} s") from error
+
+    async def _read_all(self, request: web.Request) -> bytes:
+        """As request.read(), which copies a long body twice more."""
+        pieces, size, limit = [], 0, self._config.max_body_bytes
+        while piece := await request.content.readany():
+            size += len(piece)
+            if size > limit:
+                raise web.HTTPRequestEntityTooLarge(limit, size)
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _route(self, request: web.Request, body: Json, model: str | None) -> Route:
+        given = request.headers.get(_TIMEOUT_HEADER)
+        return Route(
+            job=request.headers.get(JOB_HEADER, DEFAULT_JOB),
+            explicit_session=explicit_key(request.headers, body),
+            model=model,
+            run_id=request.headers.get(RUN_HEADER),
+            deadline=time.monotonic() + min(_seconds(given), self._config.deadline_s),
+            trace_parent=request.headers.get(PARENT_HEADER) if self._plane.traces is not None else None,
+        )
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        body = parse(await self._read(request))
+        model = await self._checks.model(body.get("model"))
+        return await self._passthrough.forward(request, body, self._route(request, body, model))
+
+    def _generating(self, shape: Format) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            data = await self._read(request)
+            body = parse(data, shape.ids_key)
+            model = await self._checks.model(body.get("model"))
+            route = self._route(request, body, model)
+            if self._goes_whole(shape, body, model):
+                return await self._passthrough.forward(request, body, route)
+            try:
+                return await self._generate(request, shape, data, body, route)
+            except ChatParsed as found:
+                logger.info("chats go whole model=%s reason=%s", model, found)
+                self._parsed_models.add(model)
+            return await self._passthrough.forward(request, body, route)
+
+        return handle
+
+    def _goes_whole(self, shape: Format, body: Json, model: str | None) -> bool:
+        if isinstance(shape, Chat):
+            return model in self._parsed_models or not chat.can_resume(body)
+        return isinstance(shape, Completions) and not completions.can_stream(body)
+
+    async def _generate(
+        self, request: web.Request, shape: Format, data: bytes, body: Json, route: Route
+    ) -> web.StreamResponse:
+        """Raises: ChatParsed, as long as the client has received nothing."""
+        call = shape.call(body)
+        self._checks.lengths(call, route.model)
+        given = request.headers.get(IDEMPOTENCY_HEADER)
+        key = f"{request.path} {given}" if given is not None else None
+        if call.wants_stream:
+            if key is not None and key in self._in_flight:
+                raise Conflict(f"{IDEMPOTENCY_HEADER} {given} is in flight; a stream can't be shared")
+            return await self._stream(request, shape, call, route)
+
+        async def work() -> Reply:
+            model = await self._plane.complete(call, route, None)
+            return Reply(encode(shape.answer(call, model)))
+
+        reply = await self._in_flight.run(key, data, work)
+        return reply.response()
+
+    async def _stream(
+        self, request: web.Request, shape: Format, call: Call, route: Route
+    ) -> web.StreamResponse:
+        sink = _EventStream(request, shape, call)
+        try:
+            model = await self._plane.complete(call, route, sink)
+        except RoseError as error:
+            if not sink.answer.prepared:
+                raise
+            await sink.answer.write(error_event(http_status(error), str(error)))
+            return sink.answer
+        if (usage := shape.stream_usage(call, model)) is not None:
+            await sink.send(usage)
+        await sink.answer.write(shape.end)
+        return sink.answer
+
+
+class _EventStream:
+    """A client's event stream; begins with the first event, so that an error before it has its own status."""
+
+    def __init__(self, request: web.Request, shape: Format, call: Call) -> None:
+        self._request = request
+        self._shape = shape
+        self._call = call
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        self.answer = web.StreamResponse(headers=headers)
+
+    async def send(self, event: Json) -> None:
+        if not self.answer.prepared:
+            await self.answer.prepare(self._request)
+        await self.answer.write(b"data: %b\n\n" % encode(event))
+
+    async def chunk(self, single: Single, chunk: Chunk, model: str | None) -> None:
+        await self.send(self._shape.stream_chunk(self._call, single, chunk, model))
+
+    async def end(self, single: Single, model: str | None) -> None:
+        await self.send(self._shape.stream_end(self._call, single, model))
+
+
+def _seconds(given: str | None) -> float:
+    """The client's timeout; infinity for none. Raises: BadRequest."""
+    try:
+        seconds = float(given) if given is not None else math.inf
+    except ValueError as error:
+        raise BadRequest(f"{_TIMEOUT_HEADER}: want seconds, got {given!r}") from error
+    if not seconds > 0:
+        raise BadRequest(f"{_TIMEOUT_HEADER}: want more than 0 seconds, got {given!r}")
+    return seconds

@@ -1,0 +1,180 @@
+"""Which job may use which serving GPU.
+
+Owns: the assignment of serving GPUs to jobs and the window over their KV usage.
+Promises: at most one job per serving GPU, and none that has no use for its models; no job above its
+N_serving; the GPUs with the lowest recent KV usage go first; what a job has, it keeps, until another is
+entitled to it.
+Never does: I/O, read a clock.
+
+Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the
+lowest recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Ours: jobs
+whose bounds exceed what is there share it by weight.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from rose.scheduler.rollout.placing.views import NOBODY
+
+_NUM_BUCKETS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borrower:
+    """A job that has work."""
+
+    job: str
+    weight: float = 1.0
+    max_serving_gpus: int | None = None
+    """N_serving; None: as many as there are."""
+    models: AbstractSet[str | None] | None = None
+    """That its turns are for; None: any will do."""
+
+    def can_use(self, each: "Lendable") -> bool:
+        """Whether it serves a model that this job has turns for."""
+        return self.models is None or each.models is None or not self.models.isdisjoint(each.models)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lendable:
+    """A serving GPU (or several that run one engine)."""
+
+    worker: str
+    gpus: int = 1
+    kv_usage: float = 0.0
+    """Serving's mean use of its KV memory over the window, 0 to 1."""
+    models: Collection[str] | None = None
+    """That it serves; None: it does not say."""
+
+
+class UsageWindow:
+    """The mean of a value over a sliding window, in buckets: memory is bounded."""
+
+    def __init__(self, window_s: float) -> None:
+        self._bucket_s = window_s / _NUM_BUCKETS
+        self._buckets: deque[tuple[int, float, int]] = deque()
+
+    def add(self, value: float, now: float) -> None:
+        number = int(now / self._bucket_s)
+        if self._buckets and self._buckets[-1][0] == number:
+            _, total, count = self._buckets.pop()
+            self._buckets.append((number, total + value, count + 1))
+        else:
+            self._buckets.append((number, value, 1))
+        while self._buckets[0][0] <= number - _NUM_BUCKETS:
+            self._buckets.popleft()
+
+    def mean(self) -> float:
+        """0 while nothing is known."""
+        means = [total / count for _, total, count in self._buckets]
+        return sum(means) / len(means) if means else 0.0
+
+
+def assign(
+    borrowers: Sequence[Borrower], lendables: Sequence[Lendable], held: Mapping[str, str]
+) -> dict[str, str]:
+    """Worker -> job, NOBODY where none may have it. `held`: the assignment so far."""
+    owners: dict[str, str] = {}
+    given = {each.job: 0 for each in borrowers}
+    for able, group in _by_models(borrowers, lendables):
+        left = _entitlements(able, group, given)
+        for each in group:  # a job that must give some back keeps the idlest
+            job = held.get(each.worker, NOBODY)
+            if left.get(job, 0) >= each.gpus:
+                owners[each.worker] = job
+                left[job] -= each.gpus
+        for each in group:
+            if each.worker in owners:
+                continue
+            wanting = [job for job, gpus in left.items() if gpus >= each.gpus]
+            owners[each.worker] = min(wanting, key=lambda name: (-left[name], name), default=NOBODY)
+            if wanting:
+                left[owners[each.worker]] -= each.gpus
+    return owners
+
+
+def _by_models(
+    borrowers: Sequence[Borrower], lendables: Sequence[Lendable]
+) -> list[tuple[list[Borrower], list[Lendable]]]:
+    """GPUs that serve the same models, the idlest first, and the jobs that can use them.
+
+    Those that the fewest can use come first: who can use others too has its part by then.
+    """
+    groups: dict[frozenset[str] | None, list[Lendable]] = {}
+    for each in sorted(lendables, key=_idlest):
+        models = frozenset(each.models) if each.models is not None else None
+        groups.setdefault(models, []).append(each)
+    found = [([b for b in borrowers if b.can_use(group[0])], group) for group in groups.values()]
+    return sorted(found, key=lambda pair: len(pair[0]))
+
+
+def _idlest(each: Lendable) -> tuple[float, str]:
+    return (each.kv_usage, each.worker)
+
+
+def lend_idle(
+    waiting: Sequence[Borrower],
+    lendables: Sequence[Lendable],
+    entitled: Mapping[str, str],
+    owners: Mapping[str, str],
+    busy: AbstractSet[str],
+) -> dict[str, str]:
+    """Worker -> job for now. What its owner leaves idle goes to a job whose turns wait.
+
+    `waiting`: jobs with turns for which there was no place, and as their models those of these turns.
+    `entitled`: what `assign` gave. `owners`: who has each GPU now. `busy`: workers on which their owner has
+    turns running.
+
+    Who is entitled to a GPU gets it back as soon as it waits; the other's turns there run to their ends.
+    """
+    lent = dict(owners)
+    held: Counter[str] = Counter()
+    for each in lendables:
+        held[owners[each.worker]] += each.gpus
+    by_job = {borrower.job: borrower for borrower in waiting}
+    by_usage = sorted(lendables, key=_idlest)
+
+    def hand(each: Lendable, job: str) -> None:
+        held[lent[each.worker]] -= each.gpus
+        held[job] += each.gpus
+        lent[each.worker] = job
+
+    for each in by_usage:  # one that its owner's waiting turns can't run on may stand in the way of its bound
+        owner = by_job.get(lent[each.worker])
+        if owner is not None and each.worker not in busy and not owner.can_use(each):
+            hand(each, NOBODY)
+    for each in by_usage:
+        home = by_job.get(entitled[each.worker])
+        if home is None or home.job == lent[each.worker] or not home.can_use(each):
+            continue
+        if _fits(home, held[home.job] + each.gpus):
+            hand(each, home.job)
+    for each in by_usage:
+        if each.worker in busy or lent[each.worker] in by_job:
+            continue
+        fitting = [b for b in waiting if b.can_use(each) and _fits(b, held[b.job] + each.gpus)]
+        if fitting:
+            hand(each, min(fitting, key=lambda b: ((held[b.job] + each.gpus) / b.weight, b.job)).job)
+    return lent
+
+
+def _fits(borrower: Borrower, gpus: int) -> bool:
+    return borrower.max_serving_gpus is None or gpus <= borrower.max_serving_gpus
+
+
+def _entitlements(
+    borrowers: Sequence[Borrower], lendables: Sequence[Lendable], given: dict[str, int]
+) -> dict[str, int]:
+    """GPUs of these per job: by weight, none above its bound, what one can't use goes to the others.
+
+    `given`: of others, to which these are added.
+    """
+    before = {each.job: given[each.job] for each in borrowers}
+    for each in lendables:
+        open_ = [b for b in borrowers if _fits(b, given[b.job] + each.gpus)]
+        if open_:
+            poorest = min(open_, key=lambda b: ((given[b.job] + each.gpus) / b.weight, b.job))
+            given[poorest.job] += each.gpus
+    return {job: given[job] - gpus for job, gpus in before.items()}

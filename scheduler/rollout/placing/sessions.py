@@ -1,0 +1,225 @@
+"""Which trajectory a request belongs to, and where its last turn ran.
+
+Owns: the session key of a request, the affinity table, the fingerprints of finished turns.
+Promises: all tables are bounded (least recently used entries leave first); trajectories of different models
+are different ones, whatever their clients call them.
+Never does: I/O. Losing an entry costs a prefix-cache hit, never a wrong answer.
+"""
+
+import itertools
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from rose.scheduler.rollout.formats.bodies import TokenIds
+from rose.types import WeightVersion
+
+SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
+
+
+_MAX_HOLDERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The KV that a turn left on a worker."""
+
+    num_tokens: int
+    version: WeightVersion | None
+    until: float
+    """When its lease ends."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """Where a trajectory's turns ran, and the weights of its first."""
+
+    worker: str
+    """Of its last turn."""
+    first_version: WeightVersion | None
+    holders: OrderedDict[str, Held] = field(default_factory=OrderedDict)
+    """Worker -> what it holds, the last few."""
+
+    def cached_tokens(self, worker: str, version: WeightVersion | None, now: float) -> int:
+        """Prompt tokens whose KV the worker should still hold, made by weights of `version`."""
+        held = self.holders.get(worker)
+        if held is None or held.version != version or held.until <= now:
+            return 0
+        return held.num_tokens
+
+
+class SessionTable:
+    """Session key and model -> Session, bounded."""
+
+    def __init__(self, max_sessions: int) -> None:
+        self._max_sessions = max_sessions
+        self._sessions: OrderedDict[tuple[str, str | None], Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, key: str, model: str | None = None) -> Session | None:
+        return self._sessions.get((key, model))
+
+    def record(
+        self,
+        key: str,
+        worker: str,
+        version: WeightVersion | None,
+        held: Held | None = None,
+        model: str | None = None,
+    ) -> None:
+        """Remember that this session's turn ran on `worker`; the version of its first turn is kept."""
+        entry = (key, model)
+        session = self._sessions.get(entry)
+        if session is None:
+            session = self._sessions[entry] = Session(worker=worker, first_version=version)
+        session.worker = worker
+        if held is not None:
+            session.holders[worker] = held
+            session.holders.move_to_end(worker)
+            if len(session.holders) > _MAX_HOLDERS:
+                session.holders.popitem(last=False)
+        self._sessions.move_to_end(entry)
+        while len(self._sessions) > self._max_sessions:
+            self._sessions.popitem(last=False)
+
+    def forget(self, key: str, model: str | None) -> None:
+        self._sessions.pop((key, model), None)
+
+
+_STRIDE_BYTES = 1024
+
+
+class Fingerprints:
+    """Finds the trajectory of a request that carries no session key, by what it begins with.
+
+    A finished turn is filed under the digest of prompt + generated tokens. The next turn's prompt
+    begins with exactly that, so the longest filed prefix names its trajectory. Siblings of a GRPO
+    group share the first prompt but not what was generated: they are told apart, and a first turn
+    matches nothing, so it goes where the load is least. The model's name is the digests' seed: equal
+    prompts for different models don't match.
+
+    Filed by stride: an entry lies under the digest of its whole strides, so a look-up hashes the prompt once,
+    stops at the numbers of strides that entries have, and compares with the few that share a digest, not with
+    every filed length.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
+        self._entries: OrderedDict[tuple[int, int], tuple[str, tuple[int, int]]] = OrderedDict()
+        """(length, digest) -> its session and its stride."""
+        self._by_stride: dict[int, dict[int, dict[int, set[int]]]] = {}
+        """Whole strides -> their digest -> length -> digests."""
+        self._strides: list[int] = []
+        """Its keys in order."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def record(self, prefix: bytes, key: str, model: str | None = None) -> None:
+        """File a finished turn, as `prefix_of` gives it."""
+        entry, stride = _digests(prefix, _seed(model))
+        if entry not in self._entries:
+            strides, digest = stride
+            if strides not in self._by_stride:
+                self._by_stride[strides] = {}
+                insort(self._strides, strides)
+            lengths = self._by_stride[strides].setdefault(digest, {})
+            lengths.setdefault(entry[0], set()).add(entry[1])
+        self._entries[entry] = (key, stride)
+        self._entries.move_to_end(entry)
+        while len(self._entries) > self._max_entries:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        (length, digest), (_, (strides, stride_digest)) = self._entries.popitem(last=False)
+        by_digest = self._by_stride[strides]
+        lengths = by_digest[stride_digest]
+        lengths[length].remove(digest)
+        if not lengths[length]:
+            del lengths[length]
+        if not lengths:
+            del by_digest[stride_digest]
+        if not by_digest:
+            del self._by_stride[strides]
+            self._strides.remove(strides)
+
+    def find(self, prefix: bytes, model: str | None = None) -> str | None:
+        """The session whose filed prefix is the longest that this one begins with."""
+        found, hashed = None, 0
+        digest, view = xxhash.xxh3_64(seed=_seed(model)), memoryview(prefix)
+        for strides in self._strides:
+            start = strides * _STRIDE_BYTES
+            if start > len(prefix):
+                break
+            digest.update(view[hashed:start])
+            hashed = start
+            if lengths := self._by_stride[strides].get(digest.intdigest()):
+                found = self._longest(prefix, start, digest, lengths) or found
+        return found
+
+    def _longest(
+        self, prefix: bytes, start: int, until_start: xxhash.xxh3_64, lengths: Mapping[int, set[int]]
+    ) -> str | None:
+        for length in sorted((n for n in lengths if n <= len(prefix)), reverse=True):
+            digest = until_start.copy()
+            digest.update(prefix[start:length])
+            if digest.intdigest() in lengths[length]:
+                return self._entries[(length, digest.intdigest())][0]
+        return None
+
+    def check_integrity(self) -> None:
+        by_digest = [lengths for digests in self._by_stride.values() for lengths in digests.values()]
+        by_length = [each for lengths in by_digest for each in lengths.items()]
+        assert self._strides == sorted(self._by_stride)
+        filed = {(length, digest) for length, digests in by_length for digest in digests}
+        assert filed == set(self._entries)
+
+
+def _seed(model: str | None) -> int:
+    return xxhash.xxh3_64_intdigest(model.encode()) if model is not None else 0
+
+
+def _digests(prefix: bytes, seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """((length, digest) of the whole, (count, digest) of its whole strides)."""
+    strides = len(prefix) // _STRIDE_BYTES
+    digest = xxhash.xxh3_64(prefix[: strides * _STRIDE_BYTES], seed=seed)
+    stride = (strides, digest.intdigest())
+    digest.update(prefix[strides * _STRIDE_BYTES :])
+    return (len(prefix), digest.intdigest()), stride
+
+
+def prefix_of(prompt: str | TokenIds) -> bytes:
+    """The bytes by which prompts are compared; a prompt that continues another begins with the other's."""
+    return prompt.encode() if isinstance(prompt, str) else prompt.prefix()
+
+
+def explicit_key(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
+    """The session key that the client sent, if any: header first, then the body's session_id."""
+    for name in SESSION_HEADERS:
+        if key := headers.get(name):
+            return key
+    session_id = body.get("session_id")
+    return session_id if isinstance(session_id, str) and session_id else None
+
+
+class SessionKeys:
+    """Gives every single request its session key."""
+
+    def __init__(self, fingerprints: Fingerprints) -> None:
+        self.fingerprints = fingerprints
+        self._serial = itertools.count()
+
+    def key(
+        self, explicit: str | None, prompt: str | TokenIds, index: int, count: int, model: str | None = None
+    ) -> str:
+        """Request `index` of the `count` that one call was fanned out to."""
+        if explicit is not None:
+            return explicit if count == 1 else f"{explicit}#{index}"
+        found = self.fingerprints.find(prefix_of(prompt), model)
+        return found if found is not None else f"anonymous-{next(self._serial)}"

@@ -1,0 +1,179 @@
+"""The router's settings.
+
+Owns: RouterConfig, the worker specification, turning bad input into one clear line.
+Promises: read-only once built; every error names the file or flag, the key and the fix.
+Never does: start anything.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rose.config import Settings
+from rose.errors import ConfigError
+from rose.messages import ConcurrencyProfile
+from rose.scheduler.rollout.placing.versions import VersionMode
+from rose.scheduler.rollout.placing.views import WorkerKind
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WorkerSpec(_Settings):
+    """One rollout engine: its address and what GPU it is on."""
+
+    url: str
+    kind: WorkerKind = WorkerKind.DEDICATED
+    gpus: int = Field(default=1, ge=1)
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
+            raise ValueError(f"want http://HOST:PORT, got {url!r}")
+        return url.rstrip("/")
+
+    @property
+    def id(self) -> str:
+        """host:port, which names the worker everywhere."""
+        return urlsplit(self.url).netloc
+
+
+def _has_good_port(parts: SplitResult) -> bool:
+    try:
+        return parts.port != 0  # none at all is the scheme's own
+    except ValueError:
+        return False
+
+
+class JobSpec(_Settings):
+    """What one RL job may have."""
+
+    weight: float = Field(default=1.0, gt=0, description="its part of the generated tokens under contention")
+    max_in_flight: int | None = Field(default=None, ge=1, description="concurrent turns")
+    max_serving_gpus: int | None = Field(default=None, ge=0, description="N_serving (ROSE §4)")
+    max_queued: int | None = Field(default=None, ge=1, description="instead of max_queued_per_job")
+
+
+class RouterConfig(_Settings):
+    """Everything a user can set. Times are in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8100, ge=0, le=65535, description="0: any free port")
+    workers: tuple[WorkerSpec, ...] = ()
+
+    policy: str = Field(default="paper", pattern="^(paper|cost|turnwise|pinned)$")
+    run_id: str | None = Field(default=None, description="only workers with weights of this training run")
+    version_mode: VersionMode = VersionMode.LATEST
+    max_lag: int = Field(default=1, ge=0, description="for version_mode max-lag")
+    turns_per_gpu: int = Field(default=16, ge=1, description="concurrent turns on one GPU (ROSE §4.3)")
+    concurrency_profile: Path | None = Field(
+        default=None, description="turns_per_gpu from a file of rose profile --concurrency (ROSE Appendix A)"
+    )
+    max_sessions: int = Field(default=65536, ge=1)
+    max_fingerprints: int = Field(default=8192, ge=1)
+
+    jobs: dict[str, JobSpec] = Field(default_factory=dict, description="limits by X-Rose-Job")
+    job_idle_s: float = Field(default=60.0, gt=0, description="a job without work is forgotten then")
+    max_body_bytes: int = Field(default=256 * 2**20, ge=1024, description="larger bodies are answered 413")
+    body_s: float = Field(default=60.0, gt=0, description="time for a client's body to arrive; then 408")
+    idle_s: float = Field(
+        default=75.0, gt=0, description="a connection without a whole request head is closed"
+    )
+    max_queued_per_job: int = Field(default=4096, ge=1, description="more are answered 429")
+    deadline_s: float = Field(default=3600.0, gt=0, description="a turn's time, queueing included; then 504")
+    stall_s: float = Field(default=2.0, gt=0, description="no token for so long: reroute (ROSE §4.3)")
+    first_token_s: float = Field(default=60.0, gt=0, description="the same before the first token")
+    stream_interval: int = Field(
+        default=14, ge=1, description="most tokens per chunk from a worker; a killed one takes so many along"
+    )
+    max_failures: int = Field(default=5, ge=1, description="worker errors per turn; then 502")
+    avoid_s: float = Field(default=1.0, ge=0, description="a worker that failed gets no new turn for so long")
+
+    heartbeat_s: float = Field(default=0.5, gt=0)
+    lost_after_s: float = Field(default=2.5, gt=0, description="no sign of life for so long: dead")
+    telemetry_max_age_s: float = Field(default=2.0, gt=0, description="older shares: paper instead of cost")
+    kv_window_s: float = Field(default=3600.0, gt=0, description="window of serving's KV usage (ROSE §4)")
+    lease_s: float = Field(default=10.0, ge=0, description="serving GPUs keep prefix KV so long (ROSE §4.1)")
+    drain_s: float = Field(default=30.0, ge=0, description="time for turns in flight on SIGTERM")
+
+    otlp_endpoint: str | None = Field(
+        default=None, description="collector of traces, e.g. http://127.0.0.1:4318/v1/traces (extra: otel)"
+    )
+
+    api_key: str | None = Field(default=None, description="asked of clients on /v1")
+    admin_key: str | None = Field(default=None, description="asked on /admin and /workers")
+    worker_api_key: str | None = Field(default=None, description="sent to workers on /v1 (their --api-key)")
+    rose_key: str | None = Field(default=None, description="sent to workers on /rose/v1")
+
+
+def parse_worker(text: str) -> WorkerSpec:
+    """URL[,dedicated|serving][,gpus=N].
+
+    Raises:
+        ConfigError: names the part that is wrong.
+    """
+    url, *rest = text.split(",")
+    fields: dict[str, Any] = {"url": url}
+    for part in rest:
+        name, _, value = part.partition("=")
+        fields |= {name: value} if value else {"kind": name}
+    try:
+        return WorkerSpec(**fields)
+    except ValidationError as error:
+        raise ConfigError(f"--worker {text}: {_first_problem(error)}") from error
+
+
+def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> RouterConfig:
+    """Check the router's settings and add the environment's keys (a key given explicitly wins).
+
+    Raises:
+        ConfigError: names `source`, the key and what is wrong with it.
+    """
+    found = {
+        "api_key": settings.router_api_key,
+        "admin_key": settings.admin_key,
+        "worker_api_key": settings.worker_api_key,
+        "rose_key": settings.key,
+    }
+    try:
+        keys = {name: key for name, key in found.items() if key is not None}
+        config = RouterConfig.model_validate({**keys, **fields})
+        if config.concurrency_profile is not None:
+            if "turns_per_gpu" in fields:
+                raise ConfigError(f"{source}: give turns_per_gpu or concurrency_profile, not both")
+            turns_per_gpu = _profiled_cap(config.concurrency_profile, source)
+            config = config.model_copy(update={"turns_per_gpu": turns_per_gpu})
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_first_problem(error)}") from error
+    ids = [worker.id for worker in config.workers]
+    if twice := sorted({i for i in ids if ids.count(i) > 1}):
+        raise ConfigError(f"{source}: workers: {twice[0]} is given twice")
+    return config
+
+
+def _profiled_cap(path: Path, source: str) -> int:
+    where = f"{source}: concurrency_profile {path}"
+    try:
+        return ConcurrencyProfile.model_validate_json(path.read_bytes()).turns_per_gpu
+    except OSError as error:
+        raise ConfigError(f"{where}: can't be read ({error.strerror}); check the path") from error
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise ConfigError(f"{where}: not made by rose profile --concurrency ({problem})") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        is_worker = error.title == WorkerSpec.__name__ or first["loc"][0] == "workers"
+        kind = WorkerSpec if is_worker else JobSpec if first["loc"][0] == "jobs" else RouterConfig
+        known = RouterConfig.model_fields if len(first["loc"]) == 1 and not is_worker else kind.model_fields
+        return f"{key}: unknown key; known: {', '.join(known)}"
+    return f"{key}: {first['msg']} (got {first['input']!r})"

@@ -1,0 +1,92 @@
+"""What the router remembers of trajectories: whose turn a request is, where the last ran, what it left there.
+
+Owns: the tables of sessions and fingerprints; a turn as policies see it.
+Promises: a turn that ended is found again by its session's key, or by how the next prompt begins.
+Never does: place turns (placement.py), I/O.
+"""
+
+import time
+
+from rose.scheduler.rollout.formats.bodies import TokenIds
+from rose.scheduler.rollout.formats.completions import Single
+from rose.scheduler.rollout.placing.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
+from rose.scheduler.rollout.placing.views import Turn, WorkerKind
+from rose.scheduler.rollout.router_config import RouterConfig
+from rose.scheduler.rollout.turn.jobs import JobTable
+from rose.scheduler.rollout.turn.journey import Journey, Route
+from rose.scheduler.rollout.turn.placement import probably_cached
+from rose.scheduler.rollout.workers.registry import Registry
+from rose.scheduler.rollout.workers.worker import Worker
+from rose.types import WeightVersion
+
+_CHARACTERS_PER_TOKEN = 4
+
+
+class Trajectories:
+    """Lives on the router's event loop."""
+
+    def __init__(self, config: RouterConfig, registry: Registry, jobs: JobTable) -> None:
+        self._config = config
+        self._registry = registry
+        self._jobs = jobs
+        self.sessions = SessionTable(config.max_sessions)
+        self._keys = SessionKeys(Fingerprints(config.max_fingerprints))
+
+    def key(self, single: Single, num_singles: int, route: Route) -> str:
+        """The session of one of the single requests of a call."""
+        return self._keys.key(route.explicit_session, single.prompt, single.index, num_singles, route.model)
+
+    def turn(self, journey: Journey, first_version: WeightVersion | None) -> Turn:
+        """The journey's next attempt. `first_version`: of the weights that made its first tokens, if any."""
+        route, now = journey.route, time.monotonic()
+        session = self.sessions.get(journey.session, route.model)
+        if first_version is None and session is not None:
+            first_version = session.first_version
+        job = self._jobs.get(route.job, now)
+        return Turn(
+            session=journey.session,
+            job=route.job,
+            model=route.model,
+            affine=session.worker if session is not None else None,
+            run_id=route.run_id if route.run_id is not None else self._config.run_id,
+            pinned_version=first_version,
+            avoid_until=journey.avoid_until,
+            prompt_tokens=journey.prompt_tokens,
+            expected_tokens=job.expected_tokens(journey.max_tokens),
+            cached_tokens=probably_cached(session, self._registry.members(), now),
+        )
+
+    def ended(self, single: Single, journey: Journey, worker: Worker) -> None:
+        """The turn has its last tokens from this worker."""
+        generation, route = single.generation, journey.route
+        first = generation.spans[0].weight_version if generation.spans else worker.weight_version
+        num_tokens = about_tokens(single.prompt) + generation.num_tokens
+        is_leased = worker.spec.kind is WorkerKind.SERVING
+        until_s = time.monotonic() + self._config.lease_s if is_leased else float("inf")
+        held = Held(num_tokens=num_tokens, version=worker.weight_version, until=until_s)
+        self.sessions.record(journey.session, worker.id, first, held, route.model)
+        if route.explicit_session is not None:
+            return
+        if isinstance(single.prompt, str):
+            whole = prefix_of(single.prompt + generation.text)
+        else:
+            whole = single.prompt.plus(generation.token_ids).prefix()
+        self._keys.fingerprints.record(whole, journey.session, route.model)
+
+    def answered_whole(self, journey: Journey, worker: Worker) -> None:
+        """A request that went to this worker whole has its answer."""
+        route = journey.route
+        if route.explicit_session is not None:
+            version = worker.weight_version
+            self.sessions.record(route.explicit_session, worker.id, version, model=route.model)
+
+    def finished(self, session: str) -> None:
+        """The client says that this trajectory has ended, whatever models it asked."""
+        served = {model for worker in self._registry.workers() for model in worker.models or ()}
+        for model in (None, *served):
+            self.sessions.forget(session, model)
+
+
+def about_tokens(prompt: str | TokenIds) -> int:
+    """A text's length in tokens is only known to the worker."""
+    return prompt.about() if isinstance(prompt, TokenIds) else max(1, len(prompt) // _CHARACTERS_PER_TOKEN)

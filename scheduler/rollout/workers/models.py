@@ -1,0 +1,96 @@
+"""Which models there are behind the router, and which one a request is for.
+
+Owns: the catalogue of what each registered worker has said it serves.
+Promises: a look-up takes the same time for any number of workers. What a lost worker served stays known: its
+turns wait for it. Names of models come from workers alone, never from clients.
+Never does: ask workers (registry.py), place turns (policy.py).
+"""
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict
+
+from rose.scheduler.rollout.formats.bodies import BadRequest, Json
+
+Contexts = Mapping[str, int | None]
+"""Model name -> its context in tokens, None where that is not said; the worker's default is the first."""
+
+
+class ModelCard(BaseModel):
+    """A model as a worker's /v1/models shows it. Unknown fields are kept and shown."""
+
+    model_config = ConfigDict(extra="allow")
+    id: str
+    max_model_len: int | None = None
+
+    def as_json(self) -> Json:
+        return self.model_dump(exclude_unset=True)
+
+
+class ModelCards(BaseModel):
+    """GET /v1/models, as far as it is used."""
+
+    data: list[ModelCard]
+
+
+class Catalogue:
+    """What each registered worker serves, as it said last. Changed only on the router's event loop."""
+
+    def __init__(self) -> None:
+        self._by_worker: dict[str, Contexts | None] = {}
+        self._contexts: dict[str, int | None] = {}
+        self._defaults: tuple[str, ...] = ()
+        self._removed: set[str] = set()
+        """What only workers served that were removed since."""
+
+    def __contains__(self, model: object) -> bool:
+        return model in self._contexts
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._contexts)
+
+    def take(self, worker_id: str, models: Contexts | None) -> None:
+        """A worker says what it serves; None: it does not say."""
+        self._by_worker[worker_id] = models
+        self._derive()
+        self._removed -= self._contexts.keys()
+
+    def forget(self, worker_id: str) -> None:
+        """The worker was removed."""
+        models = self._by_worker.pop(worker_id, None)
+        self._derive()
+        self._removed |= (models or {}).keys() - self._contexts.keys()
+
+    def is_removed(self, model: str) -> bool:
+        """Whether it was served, by workers that are no longer registered."""
+        return model in self._removed
+
+    def default(self) -> str | None:
+        """The model of a request that names none; None: no worker has said what it serves.
+
+        Raises:
+            BadRequest: workers would take different ones.
+        """
+        if len(self._defaults) > 1:
+            raise BadRequest(f"model: several are served here, name one of {', '.join(self.names)}")
+        return self._defaults[0] if self._defaults else None
+
+    def context(self, model: str | None) -> int | None:
+        """The longest context that any worker has for the model; None: not known."""
+        return self._contexts.get(model) if model is not None else None
+
+    def _derive(self) -> None:
+        said = [models for models in self._by_worker.values() if models is not None]
+        self._defaults = tuple(dict.fromkeys(next(iter(models)) for models in said))
+        is_all_said = len(said) == len(self._by_worker)
+        found: dict[str, list[int | None]] = {}
+        for models in said:
+            for name, context in models.items():
+                found.setdefault(name, []).append(context if is_all_said else None)
+        self._contexts = {name: _longest(contexts) for name, contexts in found.items()}
+
+
+def _longest(contexts: list[int | None]) -> int | None:
+    known = [context for context in contexts if context is not None]
+    return max(known) if len(known) == len(contexts) else None

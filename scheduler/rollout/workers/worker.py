@@ -1,0 +1,293 @@
+"""One rollout engine as the router sees it.
+
+Owns: Worker: its health, load, speed, share, weights.
+Promises: a worker that returns or stalled is on probation (one turn at a time) until it makes a token; what
+runs on a lost one is told at once.
+Never does: ask it (registry.py), place turns (policy.py), speak /v1 (attempt.py).
+"""
+
+import logging
+import math
+from collections import Counter
+from typing import Any
+
+from yarl import URL
+
+from rose.scheduler.rollout.formats.events import CHAT_PATH, COMPLETIONS_PATH
+from rose.scheduler.rollout.placing.borrowing import UsageWindow
+from rose.scheduler.rollout.placing.views import NOBODY, WorkerKind, WorkerView
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.workers.models import Contexts, ModelCard
+from rose.scheduler.rollout.workers.speed import SpeedEstimate
+from rose.scheduler.rollout.workers.status import WorkerStatus, parse_version
+from rose.scheduler.rollout.workers.watch import Watch
+from rose.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+_INTERVALS_PER_STALL = 4
+"""A worker's chunk has to come well within the stall time even when the gate slows its steps."""
+_OWN_REPORT_S = 0.5
+"""An engine that reports its stalls needs time for it, however long a stall is. With 2 s a turn on a stopped
+worker still goes on elsewhere within 3 s."""
+_UNSEEN = frozenset(
+    (
+        "_view",
+        "cards",
+        "last_seen",
+        "models_asked_at",
+        "num_tokens",
+        "num_turns",
+        "problem",
+        "seconds_per_token",
+    )
+)
+"""What a policy doesn't see."""
+_SHARE_MEMORY_S = 15.0
+"""About a turn's length: a turn gets the mean of its time, not the share of its first second."""
+_SMOOTHING = 0.2
+"""Weight of the newest value in running means."""
+
+
+class Worker:
+    """One rollout engine. Changed only on the router's event loop."""
+
+    def __init__(self, spec: WorkerSpec, config: RouterConfig) -> None:
+        self.spec = spec
+        self.id = spec.id
+        self.turn_urls = {path: URL(spec.url + path) for path in (COMPLETIONS_PATH, CHAT_PATH)}
+        key = config.worker_api_key
+        self.openai_headers = f"Authorization: Bearer {key}\r\n".encode() if key is not None else b""
+        self._view: WorkerView | None = None
+        self.cap = config.turns_per_gpu * spec.gpus
+        self.is_alive = False
+        self.is_active = True
+        self.is_updating = False
+        self.updated_at = -math.inf
+        """When its weights last changed, as its status tells; tokens before and after tell no speed."""
+        self.is_on_probation = False
+        self.is_draining = False
+        self.has_rose_routes = True
+        self.last_seen: float | None = None
+        self.cooldown_until = 0.0
+        self.status: WorkerStatus | None = None
+        self.weight_version: WeightVersion | None = None
+        self.is_gate_declining = False
+        self.has_yielded = False
+        self.problem: str | None = None
+        self.owner: str | None = None
+        self.in_flight = 0
+        self.tenants: Counter[str] = Counter()
+        """Turns on it by job."""
+        self.pending_prefill_tokens = 0.0
+        self.watches: set[Watch] = set()
+        self.models: Contexts | None = None
+        """What it serves, or served before it was lost; None: it does not say. Known before it is alive."""
+        self.cards: list[ModelCard] = []
+        """The same, as it shows it."""
+        self.models_asked_at = -math.inf
+        self.num_tokens = 0
+        self.num_turns = 0
+        self.seconds_per_token: float | None = None
+        self.speed = SpeedEstimate()
+        self.cache_trust = 1.0
+        """Part of the prompt tokens expected in its prefix cache that were found there."""
+        self.kv_usage = UsageWindow(config.kv_window_s)
+        self._is_dedicated = spec.kind is WorkerKind.DEDICATED
+        self._telemetry_max_age_s = config.telemetry_max_age_s
+        self._first_token_s = config.first_token_s
+        self._share: float | None = 1.0 if self._is_dedicated else None
+        self._status_at = 0.0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Whatever changes, the view is made anew: every decision asks for it, most often in vain."""
+        object.__setattr__(self, name, value)
+        if name not in _UNSEEN:
+            object.__setattr__(self, "_view", None)
+
+    @property
+    def is_eligible(self) -> bool:
+        """On a serving GPU: no memory pressure, the gate lets steps through, nothing waits there already."""
+        status = self.status
+        if self.has_yielded or self.is_gate_declining:
+            return False
+        if status is None:
+            return True
+        return (status.pressure or "").lower() != "pressure" and status.num_waiting == 0
+
+    def view(self) -> WorkerView:
+        if self._view is None:
+            self._view = self._make_view()
+        return self._view
+
+    def _make_view(self) -> WorkerView:
+        return WorkerView(
+            id=self.id,
+            kind=self.spec.kind,
+            alive=self.is_alive and self.is_active and not (self.is_draining or self.is_updating),
+            in_flight=self.in_flight,
+            cap=1 if self.is_on_probation else self.cap,
+            eligible=self.is_eligible,
+            owner=self._lent_to(),
+            models=self.models,
+            weight_version=self.weight_version,
+            load=self.in_flight / self.cap,
+            not_before=self.cooldown_until,
+            share=self._share,
+            share_until=float("inf") if self._is_dedicated else self._status_at + self._telemetry_max_age_s,
+            speed=self.speed.speed(),
+            pending_prefill_tokens=self.pending_prefill_tokens,
+        )
+
+    def _lent_to(self) -> str | None:
+        """Its owner; NOBODY while turns of another job, which had it before, are still on it."""
+        if self.owner is None or self.tenants.total() == self.tenants[self.owner]:
+            return self.owner
+        return NOBODY
+
+    def stream_interval(self, config: RouterConfig) -> int:
+        """Tokens per chunk: few enough that slow steps don't look like a stall."""
+        if self.seconds_per_token is None:
+            return 1
+        fitting = int(config.stall_s / _INTERVALS_PER_STALL / max(self.seconds_per_token, 1e-6))
+        return max(1, min(config.stream_interval, fitting))
+
+    def stall_allowance_s(self, config: RouterConfig) -> float:
+        """The time without a token that is a stall. An engine with ROSE may report its own first."""
+        return config.stall_s + (_OWN_REPORT_S if self.has_rose_routes else 0.0)
+
+    def made_tokens(self, num_tokens: int, now: float, took_s: float | None) -> None:
+        """Progress is the proof of life that counts: it ends a probation.
+
+        `took_s`: since the tokens before; None for the first of an attempt, which wait for the prefill.
+        """
+        self.num_tokens += num_tokens
+        self.last_seen = now
+        if self.is_on_probation:
+            self.is_on_probation = False
+        if took_s is None:
+            return
+        per_token = took_s / num_tokens
+        self._view = None
+        self.speed.saw_decode(per_token, self.in_flight, self._share if self._share is not None else 1.0)
+        known = self.seconds_per_token
+        self.seconds_per_token = (
+            per_token if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * per_token
+        )
+
+    def prefilled(self, first_token_s: float, tokens: float) -> None:
+        """A first token came; `tokens` were to prefill until then, those ahead of it included."""
+        self._view = None
+        self.speed.saw_prefill(first_token_s, tokens, self._share if self._share is not None else 1.0)
+
+    def found_cached(self, expected_tokens: float, cached_tokens: int) -> None:
+        """What an answer says about its prompt's prefix, against what was expected."""
+        if expected_tokens > 0:
+            found = min(1.0, cached_tokens / expected_tokens)
+            self.cache_trust = (1 - _SMOOTHING) * self.cache_trust + _SMOOTHING * found
+
+    def suspect(self, now: float, config: RouterConfig) -> None:
+        """It failed or stalled a turn: no new ones for a moment, then one at a time."""
+        self.cooldown_until = now + config.avoid_s
+        self.is_on_probation = True
+
+    def take_status(self, status: WorkerStatus, now: float) -> None:
+        """Take down what the worker reports at `now`."""
+        self._take_weights(status, now)
+        before, gate = self.status.gate if self.status is not None else None, status.gate
+        self.is_gate_declining = (
+            before is not None
+            and gate is not None
+            and gate.declined_steps > before.declined_steps
+            and gate.admitted_steps == before.admitted_steps
+        )
+        self.has_yielded = False
+        if status.is_active != self.is_active:
+            logger.info("worker active=%s worker=%s", status.is_active, self.id)
+        self.is_active = status.is_active
+        if not self._is_dedicated:
+            self._take_share(status, now)
+        if status.serving_kv_usage is not None:
+            self.kv_usage.add(status.serving_kv_usage, now)
+        self.status, self._status_at = status, now
+
+    def _take_weights(self, status: WorkerStatus, now: float) -> None:
+        """A change of weights is no stall. After it, what runs is computed anew, as for a first token.
+
+        A short one may show by its new version alone.
+        """
+        version = parse_version(status.weight_version)
+        was_updating, self.is_updating = self.is_updating, status.is_updating
+        has_changed = self.status is not None and version != self.weight_version
+        self.weight_version = version
+        if not (was_updating or has_changed or self.is_updating):
+            return
+        self.updated_at = now
+        for watch in self.watches:
+            if self.is_updating:
+                watch.worker_updating()
+            else:
+                watch.worker_updated(self._first_token_s)
+
+    def _take_share(self, status: WorkerStatus, now: float) -> None:
+        """What serving's steps left of the GPU's time since the status before."""
+        before = self.status.serving_busy_s if self.status is not None else None
+        if status.serving_busy_s is None:
+            self._share = None
+            return
+        if before is None or status.serving_busy_s < before or now <= self._status_at:
+            return  # a first report, or one of an engine that began anew
+        left = 1.0 - (status.serving_busy_s - before) / (now - self._status_at)
+        left = min(1.0, max(0.0, left))
+        if self._share is None:
+            self._share = left
+        else:
+            weight = 1.0 - math.exp(-(now - self._status_at) / _SHARE_MEMORY_S)
+            self._share += weight * (left - self._share)
+
+    def seen(self, now: float) -> None:
+        self.last_seen = now
+        self.problem = None
+        if not self.is_alive:
+            logger.info("worker alive worker=%s kind=%s", self.id, self.spec.kind)
+            self.is_alive = True
+
+    def lost(self, reason: str) -> None:
+        """Mark it dead and tell everything that runs on it."""
+        if self.is_alive:
+            logger.warning("worker lost worker=%s in_flight=%d reason=%s", self.id, self.in_flight, reason)
+            self.is_on_probation = True
+            self.is_updating = False  # whatever it was doing, it no longer says so
+        elif self.problem is None:
+            logger.warning("worker not reachable worker=%s reason=%s", self.id, reason)
+        self.problem = reason
+        self.is_alive = False
+        for watch in self.watches:
+            watch.worker_lost()
+
+    def as_json(self, now: float) -> dict[str, Any]:
+        view = self.view()
+        return {
+            "id": self.id,
+            "url": self.spec.url,
+            "kind": self.spec.kind.value,
+            "models": list(self.models) if self.models is not None else None,
+            "alive": self.is_alive,
+            "active": self.is_active,
+            "updating": self.is_updating,
+            "draining": self.is_draining,
+            "problem": self.problem,
+            "on_probation": self.is_on_probation,
+            "eligible": view.eligible,
+            "owner": self.owner,
+            "in_flight": self.in_flight,
+            "cap": self.cap,
+            "share": round(view.share, 4) if view.share is not None and now < view.share_until else None,
+            "kv_usage": round(self.kv_usage.mean(), 4),
+            "cache_trust": round(self.cache_trust, 4),
+            "weight_version": str(self.weight_version) if self.weight_version is not None else None,
+            "seen_s_ago": round(now - self.last_seen, 3) if self.last_seen is not None else None,
+            "turns": self.num_turns,
+            "tokens": self.num_tokens,
+            "status": self.status.model_dump() if self.status is not None else None,
+        }

@@ -1,0 +1,136 @@
+"""A client's calls over any channel: asked again until answered, through restarts of scheduler and channel.
+
+Owns: the connection's reading thread and the calls that wait for an answer. Promises: `call` returns the
+answer to that very call, however often the scheduler was restarted meanwhile; a scheduler that is not there
+in time raises ChannelError. Never: decides what a refused call means.
+"""
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Self
+
+from rose.errors import ChannelError
+from rose.scheduler.runtime.channel.messages import AnyAnswer, Call, Grant, Reply, decode_answer, encode
+from rose.scheduler.runtime.channel.protocol import ClientSide
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_S = 0.02
+"""Between attempts: a scheduler is back within some hundred milliseconds."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    call: Call
+    is_answered: threading.Event = field(default_factory=threading.Event)
+    answer: Reply | Grant | None = None
+
+
+class ControlClient:
+    """One process's connection to the scheduler. Any thread may call."""
+
+    def __init__(self, channel: ClientSide, connect_timeout_s: float) -> None:
+        """Connects. Raises: ChannelError if there is no scheduler within ``connect_timeout_s``."""
+        self.unasked: queue.SimpleQueue[AnyAnswer | None] = queue.SimpleQueue()
+        """What the scheduler sent of its own; None: a new connection, orders may have been missed."""
+        self._channel = channel
+        self._waiting: dict[int, _Waiting] = {}
+        self._lock = threading.Lock()
+        self._last_seq = 0
+        self._closed = threading.Event()
+        self._connect(connect_timeout_s)
+        self._thread = threading.Thread(target=self._read, name="rose-control", daemon=True)
+        self._thread.start()
+
+    def next_seq(self) -> int:
+        """A number for a new call."""
+        with self._lock:
+            self._last_seq += 1
+            return self._last_seq
+
+    def ask(self, call: Call, timeout_s: float | None = None) -> Reply | Grant:
+        """The answer. Raises: ChannelError when none comes in ``timeout_s`` or the client is closed."""
+        waiting = _Waiting(call)
+        with self._lock:
+            self._waiting[call.seq] = waiting
+        self._send(waiting)
+        if not waiting.is_answered.wait(timeout_s):
+            with self._lock:
+                self._waiting.pop(call.seq, None)
+            raise ChannelError(
+                f"{type(call).__name__.lower()}: no answer from the scheduler in {timeout_s} s"
+            )
+        if waiting.answer is None:
+            raise ChannelError(f"{type(call).__name__.lower()}: the connection was closed")
+        return waiting.answer
+
+    def tell(self, call: Call) -> None:
+        """Like `ask`, without waiting for what is answered."""
+        waiting = _Waiting(call)
+        with self._lock:
+            self._waiting[call.seq] = waiting
+        self._send(waiting)
+
+    def close(self) -> None:
+        """Ends the connection; calls that wait raise."""
+        self._closed.set()
+        self._channel.close()
+        self._thread.join()
+        with self._lock:
+            waiting, self._waiting = list(self._waiting.values()), {}
+        for each in waiting:
+            each.is_answered.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self, waiting: _Waiting) -> None:
+        try:
+            self._channel.send(encode(waiting.call))
+        except ConnectionError:  # the reading thread notices too, connects again and sends all that waits
+            logger.debug("not sent yet call=%s", type(waiting.call).__name__)
+
+    def _connect(self, timeout_s: float | None) -> None:
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        while not self._closed.is_set():
+            try:
+                self._channel.connect()
+                return
+            except ConnectionError as error:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise ChannelError(f"{error}; start one with: rose sched serve") from error
+            time.sleep(RECONNECT_S)
+
+    def _read(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._dispatch(decode_answer(self._channel.receive()))
+            except ConnectionError as error:
+                if self._closed.is_set():
+                    return
+                logger.info("connecting again reason=%s", error)
+                self._connect(None)
+                self._resend()
+
+    def _dispatch(self, answer: AnyAnswer) -> None:
+        if isinstance(answer, Reply | Grant) and answer.seq:
+            with self._lock:
+                waiting = self._waiting.pop(answer.seq, None)
+            if waiting is not None:  # else a second answer, to a call that was sent again
+                waiting.answer = answer
+                waiting.is_answered.set()
+            return
+        self.unasked.put(answer)
+
+    def _resend(self) -> None:
+        with self._lock:
+            waiting = [self._waiting[seq] for seq in sorted(self._waiting)]
+        for each in waiting:
+            self._send(each)
+        self.unasked.put(None)

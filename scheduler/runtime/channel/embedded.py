@@ -1,0 +1,248 @@
+"""The control channel without a server of its own: a Unix socket, and SQLite for what must survive.
+
+Owns: the folder with lock, socket and database. Promises: as in channel.py; after a crash of the machine
+itself, instead of a process, the last commits may be missing, but never a part of one (SQLite's WAL without a
+sync per commit: that would cost milliseconds per permit, and such a crash has ended the jobs as well).
+Never: looks into a message.
+
+A connection's first line is its client's name; after that, each line is one message. Answers to a client that
+is not there are dropped: it asks again when it comes back.
+"""
+
+import contextlib
+import fcntl
+import os
+import selectors
+import socket
+import sqlite3
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from rose.config import make_private_dir
+from rose.errors import ChannelError
+from rose.scheduler.runtime.channel.messages import NUM_EVENTS
+from rose.scheduler.runtime.channel.protocol import Batch, Incoming
+
+MAX_UNSENT_BYTES = 16 << 20
+"""To one client; a status of thousands of jobs is smaller."""
+_MAX_SOCKET_PATH = 107
+
+
+class EmbeddedScheduler:
+    """The scheduler's end."""
+
+    def __init__(self, folder: str) -> None:
+        path = make_private_dir(Path(folder), "choose another folder for the channel")
+        self._lock = _take(path / "lock")
+        self._database = _open(path / "state.db")
+        self._listener = _listen(path / "control.sock")
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._by_name: dict[str, _Connection] = {}
+
+    def load(self) -> Mapping[str, bytes]:
+        return dict(self._database.execute("SELECT key, value FROM rows"))
+
+    def events(self, last: int) -> Sequence[bytes]:
+        rows = self._database.execute("SELECT body FROM events ORDER BY number DESC LIMIT ?", (last,))
+        return [body for (body,) in reversed(rows.fetchall())]
+
+    def receive(self, timeout_s: float) -> Sequence[Incoming]:
+        arrived: list[Incoming] = []
+        for key, ready in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                connection = _Connection(self._listener.accept()[0])
+                self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+                continue
+            if ready & selectors.EVENT_WRITE:
+                self._send(key.data, b"")
+            if ready & selectors.EVENT_READ:
+                arrived += self._read(key.data)
+        return arrived
+
+    def _read(self, connection: "_Connection") -> list[Incoming]:
+        was_known = connection.client is not None
+        lines = connection.read()
+        if connection.client is not None and not was_known:
+            self._by_name[connection.client] = connection
+        if lines is None:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            if self._by_name.get(connection.client or "") is connection:
+                del self._by_name[connection.client or ""]
+            return []
+        client = connection.client
+        return [Incoming(client=client, body=line) for line in lines] if client is not None else []
+
+    def commit(self, batch: Batch, handled: Sequence[Incoming]) -> None:
+        if batch.rows or batch.events:
+            with self._database:  # one transaction
+                self._write(batch)
+        for outgoing in batch.outgoing:
+            connection = self._by_name.get(outgoing.client)
+            if connection is not None:
+                self._send(connection, outgoing.body + b"\n")
+
+    def _send(self, connection: "_Connection", data: bytes) -> None:
+        is_done = connection.send(data)
+        wanted = selectors.EVENT_READ if is_done else selectors.EVENT_READ | selectors.EVENT_WRITE
+        if self._selector.get_key(connection.socket).events != wanted:
+            self._selector.modify(connection.socket, wanted, connection)
+
+    def _write(self, batch: Batch) -> None:
+        execute = self._database.execute
+        for key, value in batch.rows.items():
+            if value is None:
+                execute("DELETE FROM rows WHERE key = ?", (key,))
+            else:
+                execute("INSERT OR REPLACE INTO rows VALUES (?, ?)", (key, value))
+        for event in batch.events:
+            number = execute("INSERT INTO events (body) VALUES (?)", (event,)).lastrowid
+            execute("DELETE FROM events WHERE number <= ?", ((number or 0) - NUM_EVENTS,))
+
+    def close(self) -> None:
+        for connection in [key.data for key in self._selector.get_map().values() if key.data is not None]:
+            connection.socket.close()
+        self._selector.close()
+        self._listener.close()
+        self._database.close()
+        self._lock.close()
+
+
+class _Connection:
+    """One client's socket: never blocks the scheduler; a client that reads nothing is dropped."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        self.socket = accepted
+        self.client: str | None = None
+        self._rest = b""
+        self._unsent = b""
+
+    def read(self) -> list[bytes] | None:
+        """Whole lines that have arrived; None at the end."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            data = b""
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if self.client is None and lines:
+            self.client = lines.pop(0).decode(errors="replace")
+        return lines
+
+    def send(self, data: bytes) -> bool:
+        """Sends ``data`` behind what is still unsent. Whether all has gone."""
+        self._unsent += data
+        try:
+            self._unsent = self._unsent[self.socket.send(self._unsent) :]
+        except BlockingIOError:
+            pass  # all of it stays unsent, for the next call
+        except ConnectionError:  # reading will say so as well
+            self._unsent = b""
+        if len(self._unsent) > MAX_UNSENT_BYTES:  # it will read the end, connect again and ask again
+            self._unsent = b""
+            self.socket.shutdown(socket.SHUT_RDWR)
+        return not self._unsent
+
+
+class EmbeddedClient:
+    """A client's end."""
+
+    def __init__(self, folder: str, client: str) -> None:
+        self._path = Path(folder) / "control.sock"
+        self._client = client
+        self._socket: socket.socket | None = None
+        self._reader: IO[bytes] | None = None
+        self._sending = threading.Lock()
+
+    def connect(self) -> None:
+        self.close()
+        fresh = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            fresh.connect(str(self._path))
+            fresh.sendall(self._client.encode() + b"\n")
+        except OSError as error:
+            fresh.close()
+            raise ConnectionError(f"no scheduler at {self._path} ({error.strerror})") from error
+        self._reader = fresh.makefile("rb")
+        self._socket = fresh
+
+    def send(self, body: bytes) -> None:
+        with self._sending:
+            if self._socket is None:
+                raise ConnectionError(f"not connected to {self._path}")
+            try:
+                self._socket.sendall(body + b"\n")
+            except OSError as error:
+                raise ConnectionError(f"{self._path}: {error.strerror}") from error
+
+    def receive(self) -> bytes:
+        reader = self._reader
+        if reader is None:
+            raise ConnectionError(f"not connected to {self._path}")
+        try:
+            line = reader.readline()
+        except (OSError, ValueError) as error:
+            raise ConnectionError(f"{self._path}: {error}") from error
+        if not line.endswith(b"\n"):
+            raise ConnectionError(f"{self._path}: the scheduler is gone")
+        return line[:-1]
+
+    def close(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # the other side was faster
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+            self._socket = None
+
+
+def _take(path: Path) -> IO[str]:
+    """The channel's lock, with our pid in it. The kernel frees it however we end."""
+    lock = path.open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        lock.close()
+        raise ChannelError(
+            f"{path.parent}: a scheduler serves this channel already (pid {owner}); stop it or take another"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    try:
+        database = sqlite3.connect(path)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        with database:
+            database.execute("CREATE TABLE IF NOT EXISTS rows (key TEXT PRIMARY KEY, value BLOB)")
+            database.execute(
+                "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB)"
+            )
+    except sqlite3.Error as error:
+        raise ChannelError(f"{path}: {error}; move it away to begin anew") from error
+    return database
+
+
+def _listen(path: Path) -> socket.socket:
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        raise ChannelError(
+            f"{path}: {len(os.fsencode(path))} bytes, a socket's path has at most {_MAX_SOCKET_PATH}"
+        )
+    path.unlink(missing_ok=True)  # of a scheduler that was killed: we hold the lock
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener

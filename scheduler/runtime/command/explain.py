@@ -1,0 +1,132 @@
+"""`rose sched explain CLUSTER.yaml`: why a job goes where it goes.
+
+Owns: the words. Promises: every group's verdict comes from the checks that decide. Never: starts anything.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.arguments import CommandParser
+from rose.config import Settings, load_yaml
+from rose.errors import ConfigError
+from rose.scheduler.cluster.borrowed import lend
+from rose.scheduler.cluster.choice import POLICIES
+from rose.scheduler.cluster.cycle import promised_s
+from rose.scheduler.cluster.groups import Cluster, Plan
+from rose.scheduler.cluster.model import Job
+from rose.scheduler.cluster.placements import Placement, Rejection
+from rose.scheduler.cluster.policies import explain
+from rose.scheduler.cluster.spec import ClusterSpec
+
+
+def main(argv: Sequence[str]) -> int:
+    """Places the file's jobs in order, and explains the last or the named one; or explains one that runs."""
+    parser = CommandParser(
+        "rose sched explain",
+        "Why a job runs where it runs, and how it came there; or, of the jobs in a file, where one would go.",
+        "rose sched explain --job math-7b",
+    )
+    parser.add_argument(
+        "cluster", nargs="?", type=Path, metavar="CLUSTER.yaml", help="place these jobs, in order"
+    )
+    parser.add_argument("--job", metavar="NAME", help="of a file: this one instead of the last")
+    parser.add_argument(
+        "--channel",
+        default=Settings.from_environment().channel_url,
+        help="of the scheduler that runs the job, without a file (%(default)s, from ROSE_CHANNEL)",
+    )
+    parser.add_argument("--policy", choices=sorted(set(POLICIES) - {"exact"}), default="lifetime")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(list(argv))
+    if arguments.cluster is None:
+        if arguments.job is None:
+            parser.error("which job? name one that runs with --job, or a CLUSTER.yaml")
+        # A running scheduler stands above the policies.
+        from rose.scheduler.runtime.command.commands import explain_running
+
+        return explain_running(arguments.job, arguments.channel, as_json=arguments.json)
+    spec = load_yaml(arguments.cluster, ClusterSpec)
+    jobs = spec.to_jobs()
+    names = [job.name for job in jobs]
+    wanted = arguments.job if arguments.job is not None else (names[-1] if names else None)
+    if wanted not in names:
+        raise ConfigError(f"{arguments.cluster}: no job {wanted}; there are {', '.join(names) or 'none'}")
+    report = explanation(Cluster(spec.pools.to_pools()), jobs[: names.index(wanted) + 1], arguments.policy)
+    print(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report)))
+    return 0
+
+
+def explanation(cluster: Cluster, jobs: Sequence[Job], policy_name: str) -> dict[str, object]:
+    """Places `jobs` one after the other, and tells of the last: where it goes, and every group's verdict."""
+    policy = POLICIES[policy_name](0)
+    *earlier, job = jobs
+    for one in earlier:
+        cluster.submit(one, 0.0)
+        cluster.apply(Plan(groups=(policy.place(cluster, one, 0.0).group,)), 0.0)
+    verdicts = explain(
+        cluster, job, prune_saturated=policy_name == "weave", multi_rate=policy_name == "lifetime-multirate"
+    )
+    placement = policy.place(cluster, job, 0.0)
+    promises = promised_s(placement.group)
+    mine = next(k for k, member in enumerate(placement.group.members) if member.job.name == job.name)
+    return {
+        "job": job.name,
+        "policy": policy_name,
+        "group": placement.group.name,
+        "kind": placement.kind.value,
+        "rollout_nodes": placement.group.members[mine].rollout_nodes,
+        "beside": [member.job.name for member in placement.group.members if member.job.name != job.name],
+        "dollars_per_hour_more": round(placement.dollars_per_hour, 2),
+        "iteration_s": round(promises[mine], 1),
+        "limit_s": round(cluster.limit_s(job), 1),
+        "borrowed_serving_gpus": _borrowed(cluster, placement),
+        "considered": [_verdict(verdict) for verdict in verdicts],
+    }
+
+
+def _borrowed(cluster: Cluster, placement: Placement) -> int:
+    """What the job would get of the serving GPUs; its promise does not count on them."""
+    others = [group for group in cluster.groups.values() if group.name != placement.group.name]
+    return lend([*others, placement.group], cluster.pools).get(placement.job.name, 0)
+
+
+def _verdict(verdict: Placement | Rejection) -> dict[str, object]:
+    if isinstance(verdict, Rejection):
+        return {
+            "group": verdict.group,
+            "kind": verdict.kind.value,
+            "rejected_by": verdict.constraint.value,
+            "because": verdict.text,
+        }
+    nodes = next(m.rollout_nodes for m in verdict.group.members if m.job.name == verdict.job.name)
+    return {
+        "group": verdict.group.name,
+        "kind": verdict.kind.value,
+        "rollout_nodes": nodes,
+        "dollars_per_hour_more": round(verdict.dollars_per_hour, 2),
+    }
+
+
+def _lines(report: dict[str, object]) -> list[str]:
+    lines = [
+        f"{report['job']} goes to {report['group']} ({report['kind']}, policy {report['policy']}): "
+        f"${report['dollars_per_hour_more']}/h more",
+        f"  promised {report['iteration_s']} s an iteration, {report['limit_s']} s allowed; "
+        f"beside {', '.join(map(str, _list(report['beside']))) or 'nobody'}; "
+        f"borrows {report['borrowed_serving_gpus']} serving GPUs while they are free",
+    ]
+    for verdict in _list(report["considered"]):
+        assert isinstance(verdict, dict)
+        said = (
+            f"refused, {verdict['rejected_by']}: {verdict['because']}"
+            if "rejected_by" in verdict
+            else f"possible at ${verdict['dollars_per_hour_more']}/h more"
+        )
+        lines.append(f"  {verdict['group']} {verdict['kind']}: {said}")
+    return lines
+
+
+def _list(value: object) -> list[object]:
+    assert isinstance(value, list)
+    return value

@@ -1,0 +1,111 @@
+"""`rose sched gantt CLUSTER.yaml`: who runs when on which node.
+
+Owns: the drawing, as text or as a picture. Promises: shows the timetable that certifies each group, at
+worst-case times. Never: shows what really ran.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rose.arguments import CommandParser
+from rose.config import load_yaml
+from rose.scheduler.cluster.choice import POLICIES
+from rose.scheduler.cluster.groups import Cluster, Plan
+from rose.scheduler.cluster.model import Group
+from rose.scheduler.cluster.rates import slots_of
+from rose.scheduler.cluster.spec import ClusterSpec
+
+_WIDTH = 72
+Bar = tuple[str, float, float]
+"""Job, start, length in seconds."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Places the file's jobs in order, and draws every group's timetable."""
+    parser = CommandParser(
+        "rose sched gantt",
+        "Place the jobs of a file in order; draw when each runs where, at worst-case times.",
+        "rose sched gantt cluster.yaml -o groups.png",
+    )
+    parser.add_argument("cluster", type=Path, metavar="CLUSTER.yaml")
+    parser.add_argument("--policy", choices=sorted(set(POLICIES) - {"exact"}), default="lifetime")
+    parser.add_argument("-o", "--output", type=Path, metavar="PNG", help="a picture instead of text")
+    arguments = parser.parse_args(list(argv))
+    spec = load_yaml(arguments.cluster, ClusterSpec)
+    cluster, policy = Cluster(spec.pools.to_pools()), POLICIES[arguments.policy](0)
+    for job in spec.to_jobs():
+        cluster.submit(job, 0.0)
+        cluster.apply(Plan(groups=(policy.place(cluster, job, 0.0).group,)), 0.0)
+    if arguments.output is not None:
+        _draw(list(cluster.groups.values()), arguments.output)
+    else:
+        for group in cluster.groups.values():
+            print("\n".join(text_lines(group)))
+    return 0
+
+
+def bars(group: Group) -> dict[str, list[Bar]]:
+    """What runs on each node during the longest period, from 0; a phase that wraps is two bars."""
+    slots = slots_of(group)
+    horizon_s = max(slot.period_s for slot in slots)
+    rows: dict[str, list[Bar]] = {f"rollout {node}": [] for node in range(group.num_rollout_nodes)}
+    rows["train"] = []
+    for member, slot in zip(group.members, slots, strict=True):
+        job = member.job
+        train_s = job.train_s_on(group.num_train_nodes)
+        for node in member.rollout_nodes:
+            rows[f"rollout {node}"] += turns(
+                job.name, slot.rollout_at_s, job.rollout_s, slot.period_s, horizon_s
+            )
+        rows["train"] += turns(job.name, slot.train_at_s, train_s, slot.period_s, horizon_s)
+    return rows
+
+
+def turns(name: str, at_s: float, length_s: float, period_s: float, horizon_s: float) -> Iterator[Bar]:
+    """A phase that comes again after each period, within the horizon; one that wraps is two bars."""
+    start_s = at_s % period_s - period_s
+    while start_s < horizon_s:
+        first_s, last_s = max(0.0, start_s), min(horizon_s, start_s + length_s)
+        if last_s > first_s:
+            yield name, first_s, last_s - first_s
+        start_s += period_s
+
+
+def text_lines(group: Group) -> list[str]:
+    """A line for each node: a letter where a job runs, a dot where nobody does."""
+    letters = {member.job.name: chr(ord("A") + k) for k, member in enumerate(group.members)}
+    slots = slots_of(group)
+    horizon_s = max(slot.period_s for slot in slots)
+    lines = [f"{group.name}: {horizon_s:.0f} s"]
+    for row, found in bars(group).items():
+        cells = ["."] * _WIDTH
+        for name, start_s, length_s in found:
+            first = math.floor(start_s / horizon_s * _WIDTH)
+            last = max(first + 1, math.floor((start_s + length_s) / horizon_s * _WIDTH))
+            cells[first:last] = letters[name] * (min(last, _WIDTH) - first)
+        lines.append(f"  {row:<10} {''.join(cells)}")
+    for member, slot in zip(group.members, slots, strict=True):
+        lines.append(f"  {letters[member.job.name]} {member.job.name}, every {slot.period_s:.1f} s")
+    return lines
+
+
+def _draw(groups: Sequence[Group], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(10, 1 + 2 * len(groups)), layout="constrained")
+    for axis, group in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups, strict=True):
+        colors = {member.job.name: f"C{k}" for k, member in enumerate(group.members)}
+        rows = bars(group)
+        for height, found in enumerate(rows.values()):
+            for name, start_s, length_s in found:
+                axis.barh(height, length_s, left=start_s, color=colors[name])
+        for name, color in colors.items():
+            axis.barh(0, 0, color=color, label=name)
+        axis.set_yticks(range(len(rows)), list(rows))
+        axis.invert_yaxis()
+        axis.set_title(group.name, loc="left")
+        axis.set_xlabel("seconds, worst case")
+        axis.legend(loc="upper right", fontsize="small")
+    figure.savefig(path)

@@ -1,0 +1,92 @@
+"""The scheduler's process: calls in, decisions, durable, answers out.
+
+Owns: the loop. Promises: nothing is answered before it is durable; killed at any point and started again on
+the same channel, it goes on where it was. Never: starts a job; that is the runner's (rose.node.jobs).
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from rose.arguments import CommandParser, run_command
+from rose.config import Settings, load_yaml
+from rose.errors import ChannelError
+from rose.scheduler.runtime.channel.messages import History, Reply, decode_call, encode
+from rose.scheduler.runtime.channel.opening import ChannelUrl
+from rose.scheduler.runtime.channel.protocol import Incoming, Outgoing, SchedulerSide
+from rose.scheduler.runtime.decide.control import Control
+from rose.scheduler.runtime.job.spec import ServeSpec
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+"""How late an expired lease is noticed at most."""
+MIN_WAIT_S = 0.001
+"""A job that is held back is so for a time that may grow as the one behind takes longer."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """``service --channel URL [--cluster PATH]``; runs until it is killed."""
+    parser = CommandParser(
+        "python -m rose.scheduler.runtime.command.process",
+        "The cluster scheduler alone, without a runner for its jobs; rose sched serve starts both.",
+        "python -m rose.scheduler.runtime.command.process --channel redis://127.0.0.1:6379/0",
+    )
+    parser.add_argument("--channel", default=Settings.from_environment().channel_url)
+    parser.add_argument("--cluster", type=Path, help="nodes and limits; default: one group of two nodes")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else ServeSpec()
+    channel = ChannelUrl.parse(arguments.channel).serve()
+    # What time.monotonic() counts from is the same for all processes until the next boot.
+    clock = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    serve(channel, Control(cluster, channel.load(), time.monotonic(), os.getpid(), clock))
+
+
+def serve(channel: SchedulerSide, control: Control) -> NoReturn:
+    """Handles calls until the process ends, or another scheduler takes over (ChannelError)."""
+    logger.info("scheduling")
+    while True:
+        arrived = channel.receive(_wait_s(control, time.monotonic()))
+        now = time.monotonic()
+        asked = [call for incoming in arrived if (call := _handle(control, incoming, now)) is not None]
+        control.tick(now)
+        batch = control.take_batch()
+        batch.outgoing += [_history(channel, client, call) for client, call in asked]
+        channel.commit(batch, arrived)
+
+
+def _wait_s(control: Control, now: float) -> float:
+    wake_s = control.next_wake_s(now)
+    return POLL_S if wake_s is None else max(MIN_WAIT_S, min(POLL_S, wake_s - now))
+
+
+def _handle(control: Control, incoming: Incoming, now: float) -> tuple[str, History] | None:
+    """Has the call decided upon; one that only reads what the channel keeps is given back."""
+    try:
+        call = decode_call(incoming.body)
+    except ChannelError:
+        # One client's nonsense ends nobody's job; it can't be answered, for its number is unknown.
+        logger.exception("dropped client=%s", incoming.client)
+        return None
+    if isinstance(call, History):
+        return incoming.client, call
+    began_s = time.perf_counter()
+    control.handle(incoming.client, call, now)
+    control.decided(call, time.perf_counter() - began_s)
+    return None
+
+
+def _history(channel: SchedulerSide, client: str, call: History) -> Outgoing:
+    events = [msgspec.json.decode(event) for event in channel.events(call.last)]
+    return Outgoing(client=client, body=encode(Reply(seq=call.seq, body={"events": events})))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("sched serve", main, sys.argv[1:]))

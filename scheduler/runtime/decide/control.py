@@ -1,0 +1,197 @@
+"""The scheduler's decisions: which call changes what, and what is answered.
+
+Owns: all jobs and the groups' permits, as one state machine; leases that run out; nodes that are drained.
+Jobs' lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`, moves in `MoveCalls`, drift in
+`DriftCalls`, hosts in `HostCalls`. Promises: what a call changes is in the same batch as its answers, so a
+scheduler that ends anywhere loses nothing that it has answered; a call that arrives twice changes nothing the
+second time. Pure: takes ``now``, the scheduler's monotonic clock. Never: does I/O.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from rose.scheduler.runtime.channel.messages import (
+    Alive,
+    AnyCall,
+    Cancel,
+    Completed,
+    Drain,
+    Exited,
+    Heartbeat,
+    Hello,
+    History,
+    Moved,
+    Overview,
+    Release,
+    Report,
+    Request,
+    Status,
+    Stop,
+    Submit,
+)
+from rose.scheduler.runtime.channel.protocol import Batch
+from rose.scheduler.runtime.decide.drift_calls import DriftCalls
+from rose.scheduler.runtime.decide.host_calls import HostCalls
+from rose.scheduler.runtime.decide.job_calls import JobCalls
+from rose.scheduler.runtime.decide.move_calls import MoveCalls
+from rose.scheduler.runtime.decide.overview import overview
+from rose.scheduler.runtime.decide.permit_calls import PermitCalls
+from rose.scheduler.runtime.decide.state import State
+from rose.scheduler.runtime.decide.tail_calls import TailCalls
+from rose.scheduler.runtime.job.spec import ServeSpec
+
+logger = logging.getLogger(__name__)
+
+AWAY_S = 2.0
+"""Between two ticks, which come four times a second."""
+
+
+class Control:
+    """All jobs of one cluster."""
+
+    def __init__(
+        self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, pid: int, clock: str
+    ) -> None:
+        """rows: what an earlier scheduler has committed. pid: of the scheduler's process.
+
+        clock: names the one of all ``now``; on the same one it is known how long phases have been running.
+        """
+        self._pid = pid
+        self._ticked_s = now
+        self._state = State(cluster, rows, now, clock)
+        self._permits = PermitCalls(self._state, cluster.lease_s)
+        self._tails = TailCalls(self._state, self._permits)
+        self._moves = MoveCalls(self._state, self._permits)
+        self._jobs = JobCalls(self._state, self._permits, self._moves)
+        self._drift = DriftCalls(self._state, self._permits, self._jobs)
+        self._hosts = HostCalls(self._state, self._jobs)
+
+    # The loop's side ----------------------------------------------------------------------------------------
+
+    def handle(self, client: str, call: AnyCall, now: float) -> None:
+        """One call."""
+        match call:
+            case Request():
+                self._moves.arrived(call, now)
+                self._permits.request(client, call, now)
+            case Heartbeat():
+                self._permits.heartbeat(client, call, now)
+            case Release():
+                self._drift.releasing(call, now)
+                self._permits.release(client, call, now)
+            case Completed():
+                self._drift.completing(call, now)
+                self._moves.completed(client, call, now)
+            case Report():
+                self._tails.report(client, call, now)
+            case Moved():
+                self._tails.moved(client, call, now)
+            case Submit():
+                self._jobs.submit(client, call, now)
+            case Status():
+                self._status(client, call)
+            case Overview():
+                body = overview(self._state, self._pid, now)
+                self._state.reply(client, call.seq, body=body)
+            case Cancel():
+                self._jobs.cancel(client, call, now)
+            case Drain():
+                self._drain(client, call)
+            case Hello():
+                self._hosts.hello(client, call, now)
+            case Alive():
+                self._hosts.alive(client, call, now)
+            case Exited():
+                self._drift.forget(call.job)
+                self._jobs.exited(client, call, now)
+            case History():
+                raise ValueError("the history is the channel's, and no decision")
+
+    def tick(self, now: float) -> None:
+        """Leases that ran out: the process is ended first; when it has, or a lease later, its nodes go on."""
+        was_away = now - self._ticked_s > AWAY_S
+        self._ticked_s = now
+        if was_away:
+            self._state.hosts.heard_s.clear()
+        for host in self._state.hosts.silent(now, self._state.cluster.host_lease_s):
+            self._hosts.lose(host, now)
+        self._jobs.start_waiting(now)
+        for group, turns in list(self._state.turns.items()):
+            if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
+                turns.renew(now)
+            for hold in turns.expired(now):
+                if hold.is_stopping:  # and no runner has answered for a whole lease: it is gone as well
+                    self._jobs.start_again(hold.job, "lease ran out, and the runner is gone", now)
+                    continue
+                hold.is_stopping = True
+                hold.expires_s = now + turns.lease_s
+                self._state.event("expired", hold.job, phase=hold.phase, epoch=hold.epoch)
+                self._state.order(
+                    Stop(job=hold.job, attempt=self._state.jobs[hold.job].attempt, is_lost=True)
+                )
+                logger.warning("lease ran out job=%s phase=%s group=%s", hold.job, hold.phase, group)
+            self._permits.grant(
+                group, now
+            )  # the order waits only so long for a job that is between two phases
+
+    def decided(self, call: AnyCall, seconds: float) -> None:
+        """How long `handle` took, for those who watch."""
+        self._state.meter.decided(type(call).__name__.lower(), seconds)
+
+    def next_wake_s(self, now: float) -> float | None:
+        """When the next `tick` is due though nobody calls: a job that runs ahead is held back until then."""
+        wakes = (turns.next_wake_s(now) for turns in self._state.turns.values())
+        return min((each for each in wakes if each is not None), default=None)
+
+    def take_batch(self) -> Batch:
+        """What has changed since the last call."""
+        return self._state.take_batch()
+
+    # Nodes and answers --------------------------------------------------------------------------------------
+
+    def _drain(self, client: str, call: Drain) -> None:
+        group = self._state.groups.by_name.get(call.group)
+        if group is None:
+            known = ", ".join(self._state.groups.by_name) or "none"
+            self._state.reply(client, call.seq, f"no group {call.group!r}; there are {known}")
+            return
+        nodes = ["train", *(f"rollout-{number}" for number in range(group.num_rollout_nodes))]
+        if call.node not in nodes:
+            self._state.reply(
+                client, call.seq, f"no node {call.node!r} in group {call.group}: {', '.join(nodes)}"
+            )
+            return
+        drained = set(self._state.drained.get(call.group, []))
+        drained = drained - {call.node} if call.undo else drained | {call.node}
+        self._state.drained[call.group] = sorted(drained)
+        self._state.keep(f"drained:{call.group}", msgspec.json.encode(self._state.drained[call.group]))
+        users = [
+            member.job.name
+            for member in group.members
+            if call.node == "train" or int(call.node.removeprefix("rollout-")) in member.rollout_nodes
+        ]
+        self._state.reply(client, call.seq, body={"drained": sorted(drained), "still_used_by": users})
+
+    def _status(self, client: str, call: Status) -> None:
+        if call.job is not None and call.job not in self._state.jobs:
+            self._state.reply(client, call.seq, self._state.unknown(call.job))
+            return
+        names = (
+            [call.job]
+            if call.job is not None
+            else sorted(self._state.jobs, key=lambda n: self._state.jobs[n].number)
+        )
+        body: dict[str, Any] = {
+            "jobs": [self._state.describe(name) for name in names],
+            "scheduler_pid": self._pid,
+        }
+        if call.job is None:
+            body["groups"] = {name: self._state.describe_group(name) for name in self._state.groups.by_name}
+            body["hosts"] = {
+                name: {"is_alive": host.is_alive, "num_nodes": host.num_nodes}
+                for name, host in self._state.hosts.by_name.items()
+            }
+        self._state.reply(client, call.seq, body=body)

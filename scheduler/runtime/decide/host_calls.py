@@ -1,0 +1,80 @@
+"""Hosts that come, live, fall silent and come back, and what becomes of the jobs on them.
+
+Owns: the answers to runners about their hosts. Promises: a job whose nodes are on a silent host is started
+again on others, or waits for some; no other job is touched; what a host runs that it should not run is ended.
+Pure: takes ``now``. Never: starts a process.
+"""
+
+import logging
+
+import msgspec
+
+from rose.scheduler.runtime.channel.messages import Alive, Hello, Stop
+from rose.scheduler.runtime.decide.hosts import KINDS, Host
+from rose.scheduler.runtime.decide.job_calls import JobCalls
+from rose.scheduler.runtime.decide.records import JobState
+from rose.scheduler.runtime.decide.state import State
+
+logger = logging.getLogger(__name__)
+
+
+class HostCalls:
+    """On one state."""
+
+    def __init__(self, state: State, jobs: JobCalls) -> None:
+        self._state = state
+        self._jobs = jobs
+
+    def hello(self, client: str, call: Hello, now: float) -> None:
+        """A runner is there: jobs that it does not have are started, what it should not have is stopped."""
+        num_nodes = (
+            {kind: call.num_nodes.get(kind, 0) for kind in KINDS} if call.num_nodes is not None else None
+        )
+        host = Host(client=client, log_folder=call.log_folder, num_nodes=num_nodes)
+        self._state.hosts.by_name[call.host] = host
+        self._state.hosts.heard_s[call.host] = now
+        self._state.keep(f"host:{call.host}", msgspec.json.encode(host))
+        self._state.settle()
+        self._state.reply(client, call.seq)
+        for name, attempt in call.running.items():
+            record = self._state.jobs.get(name)
+            is_its_own = record is not None and (record.host, record.attempt) == (call.host, attempt)
+            if record is None or not is_its_own or record.state is not JobState.RUNNING:
+                self._state.send(client, Stop(job=name, attempt=attempt, is_lost=True))
+        for name, record in self._state.jobs.items():
+            if record.state.is_over or record.host != call.host or call.running.get(name) == record.attempt:
+                continue
+            if record.state is JobState.CANCELLING:
+                self._jobs.end(name, JobState.CANCELLED, "", now)
+            else:
+                self._jobs.start_again(name, "its runner was started again", now)
+        self._jobs.start_waiting(now)
+
+    def alive(self, client: str, call: Alive, now: float) -> None:
+        """An agent's heartbeat; one that counts as dead has to say what it runs."""
+        self._state.reply(client, call.seq)
+        host = self._state.hosts.by_name.get(call.host)
+        if host is None or host.client != client or not host.is_alive:
+            self._state.reply(client, 0)
+            return
+        self._state.hosts.heard_s[call.host] = now
+
+    def lose(self, host: str, now: float) -> None:
+        """A host was silent for its lease: what ran on its nodes goes on on others, or waits for them."""
+        running = {name: each for name, each in self._state.jobs.items() if not each.state.is_over}
+        lost = [
+            name
+            for name, record in running.items()
+            if record.host == host or host in (self._state.hosts_of(record.group, record.rollout_nodes) or ())
+        ]
+        dead = self._state.hosts.by_name[host]
+        dead.is_alive = False
+        self._state.keep(f"host:{host}", msgspec.json.encode(dead))
+        self._state.settle()
+        self._state.event("host_lost", "", host=host)
+        logger.warning("host lost name=%s jobs=%s", host, ",".join(lost))
+        for name in lost:
+            if running[name].state is JobState.CANCELLING:
+                self._jobs.end(name, JobState.CANCELLED, "", now)
+            else:
+                self._jobs.start_again(name, f"host {host} has been silent", now)

@@ -1,0 +1,72 @@
+"""What the dashboard asks of a running scheduler: every fact it shows, in one answer.
+
+Owns: the shape of that answer. Promises: costs a dictionary for each job that runs and for the latest that
+have ended, and no search; timetables and sums are made from it elsewhere (rose.scheduler.dashboard). Pure.
+Never: changes anything.
+"""
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from rose.scheduler.cluster.model import Job
+from rose.scheduler.cluster.pools import Pool
+from rose.scheduler.runtime.decide.state import State
+
+NUM_ENDED = 50
+"""Jobs that are over and still shown, the latest; a scheduler remembers all of them."""
+
+
+def overview(state: State, pid: int, now: float) -> dict[str, Any]:
+    """All jobs that run, the latest that have ended, groups, pools, and what was counted."""
+    cluster = state.cluster
+    pools = cluster.pools.to_pools()
+    return {
+        "scheduler_pid": pid,
+        "uptime_s": now - state.meter.started_s,
+        "policy": cluster.policy,
+        "has_runner": any(host.is_alive for host in state.hosts.by_name.values()),
+        "pools": {"rollout": _pool(pools.rollout), "train": _pool(pools.train)},
+        "groups": {name: _group(state, name) for name in state.groups.by_name},
+        "states": dict(Counter(record.state.value for record in state.jobs.values())),
+        "jobs": [_job(state, state.specs[name].to_job(pools), now) for name in _shown(state)],
+        "meter": state.meter.to_json(),
+    }
+
+
+def _shown(state: State) -> list[str]:
+    """In the order of submission."""
+    names = sorted(state.jobs, key=lambda name: state.jobs[name].number)
+    ended = [name for name in names if state.jobs[name].state.is_over]
+    hidden = set(ended[:-NUM_ENDED])
+    return [name for name in names if name not in hidden]
+
+
+def _pool(pool: Pool) -> dict[str, Any]:
+    return {
+        "name": pool.name,
+        "dollars_per_node_hour": pool.dollars_per_node_hour,
+        "num_nodes": pool.num_nodes,
+    }
+
+
+def _group(state: State, name: str) -> dict[str, Any]:
+    return {**state.describe_group(name), "order": state.turns_in(name).order_of_jobs}
+
+
+def _job(state: State, job: Job, now: float) -> dict[str, Any]:
+    name = job.name
+    seen = state.meter.iterations.get(name)
+    return {
+        **state.describe(name),
+        "waited_s": state.meter.waited_s(name, now),
+        "held_s": state.meter.held_s(name, now),
+        "rollout_s": job.rollout_s,
+        "train_s": job.train_s,
+        "sync_s": job.sync_s,
+        "num_rollout_nodes": job.num_rollout_nodes,
+        "num_train_nodes": job.num_train_nodes,
+        "slo": job.slo,
+        "slo_kind": job.slo_kind.value,
+        "observed": asdict(seen) if seen is not None else None,
+    }

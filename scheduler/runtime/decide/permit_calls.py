@@ -1,0 +1,135 @@
+"""What jobs' processes ask of the scheduler: permits, heartbeats, releases, completed iterations.
+
+Owns: the answers to these calls. Promises: only the present attempt of a running job is served, and only
+under the epoch of its permit. Pure: takes ``now``. Never: starts or ends a job.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rose.scheduler.runtime.channel.messages import Completed, Grant, Heartbeat, Release, Request
+from rose.scheduler.runtime.decide import accounts
+from rose.scheduler.runtime.decide.holds import Hold
+from rose.scheduler.runtime.decide.records import JobState
+from rose.scheduler.runtime.decide.state import State, ask_of
+from rose.scheduler.runtime.job.job import POOL_PHASES
+
+
+class PermitCalls:
+    """On one state."""
+
+    def __init__(self, state: State, lease_s: float) -> None:
+        self._state = state
+        self._lease_s = lease_s
+
+    def request(self, client: str, call: Request, now: float) -> None:
+        """A phase asks for its nodes."""
+        refusal = self.why_not(call.job, call.attempt)
+        if refusal is None and call.phase not in POOL_PHASES:
+            refusal = f"phase {call.phase!r} needs no permit"
+        if refusal is not None:
+            self._state.reply(client, call.seq, refusal)
+            return
+        turns, record = self._state.turns_of(call.job), self._state.jobs[call.job]
+        hold = turns.holds.get(call.job)
+        if hold is not None and (hold.phase, hold.iteration) != (call.phase, call.iteration):
+            self._state.reply(client, call.seq, f"holds {hold.phase} of iteration {hold.iteration} still")
+            return
+        request = {"phase": call.phase, "iteration": call.iteration, "client": client, "seq": call.seq}
+        if hold is not None:  # asked again, or queued by the phase before
+            self._send_grant(hold, request)
+            return
+        record.waiting = request
+        self._state.changed(call.job)
+        turns.ask(ask_of(call.job, request))
+        self._state.meter.asked(call.job, call.phase, now)
+        self._state.changed_group(record.group)
+        self.grant(self._state.jobs[call.job].group, now)
+
+    def grant(self, group: str, now: float) -> None:
+        """Lets the phases begin that may."""
+        for hold in self._state.turns[group].grant(now):
+            record = self._state.jobs[hold.job]
+            self._state.meter.granted(hold.job, hold.phase, now)
+            assert record.waiting is not None, hold
+            self._send_grant(hold, record.waiting)
+            record.waiting = None
+            self._state.changed(hold.job)
+            self._state.changed_group(group)
+            self._state.event(
+                "granted", hold.job, phase=hold.phase, iteration=hold.iteration, epoch=hold.epoch
+            )
+
+    def _send_grant(self, hold: Hold, request: Mapping[str, Any]) -> None:
+        grant = Grant(
+            seq=request["seq"],
+            job=hold.job,
+            attempt=self._state.jobs[hold.job].attempt,
+            phase=hold.phase,
+            iteration=hold.iteration,
+            epoch=hold.epoch,
+            lease_s=self._lease_s,
+        )
+        self._state.send(request["client"], grant)
+
+    def heartbeat(self, client: str, call: Heartbeat, now: float) -> None:
+        """A holder lives."""
+        refusal = self.why_not(call.job, call.attempt)
+        if refusal is None and not self._state.turns_of(call.job).beat(call.job, call.epoch, now):
+            refusal = _fenced(call.phase, call.epoch)
+        self._state.reply(client, call.seq, refusal)
+
+    def release(self, client: str, call: Release, now: float) -> None:
+        """A holder is done; the next phases may begin."""
+        refusal = self.why_not(call.job, call.attempt)
+        if refusal is not None:
+            self._state.reply(client, call.seq, refusal)
+            return
+        turns, record = self._state.turns_of(call.job), self._state.jobs[call.job]
+        if turns.release(call.job, call.epoch, now):
+            record.released_epoch = call.epoch
+            self._state.meter.released(call.job, now)
+            self._state.event("released", call.job, phase=call.phase, epoch=call.epoch)
+            self._state.progress.pop(call.job, None)
+            if call.next_phase is not None:
+                record.waiting = {
+                    "phase": call.next_phase,
+                    "iteration": call.next_iteration,
+                    "client": client,
+                    "seq": 0,
+                }
+                turns.ask(ask_of(call.job, record.waiting))
+                self._state.meter.asked(call.job, call.next_phase, now)
+            self._state.changed(call.job)
+            self._state.changed_group(self._state.jobs[call.job].group)
+            self.grant(self._state.jobs[call.job].group, now)
+        elif record.released_epoch != call.epoch:
+            refusal = _fenced(call.phase, call.epoch)
+        self._state.reply(client, call.seq, refusal)
+
+    def completed(self, call: Completed, now: float) -> str | None:
+        """An iteration is safe. Why the call is refused, if so; answering it is the caller's."""
+        refusal = self.why_not(call.job, call.attempt)
+        if refusal is None:
+            record = self._state.jobs[call.job]
+            if call.iteration >= record.num_done:  # else a second time, after a restart
+                self._state.meter.completed(call.job, now)
+                accounts.completed(record, now)
+            record.num_done = max(record.num_done, call.iteration + 1)
+            record.num_crashes = 0
+            self._state.changed(call.job)
+            self._state.event("completed", call.job, iteration=call.iteration)
+        return refusal
+
+    def why_not(self, job: str, attempt: int) -> str | None:
+        """Why a call of this attempt is refused."""
+        record = self._state.jobs.get(job)
+        if record is None:
+            return f"no job {job!r}"
+        if record.attempt != attempt:
+            return f"attempt {attempt} was replaced by attempt {record.attempt}"
+        return None if record.state is JobState.RUNNING else f"the job is {record.state}"
+
+
+def _fenced(phase: str, epoch: int) -> str:
+    return f"the permit of {phase} (epoch {epoch}) was taken back: its lease ran out"

@@ -1,0 +1,276 @@
+"""What the scheduler knows, what it keeps across its own restarts, and what it is about to say.
+
+Owns: jobs, groups, permits, and the batch of changes and answers since the last commit. Promises: a state
+made from the rows of all commits is the one that made them. Pure: takes ``now``. Never: decides, or does I/O.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from rose.config import parse_config
+from rose.errors import ConfigError
+from rose.scheduler.cluster.model import Group, Member
+from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.group.certificate import Certificate, certify
+from rose.scheduler.runtime.channel.messages import Message, Reply, Start, Stop, encode
+from rose.scheduler.runtime.channel.protocol import Batch, Outgoing
+from rose.scheduler.runtime.decide import accounts
+from rose.scheduler.runtime.decide.holds import Ask, OrderRow, TurnsRow
+from rose.scheduler.runtime.decide.hosts import KINDS, Host, Hosts
+from rose.scheduler.runtime.decide.meter import Meter
+from rose.scheduler.runtime.decide.placing import Groups
+from rose.scheduler.runtime.decide.records import JobRecord, NextPlace
+from rose.scheduler.runtime.decide.turns import Turns
+from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
+
+
+class State:
+    """All jobs of one cluster."""
+
+    def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, clock: str) -> None:
+        """``rows``: what an earlier scheduler has committed. ``clock``: the name of that of ``now``."""
+        self.cluster = cluster
+        self.clock = clock
+        self.groups = Groups(cluster)
+        self.turns: dict[str, Turns] = {}
+        self.jobs: dict[str, JobRecord] = {}
+        self.specs: dict[str, RunSpec] = {}
+        self.drained: dict[str, list[str]] = {}
+        self._nodes: dict[str, tuple[int, int]] = {}
+        """Of each group, for rollout and for training; kept when it is gone."""
+        self.hosts = Hosts()
+        self.meter = Meter(now)
+        self.progress: dict[str, tuple[int, int]] = {}
+        self.past: dict[str, list[list[int]]] = {}
+        """By job, the response lengths of its last rollouts."""
+        self._batch = Batch()
+        self._dirty: set[str] = set()
+        self._dirty_groups: set[str] = set()
+        self._restore(rows, now)
+
+    # Restart ------------------------------------------------------------------------------------------------
+
+    def _restore(self, rows: Mapping[str, bytes], now: float) -> None:
+        records = {}
+        for key, row in rows.items():
+            kind, _, name = key.partition(":")
+            if kind == "job":
+                records[name] = JobRecord.from_row(row)
+            elif kind == "nodes":
+                self._nodes[name] = msgspec.json.decode(row, type=tuple[int, int])
+            elif kind == "drained":
+                self.drained[name] = msgspec.json.decode(row, type=list[str])
+            elif kind == "past":
+                self.past[name] = msgspec.json.decode(row, type=list[list[int]])
+            elif kind == "host":
+                self.hosts.by_name[name] = msgspec.json.decode(row, type=Host)
+            elif kind == "homes":
+                self.hosts.homes = msgspec.json.decode(row, type=dict[str, dict[str, str]])
+        for name, record in sorted(records.items(), key=lambda each: each[1].number):
+            accounts.adopted(record, now, self.clock)
+            self._adopt(name, record)
+        self.settle()
+        for group in list(self.groups.by_name.values()):
+            turns = self.turns_in(group.name)
+            if f"group:{group.name}" in rows:
+                order = msgspec.json.decode(rows[f"order:{group.name}"], type=OrderRow)
+                turns.restore(order, msgspec.json.decode(rows[f"group:{group.name}"], type=TurnsRow), now)
+            for member in group.members:
+                record = self.jobs[member.job.name]
+                if record.waiting is not None and record.group == group.name:
+                    turns.ask(ask_of(member.job.name, record.waiting))
+
+    def _adopt(self, name: str, record: JobRecord) -> None:
+        """A job of an earlier scheduler, where it was placed."""
+        spec = parse_config(record.spec, RunSpec, f"job {name} of the channel")
+        self.jobs[name], self.specs[name] = record, spec
+        if record.state.is_over:
+            return
+        self._join(name, record.group, record.rollout_nodes)
+        if record.next_place is not None:
+            self.groups.leaving[name] = record.group
+            self._join(name, record.next_place.group, record.next_place.rollout_nodes)
+
+    def _join(self, name: str, to_group: str, rollout_nodes: tuple[int, ...]) -> None:
+        job = self.specs[name].to_job(self.cluster.pools.to_pools())
+        num_rollout_nodes, num_train_nodes = self._nodes[to_group]
+        group = self.groups.by_name.get(to_group) or Group(
+            name=to_group, num_rollout_nodes=num_rollout_nodes, num_train_nodes=num_train_nodes
+        )
+        if (group.num_rollout_nodes, group.num_train_nodes) != (num_rollout_nodes, num_train_nodes):
+            raise ConfigError(
+                f"job {name} runs in group {group.name} of {num_rollout_nodes} rollout and {num_train_nodes} "
+                f"training nodes, the cluster's file says {group.num_rollout_nodes} and "
+                f"{group.num_train_nodes}; change that when the job is over"
+            )
+        member = Member(job=job, rollout_nodes=rollout_nodes)
+        self.groups.put(replace(group, members=(*group.members, member)))
+
+    # Changes ------------------------------------------------------------------------------------------------
+
+    def changed(self, job: str) -> None:
+        """The job's record is part of the next batch."""
+        self._dirty.add(job)
+
+    def changed_group(self, group: str) -> None:
+        """The group's permits are part of the next batch."""
+        self._dirty_groups.add(group)
+
+    def keep(self, key: str, row: bytes) -> None:
+        """A row of the next batch that is neither."""
+        self._batch.rows[key] = row
+
+    def forget_past(self, job: str) -> None:
+        """Of an earlier job of this name."""
+        if self.past.pop(job, None) is not None:
+            self._batch.rows[f"past:{job}"] = None
+
+    def settle(self) -> None:
+        """Nodes that groups use get hosts, and those that they don't use lose theirs."""
+        if self.hosts.settle(self.groups.by_name):
+            self.keep("homes:", msgspec.json.encode(self.hosts.homes))
+        self.groups.offered = {kind: self.hosts.total(kind) for kind in KINDS}
+
+    def hosts_of(self, group: str, rollout_nodes: tuple[int, ...]) -> list[str] | None:
+        """Of a member's nodes, that of its process first; None: some of the nodes have none."""
+        return self.hosts.of_job(group, rollout_nodes, self.groups.by_name[group].num_train_nodes)
+
+    def certify(self, group: Group) -> Certificate:
+        """Of the order in which its members would follow each other. Raises: CertificateError."""
+        return certify(group, self.turns_in(group.name).order_for(group))
+
+    def reserve(self, job: str, group: Group, certificate: Certificate, why: str, now: float) -> None:
+        """A running job's next place: taken and certified from now on. The group has it as a member."""
+        record = self.jobs[job]
+        [member] = [each for each in group.members if each.job.name == job]
+        record.next_place = NextPlace(group=group.name, rollout_nodes=member.rollout_nodes, why=why)
+        self.groups.leaving[job] = record.group
+        self.form(group, certificate, now)
+        self.changed(job)
+
+    def form(self, group: Group, certificate: Certificate, now: float) -> None:
+        """The group has these members from now on, in the order that is certified."""
+        self.groups.put(group)
+        nodes = (group.num_rollout_nodes, group.num_train_nodes)
+        self._nodes[group.name] = nodes
+        self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
+        self.settle()
+        self.turns_in(group.name).form(group, certificate, now)
+        self._batch.rows[f"order:{group.name}"] = msgspec.json.encode(self.turns[group.name].rows()[0])
+        self.changed_group(group.name)
+
+    def take_batch(self) -> Batch:
+        """What has changed since the last call."""
+        batch, self._batch = self._batch, Batch()
+        for name in self._dirty:
+            batch.rows[f"job:{name}"] = self.jobs[name].to_row()
+        for group in self._dirty_groups:
+            batch.rows[f"group:{group}"] = msgspec.json.encode(self.turns[group].rows()[1])
+        self._dirty, self._dirty_groups = set(), set()
+        return batch
+
+    def turns_of(self, job: str) -> Turns:
+        """Of the job's group."""
+        return self.turns_in(self.jobs[job].group)
+
+    def turns_in(self, group: str) -> Turns:
+        """A group's permits."""
+        return self.turns.setdefault(group, Turns(self.cluster.lease_s, self.clock))
+
+    def residents(self, now: float) -> dict[str, Resident]:
+        """The jobs that run, as policies see them. A job that named its group stays there."""
+        pools, found = self.cluster.pools.to_pools(), {}
+        for name, record in self.jobs.items():
+            if not record.state.is_over:
+                spec = self.specs[name]
+                found[name] = accounts.resident(
+                    record,
+                    spec.to_job(pools),
+                    may_move=spec.group is None,
+                    pause_s=self.cluster.move_pause_s,
+                    now=now,
+                )
+        return found
+
+    # Answers ------------------------------------------------------------------------------------------------
+
+    def describe_group(self, name: str) -> dict[str, Any]:
+        group = self.groups.by_name[name]
+        return {
+            "num_rollout_nodes": group.num_rollout_nodes,
+            "num_train_nodes": group.num_train_nodes,
+            "jobs": {each.job.name: list(each.rollout_nodes) for each in group.members},
+            "holders": {each.job: each.phase for each in self.turns_in(name).holds.values()},
+            "drained": self.drained.get(name, []),
+        }
+
+    def describe(self, name: str) -> dict[str, Any]:
+        record, spec = self.jobs[name], self.specs[name]
+        hold = self.turns_of(name).holds.get(name)
+        progress = self.progress.get(name)
+        return {
+            "name": name,
+            "state": record.state,
+            "is_over": record.state.is_over,
+            "host": record.host,
+            "log": f"{self._log_folder(record.host)}/{name}.log",
+            "group": record.group,
+            "rollout_nodes": list(record.rollout_nodes),
+            "why": record.why,
+            "iterations": [record.num_done, spec.iterations],
+            "attempt": record.attempt,
+            "restarts": record.num_restarts,
+            "holds": hold.phase if hold is not None else None,
+            "waits_for": record.waiting["phase"] if record.waiting is not None else None,
+            "behind": self.turns_of(name).holders_before(name),
+            "progress": list(progress) if progress is not None else None,
+            "moving_to": record.next_place.group if record.next_place is not None else None,
+            "moves": [
+                {
+                    "from": {"group": each.from_group, "rollout_nodes": list(each.from_nodes)},
+                    "to": {"group": each.to_group, "rollout_nodes": list(each.to_nodes)},
+                    "why": each.why,
+                    "iteration": each.iteration,
+                    "is_warm": each.is_warm,
+                    "pause_s": each.pause_s,
+                }
+                for each in record.moves
+            ],
+            "note": record.note,
+        }
+
+    def _log_folder(self, host: str | None) -> str:
+        return self.hosts.by_name[host].log_folder if host is not None else ""
+
+    def unknown(self, job: str) -> str:
+        return f"no job {job!r}; there are {', '.join(self.jobs) or 'none'}"
+
+    def reply(
+        self, client: str, seq: int, error: str | None = None, body: dict[str, Any] | None = None
+    ) -> None:
+        self.send(client, Reply(seq=seq, error=error, body=body if body is not None else {}))
+
+    def order(self, order: Start | Stop) -> None:
+        """To the runner that has the job's process."""
+        host = self.jobs[order.job].host
+        if host is not None:
+            self.send(self.hosts.by_name[host].client, order)
+
+    def send(self, client: str, message: Message) -> None:
+        self._batch.outgoing.append(Outgoing(client=client, body=encode(message)))
+
+    def event(self, event: str, job: str, **more: Any) -> None:
+        self.meter.events[event] += 1
+        # The wall clock is for people: nothing is decided by it.
+        self._batch.events.append(
+            msgspec.json.encode({"event": event, "job": job, "at": time.time(), **more})
+        )
+
+
+def ask_of(job: str, request: Mapping[str, Any]) -> Ask:
+    """A waiting request, as the group's permits see it."""
+    return Ask(job=job, phase=request["phase"], iteration=request["iteration"])

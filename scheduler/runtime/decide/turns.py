@@ -1,0 +1,245 @@
+"""Who holds a group's nodes, and who is next: one group's permits, across joins and restarts.
+
+Owns: the group's permit book and its pace, what is held and asked for as jobs see it (iteration, epoch), and
+the leases. Promises: grants follow the certified order of the book, none so early that a later iteration
+could become longer than certified; a job that joins, and a new scheduler, take the permits over that are out;
+each grant's epoch is higher than all before. Pure: takes ``now``. Never: sends.
+
+The book is made anew when a job joins: in an order that goes on where the old one is. A new scheduler has the
+same book and pace again, from two rows. A job that leaves keeps an empty turn until the next one joins
+(removing one can slow others). Leases are watched here and not by the book, which gives a dead holder's nodes
+on at once: here its process is ended first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rose.scheduler.cluster.model import Group
+from rose.scheduler.group.certificate import Certificate, certify
+from rose.scheduler.group.order import TRAIN_POOL, CyclicOrder, PhaseKind, order_of
+from rose.scheduler.group.pace import Pace
+from rose.scheduler.group.permits import PermitBook
+from rose.scheduler.runtime.decide.holds import Ask, Hold, HoldRow, OrderRow, TurnsRow
+
+
+class Turns:
+    """One group. Before `form` it has no members. ``clock`` names the one that all ``now`` are of."""
+
+    def __init__(self, lease_s: float, clock: str) -> None:
+        self.lease_s = lease_s
+        self.holds: dict[str, Hold] = {}
+        """By job: a job holds one pool at a time."""
+        self._clock = clock
+        self._now = 0.0
+        self._asks: dict[str, Ask] = {}
+        self._group: Group | None = None
+        self._certificate: Certificate | None = None
+        self._book: PermitBook | None = None
+        self._pace: Pace | None = None
+
+    def order_for(self, group: Group) -> CyclicOrder:
+        """Every member once: those that run as they follow each other now, then those that join."""
+        names = [member.job.name for member in group.members]
+        known = self._book.sequence() if self._book is not None else []
+        ordered = [name for name in known if name in names]
+        return _order(group, [*ordered, *(name for name in names if name not in ordered)])
+
+    def form(self, group: Group, certificate: Certificate, now: float) -> None:
+        """Takes the group's members; the certificate is of `order_for` them. Permits that are out stay so."""
+        self._now = now
+        book = self._begin(group, certificate, now)
+        if self._book is not None:
+            book.take_over(self._book, now)
+        self._book = book
+
+    def _begin(self, group: Group, certificate: Certificate, now: float) -> PermitBook:
+        self._group, self._certificate, self._pace = group, certificate, Pace(certificate, now)
+        for name in certificate.bounds:
+            self._pace.leave(name)  # until it asks
+        # A transfer of weights is no absence.
+        between_s = self.lease_s + max((member.job.sync_s for member in group.members), default=0.0)
+        return PermitBook(certificate.order, lease_s=self.lease_s, between_s=between_s, pace=self._pace)
+
+    @property
+    def order_of_jobs(self) -> list[str]:
+        """The jobs as they take turns, those that left included until the next one joins."""
+        return list(self._certificate.order.steps_of_job) if self._certificate is not None else []
+
+    def drop(self, job: str, now: float) -> None:
+        """What the job holds is free, and what it asked for is forgotten; its turn is passed over."""
+        self.holds.pop(job, None)
+        self._asks.pop(job, None)
+        self._now = now
+        if self._book is not None:
+            self._book.leave(job, now)
+
+    def ask(self, ask: Ask) -> None:
+        """Queues a phase; again is the same as once."""
+        self._asks[ask.job] = ask
+
+    def grant(self, now: float) -> list[Hold]:
+        """The permits that go out now. To be called after each change, and from time to time."""
+        self._now = now
+        book = self._book
+        if book is None:
+            return []
+        for hold in self.holds.values():
+            book.heartbeat(hold.job, hold.epoch, now)
+        for ask in self._asks.values():
+            book.request(ask.job, PhaseKind(ask.phase), now)
+        granted = []
+        for permit in book.advance(now):
+            ask = self._asks.pop(permit.job)
+            hold = Hold(
+                job=ask.job,
+                phase=ask.phase,
+                iteration=ask.iteration,
+                epoch=permit.epoch,
+                expires_s=now + self.lease_s,
+            )
+            self.holds[ask.job] = hold
+            granted.append(hold)
+        return granted
+
+    def next_wake_s(self, now: float) -> float | None:
+        """When `grant` has something to do though nobody calls; None: never."""
+        return self._book.next_wake_s(now) if self._book is not None else None
+
+    def beat(self, job: str, epoch: int, now: float) -> bool:
+        """A heartbeat; False if another permit is out, or none."""
+        hold = self.holds.get(job)
+        if hold is None or hold.epoch != epoch:
+            return False
+        if not hold.is_stopping:
+            hold.expires_s = now + self.lease_s
+        return True
+
+    def renew(self, now: float) -> None:
+        """A whole lease for every holder: nobody could be heard for a while."""
+        for hold in self.holds.values():
+            hold.expires_s = now + self.lease_s
+
+    def release(self, job: str, epoch: int, now: float) -> bool:
+        """The holder is done; False if it is not the holder any more."""
+        hold = self.holds.get(job)
+        if hold is None or hold.epoch != epoch:
+            return False
+        assert self._book is not None
+        self._now = now
+        self._book.release(job, hold.epoch, now)
+        del self.holds[job]
+        return True
+
+    def held_s(self, job: str, epoch: int, now: float) -> float | None:
+        """How long the job has held this permit; None: it is not the holder."""
+        hold = self.holds.get(job)
+        if hold is None or hold.epoch != epoch:
+            return None
+        assert self._book is not None
+        permit = self._book.permit_of(job)
+        return now - permit.granted_s if permit is not None else None
+
+    @property
+    def certificate(self) -> Certificate:
+        """Of the order; there must have been a `form`."""
+        assert self._certificate is not None
+        return self._certificate
+
+    def present(self) -> Group:
+        """The group with those members alone that take their turns."""
+        assert self._group is not None and self._book is not None
+        book = self._book
+        return replace(
+            self._group, members=tuple(each for each in self._group.members if book.is_present(each.job.name))
+        )
+
+    def granted_s(self, job: str) -> float:
+        """Since when it has the permit that it holds."""
+        permit = self._book.permit_of(job) if self._book is not None else None
+        assert permit is not None, job
+        return permit.granted_s
+
+    def has_moved(self, job: str) -> bool:
+        """Whether its rollout has left some of its nodes."""
+        return self._book is not None and bool(self._book.freed_by(job))
+
+    def begin_tail(self, job: str, epoch: int, keep: Sequence[int], now: float) -> str | None:
+        """The rollout runs on these nodes alone; why it is refused, if so. Again is the same as once."""
+        hold, permit = self.holds.get(job), self._book.permit_of(job) if self._book is not None else None
+        if hold is None or hold.epoch != epoch or permit is None or self._book is None:
+            return f"epoch {epoch} is not that of a permit of {job}"
+        if hold.phase != PhaseKind.ROLLOUT or not keep or not set(keep) <= set(permit.resources):
+            return f"{hold.phase} holds {list(permit.resources)}: it can't keep {list(keep)}"
+        self._now = now
+        freed = [each for each in permit.resources if each not in keep]
+        self._book.begin_tail(job, epoch, freed, now)
+        return None
+
+    def expired(self, now: float) -> list[Hold]:
+        """Permits whose lease has run out."""
+        return [hold for hold in self.holds.values() if hold.expires_s <= now]
+
+    def rows(self) -> tuple[OrderRow, TurnsRow]:
+        """What the next scheduler needs; there must have been a `form`."""
+        assert self._book is not None and self._pace is not None and self._group is not None
+        jobs = [each.job for each in self._book.order.steps if each.kind is PhaseKind.ROLLOUT]
+        holds = [
+            HoldRow(
+                job=each.job,
+                phase=each.phase,
+                iteration=each.iteration,
+                epoch=each.epoch,
+                granted_s=permit.granted_s,
+            )
+            for each in self.holds.values()
+            if (permit := self._book.permit_of(each.job)) is not None
+        ]
+        row = TurnsRow(
+            clock=self._clock, at_s=self._now, holds=holds, book=self._book.state(), pace=self._pace.state()
+        )
+        return OrderRow(group=self._group, jobs=jobs), row
+
+    def restore(self, order: OrderRow, row: TurnsRow, now: float) -> None:
+        """From `rows` of an earlier scheduler; every holder gets a whole lease to be heard of again.
+
+        On another clock, the time since the rows were written is unknown, and counts as none.
+        """
+        later_s = 0.0 if row.clock == self._clock else now - row.at_s
+        self._now = now
+        self._book = self._begin(order.group, certify(order.group, _order(order.group, order.jobs)), now)
+        held = {each.job: (each.epoch, each.granted_s + later_s) for each in row.holds}
+        self._book.restore(row.book, held, now)
+        assert self._pace is not None
+        self._pace.restore(row.pace, later_s)
+        for each in row.holds:
+            self.holds[each.job] = Hold(
+                job=each.job,
+                phase=each.phase,
+                iteration=each.iteration,
+                epoch=each.epoch,
+                expires_s=now + self.lease_s,
+            )
+
+    def holders_before(self, job: str) -> list[str]:
+        """The jobs that hold nodes of a waiting phase."""
+        ask = self._asks.get(job)
+        if ask is None:
+            return []
+        wanted = self._resources(job, ask.phase)
+        assert self._book is not None
+        return [
+            each.job
+            for each in self.holds.values()
+            if wanted & self._resources(each.job, each.phase) - set(self._book.freed_by(each.job))
+        ]
+
+    def _resources(self, job: str, phase: str) -> set[int]:
+        assert self._group is not None
+        if phase == PhaseKind.TRAIN:
+            return {TRAIN_POOL}
+        return {node for each in self._group.members if each.job.name == job for node in each.rollout_nodes}
+
+
+def _order(group: Group, jobs: list[str]) -> CyclicOrder:
+    names = [member.job.name for member in group.members]
+    return order_of(group, [names.index(job) for job in jobs])

@@ -1,0 +1,237 @@
+"""A job's own side of the control channel: what its process was started for, and its permits.
+
+Owns: the job file that the runner writes and the process reads, the heartbeat, the permit in hand. Promises:
+a permit that was taken back raises PermitLost before another phase begins. Never: starts a process.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from rose.config import Settings
+from rose.errors import ChannelError, ConfigError, PermitLost
+from rose.scheduler.runtime.channel.client import ControlClient
+from rose.scheduler.runtime.channel.messages import (
+    Completed,
+    Grant,
+    Heartbeat,
+    Moved,
+    Release,
+    Reply,
+    Report,
+    Request,
+)
+from rose.scheduler.runtime.channel.opening import ChannelUrl
+from rose.scheduler.runtime.job.cache import HostCache
+from rose.scheduler.runtime.job.recording import Recorder, Recording
+
+logger = logging.getLogger(__name__)
+
+POOL_PHASES = ("rollout", "train")
+"""These need nodes; a sync holds neither pool."""
+PHASES = (*POOL_PHASES, "sync")
+HEARTBEATS_A_LEASE = 5
+CONNECT_TIMEOUT_S = 30.0
+REPORT_S = 1.0
+
+
+class JobFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runner hands to a job's process, by the path in ROSE_JOB."""
+
+    channel: str
+    name: str
+    attempt: int
+    first_iteration: int
+    num_iterations: int
+    group: str
+    rollout_nodes: list[int]
+    """By their numbers in the group, as the attempt starts."""
+    cache_folder: str
+    limit_bytes: dict[str, int]
+    """Host memory of each phase's suspended state, on each of its nodes."""
+    recording: Recording | None = None
+    """Where the phases' times are to go, under `rose sched profile`."""
+
+    @classmethod
+    def read(cls, path: Path) -> "JobFile":
+        """Raises: ConfigError."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"ROSE_JOB={path}: not a job file ({error})") from error
+
+
+class RunningJob:
+    """This process as one attempt of a job. Phases run one at a time, in one thread."""
+
+    def __init__(self, file: JobFile) -> None:
+        self.file = file
+        self.recorder = Recorder(file.recording) if file.recording is not None else None
+        channel = ChannelUrl.parse(file.channel).join(f"job:{file.name}:{file.attempt}")
+        self._client = ControlClient(channel, CONNECT_TIMEOUT_S)
+        self.group, self.rollout_nodes = file.group, tuple(file.rollout_nodes)
+        """Where it runs; may change with `complete`."""
+        self._held: Grant | None = None
+        self._is_held = threading.Condition()
+        threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
+
+    @contextmanager
+    def permit(self, phase: str, iteration: int, next_phase: str | None) -> Iterator[None]:
+        """Holds the phase's nodes; on leaving without an error, `next_phase` is queued at once.
+
+        Raises: PermitLost if it was taken back, or is refused.
+        """
+        if self._held is not None:
+            raise ValueError(f"{phase} called inside of {self._held.phase}: a job holds one pool at a time")
+        grant = self._client.ask(
+            Request(
+                seq=self._client.next_seq(),
+                job=self.file.name,
+                attempt=self.file.attempt,
+                phase=phase,
+                iteration=iteration,
+            )
+        )
+        if isinstance(grant, Reply):
+            raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {grant.error}")
+        self._hold(grant)
+        try:
+            yield
+        except BaseException:
+            self._release(grant, None, iteration)
+            raise
+        reply = self._release(grant, next_phase, iteration)
+        if reply.error is not None:
+            raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {reply.error}")
+
+    def _hold(self, grant: Grant | None) -> None:
+        with self._is_held:
+            self._held = grant
+            self._is_held.notify()
+
+    def _release(self, grant: Grant, next_phase: str | None, iteration: int) -> Reply:
+        self._hold(None)
+        release = Release(
+            seq=self._client.next_seq(),
+            job=self.file.name,
+            attempt=self.file.attempt,
+            phase=grant.phase,
+            epoch=grant.epoch,
+            next_phase=next_phase,
+            next_iteration=iteration,
+        )
+        reply = self._client.ask(release)
+        assert isinstance(reply, Reply), reply
+        return reply
+
+    def complete(self, iteration: int) -> None:
+        """The iteration's state is safe: the next attempt starts behind it. Waits until this is recorded.
+
+        From here on, the job may be in another group: what its phases keep is in host memory, and the next
+        ones load it on the nodes of that. Raises: SystemExit where those are on another host; PermitLost if
+        this attempt has been replaced.
+        """
+        reply = self._client.ask(
+            Completed(
+                seq=self._client.next_seq(),
+                job=self.file.name,
+                attempt=self.file.attempt,
+                iteration=iteration,
+            )
+        )
+        assert isinstance(reply, Reply), reply
+        if reply.error is not None:
+            raise PermitLost(f"{self.file.name}: iteration {iteration} is not recorded: {reply.error}")
+        group, nodes = reply.body["group"], tuple(reply.body["rollout_nodes"])
+        if (group, nodes) != (self.group, self.rollout_nodes):
+            logger.info("moved from=%s%s to=%s%s", self.group, self.rollout_nodes, group, nodes)
+            self.group, self.rollout_nodes = group, nodes
+        if reply.body["ends"]:
+            raise SystemExit(0)
+
+    def report(
+        self,
+        phase: str,
+        num_done: int,
+        num_total: int,
+        num_tokens: int | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> tuple[int, ...] | None:
+        """Progress inside a phase; the nodes onto which the rest should move, if it should.
+
+        Waits for `REPORT_S` at most: without a scheduler the phase goes on.
+        """
+        call = Report(
+            seq=self._client.next_seq(),
+            job=self.file.name,
+            attempt=self.file.attempt,
+            phase=phase,
+            num_done=num_done,
+            num_total=num_total,
+            num_tokens=num_tokens,
+            lengths=list(lengths) if lengths is not None else None,
+        )
+        try:
+            reply = self._client.ask(call, REPORT_S)
+        except ChannelError as error:
+            logger.info("not reported phase=%s num_done=%d reason=%s", phase, num_done, error)
+            return None
+        assert isinstance(reply, Reply), reply
+        keep = reply.body.get("keep")
+        return tuple(keep) if keep is not None else None
+
+    def moved(self, keep: Sequence[int]) -> None:
+        """The rollout runs on these of its nodes alone; the others may go on. Raises: PermitLost."""
+        held = self._held
+        if held is None:
+            raise ValueError("no phase runs that could have moved")
+        reply = self._client.ask(
+            Moved(
+                seq=self._client.next_seq(),
+                job=self.file.name,
+                attempt=self.file.attempt,
+                epoch=held.epoch,
+                keep=list(keep),
+            )
+        )
+        assert isinstance(reply, Reply), reply
+        if reply.error is not None:
+            raise PermitLost(f"{self.file.name}: the rollout's tail: {reply.error}")
+
+    def cache(self, phase: str) -> HostCache:
+        """The phase's state in host memory."""
+        return HostCache(
+            Path(self.file.cache_folder) / phase,
+            self.file.limit_bytes.get(phase, 0),
+            f"{phase} of job {self.file.name}",
+        )
+
+    def _beat(self) -> None:
+        while True:
+            with self._is_held:
+                self._is_held.wait_for(lambda: self._held is not None)
+                held = self._held
+            assert held is not None
+            self._client.tell(
+                Heartbeat(
+                    seq=self._client.next_seq(),
+                    job=held.job,
+                    attempt=held.attempt,
+                    phase=held.phase,
+                    epoch=held.epoch,
+                )
+            )
+            time.sleep(held.lease_s / HEARTBEATS_A_LEASE)
+
+
+@cache
+def running_job() -> RunningJob | None:
+    """This process's job; None in a process that no runner has started. Raises: ConfigError."""
+    path = Settings.from_environment().job_file
+    return RunningJob(JobFile.read(path)) if path is not None else None

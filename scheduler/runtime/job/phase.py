@@ -1,0 +1,189 @@
+"""`@rose.phase` and `@rose.runtime_hook`: what a job's author writes on the functions of an RL loop.
+
+Owns: the shim around a phase (permit, warm start, run, offload, release) and the loop over iterations.
+Promises: between phases the process sleeps with sockets, groups and all other state kept; outside of a
+scheduler the same program runs alone, without permits. Never: knows what a phase does.
+
+    @rose.phase("rollout", working_set=engine)
+    def rollout(iteration): ...
+
+    @rose.phase("train", working_set=trainer)
+    def train(samples): ...
+
+    @rose.runtime_hook
+    def iteration(progress):
+        train(rollout(progress.iteration))
+        save_checkpoint(progress.iteration)
+
+    iteration()
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from rose.scheduler.runtime.job.cache import WorkingSet
+from rose.scheduler.runtime.job.job import PHASES, POOL_PHASES, RunningJob, running_job
+from rose.scheduler.runtime.job.recording import PhaseBegan, PhaseRun
+
+logger = logging.getLogger(__name__)
+
+MoveTail = Callable[[tuple[int, ...]], None]
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class Progress:
+    """Where the loop stands; what `runtime_hook` hands to the function that it wraps."""
+
+    def __init__(self, iteration: int, num_iterations: int) -> None:
+        self.iteration = iteration
+        """From 0. After a crash, the first one that was not completed."""
+        self.num_iterations = num_iterations
+
+    @property
+    def forced_tokens(self) -> int | None:
+        """Under `rose sched profile`, how long every response has to be, whatever its model says.
+
+        With vLLM: ``ignore_eos``, and both ``min_tokens`` and ``max_tokens`` so many. None in every other
+        run. What a profile trains is not to be kept: save no checkpoint where this is set.
+        """
+        job = running_job()
+        return job.recorder.forced_tokens() if job is not None and job.recorder is not None else None
+
+    @property
+    def rollout_nodes(self) -> tuple[int, ...] | None:
+        """The job's, by their numbers in its group; they change when it is moved, before an iteration.
+
+        None: no scheduler has started this process.
+        """
+        job = running_job()
+        return job.rollout_nodes if job is not None else None
+
+    def report(
+        self,
+        phase: str,
+        num_done: int,
+        num_total: int,
+        *,
+        num_tokens: int | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """Tells the scheduler how many of a phase's responses are there, for long-tail migration.
+
+        num_tokens: of the longest one that still runs. lengths: of all, with the last report. When the rest
+        should move, the phase's `move_tail` is called here, and the nodes that it leaves go on after it.
+        """
+        job = running_job()
+        if job is None:
+            return
+        move = _loop.moves.get(phase)
+        keep = job.report(phase, num_done, num_total, num_tokens if move is not None else None, lengths)
+        if keep is not None and move is not None:
+            move(keep)
+            job.moved(keep)
+
+
+class _Loop:
+    """The phases of this program and the iteration they are in: one per process, as there is one job."""
+
+    def __init__(self) -> None:
+        self.phases: set[str] = set()
+        self.moves: dict[str, MoveTail] = {}
+        self.iteration = 0
+
+    def after(self, phase: str) -> str | None:
+        """The next phase, on the other pool. A new iteration asks itself: until then nodes would idle."""
+        return "train" if phase == "rollout" and "train" in self.phases else None
+
+
+_loop = _Loop()
+
+
+def phase(
+    name: str, *, working_set: WorkingSet | None = None, move_tail: MoveTail | None = None
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Runs the function under a permit for the nodes of its pool; a "sync" needs none.
+
+    working_set: loaded from host memory before and offloaded after the function, under the same permit.
+    move_tail: called from inside `Progress.report` of a rollout, with the rollout nodes (by their numbers in
+    the group) onto which the responses that still run are to move; when it returns, the others are unused.
+    Raises: ValueError for another name; in the function's calls PermitLost and CacheFull.
+    """
+    if name not in PHASES:
+        raise ValueError(f"phase {name!r}: expected one of {', '.join(PHASES)}")
+
+    def wrap(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        _loop.phases.add(name)
+        if move_tail is not None:
+            _loop.moves[name] = move_tail
+
+        @functools.wraps(function)
+        def shim(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            job = running_job()
+            if job is None:
+                return function(*args, **kwargs)
+            if name not in POOL_PHASES:
+                return _run(job, lambda: function(*args, **kwargs))
+            with job.permit(name, _loop.iteration, _loop.after(name)):
+                return _run(job, lambda: function(*args, **kwargs))
+
+        def _run(job: RunningJob, run: Callable[[], Result]) -> Result:
+            if job.recorder is not None:
+                job.recorder.note(PhaseBegan(phase=name))
+            began_s = time.monotonic()
+            if working_set is not None:
+                working_set.load(job.cache(name))
+            loaded_s = time.monotonic()
+            result = run()
+            ran_s = time.monotonic()
+            if working_set is not None:
+                working_set.offload(job.cache(name))
+            if job.recorder is not None:
+                times = (began_s, loaded_s, ran_s, time.monotonic())
+                job.recorder.note(_phase_run(name, times, job.cache(name).num_bytes))
+            return result
+
+        return shim
+
+    return wrap
+
+
+def _phase_run(name: str, times: tuple[float, float, float, float], cached_bytes: int) -> PhaseRun:
+    began_s, loaded_s, ran_s, offloaded_s = times
+    return PhaseRun(
+        phase=name,
+        iteration=_loop.iteration,
+        begin_s=began_s,
+        load_s=loaded_s - began_s,
+        run_s=ran_s - loaded_s,
+        offload_s=offloaded_s - ran_s,
+        cached_bytes=cached_bytes,
+    )
+
+
+def runtime_hook(function: Callable[[Progress], object]) -> Callable[..., None]:
+    """The function as a loop over the job's iterations: reports each one that returns as completed.
+
+    The wrapped function takes ``num_iterations``, only where no scheduler has started the process.
+    """
+
+    @functools.wraps(function)
+    def loop(num_iterations: int | None = None) -> None:
+        job = running_job()
+        if job is not None:
+            first, last = job.file.first_iteration, job.file.num_iterations
+        elif num_iterations is not None:
+            first, last = 0, num_iterations
+            logger.info("running alone, without permits num_iterations=%d", last)
+        else:
+            raise ValueError("no scheduler has started this process: pass num_iterations to run alone")
+        for iteration in range(first, last):
+            _loop.iteration = iteration
+            function(Progress(iteration, last))
+            if job is not None:
+                job.complete(iteration)
+
+    return loop

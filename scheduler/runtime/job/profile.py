@@ -1,0 +1,202 @@
+"""A job's worst-case times, from a run of its own at max tokens.
+
+Owns: the figures, and what they change in the job's file. Promises: times are the longest that were measured
+after the warm-up, never an estimate; a job that does not run its phases as its file says raises ProfileError.
+Pure. Never: runs a job (rose.jobs.profile does).
+
+Source: WEAVE §4.1: phases are profiled once, at the token limit, so that no later iteration is longer.
+"""
+
+import copy
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from rose.errors import ProfileError
+from rose.scheduler.cluster.spec import PhaseSpec
+from rose.scheduler.runtime.job.job import POOL_PHASES
+from rose.scheduler.runtime.job.recording import PhaseRun, Recorded
+from rose.scheduler.runtime.job.spec import RunSpec
+
+NUM_WARM_UP = 1
+"""Iterations that are left out: the first one loads cold, and compiles."""
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What the job's processes had in memory at one moment."""
+
+    at_s: float
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Over the measured iterations."""
+
+    worst: float
+    median: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        return cls(worst=max(values), median=statistics.median(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseProfile:
+    """One phase. `total_s` is what a permit is held for: loading, running, offloading."""
+
+    total_s: Seconds
+    load_s: Seconds
+    run_s: Seconds
+    offload_s: Seconds
+    peak_resident_gib: float
+    """Of all the job's processes; pages that they share count in each."""
+    cached_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobProfile:
+    """One job. `has_asked_tokens`: it read `Progress.forced_tokens`; else its lengths were the usual ones."""
+
+    job: str
+    max_tokens: int
+    num_iterations: int
+    has_asked_tokens: bool
+    phases: Mapping[str, PhaseProfile]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "job": self.job,
+            "kind": "measured",
+            "max_tokens": self.max_tokens,
+            "iterations": self.num_iterations,
+            "has_asked_tokens": self.has_asked_tokens,
+            "phases": {name: asdict(phase) for name, phase in self.phases.items()},
+        }
+
+
+def to_be_profiled(spec: RunSpec, num_iterations: int, group: str) -> dict[str, Any]:
+    """The job as it is run for its profile: alone in `group`, without limits of time and of host memory.
+
+    A limit of host memory that the file names is kept: exceeded, it would be so in every run.
+    """
+    unknown_s, unlimited_gb = 1e6, 1e6
+    phases = {
+        name: {
+            "nodes": phase.nodes,
+            "seconds": unknown_s,
+            "memory_gb": phase.memory_gb if _has_memory(phase) else unlimited_gb,
+            "after": list(phase.after),
+        }
+        for name, phase in spec.phases.items()
+    }
+    return {
+        "name": spec.name,
+        "command": list(spec.command),
+        "folder": spec.folder,
+        "phases": phases,
+        "slo": spec.slo,
+        "max_tokens": spec.max_tokens,
+        "iterations": NUM_WARM_UP + num_iterations,
+        "group": group,
+        "max_restarts": 0,
+        "ray": spec.ray.model_dump() if spec.ray is not None else None,
+    }
+
+
+def cluster_of(spec: RunSpec, group: str) -> dict[str, Any]:
+    """As many nodes as the job asks for, in one group."""
+    memory = {"dollars_per_gpu_hour": 0.0, "host_gb": 1e7}
+    return {
+        "pools": {"rollout": {"name": "rollout", **memory}, "train": {"name": "train", **memory}},
+        "groups": {
+            group: {
+                "num_rollout_nodes": spec.phases["rollout"].nodes,
+                "num_train_nodes": spec.phases["train"].nodes,
+            }
+        },
+    }
+
+
+def check_phases(spec: RunSpec, recorded: Recorded) -> None:
+    """Raises: ProfileError for a phase that the file lacks, or that runs twice in an iteration."""
+    for phase in recorded.began:
+        if phase not in spec.phases:
+            raise ProfileError(
+                f"{spec.name}: enters phase {phase}, its file has {', '.join(spec.phases)}; add it there"
+            )
+    counts = Counter((run.phase, run.iteration) for run in recorded.runs if run.phase in POOL_PHASES)
+    for (phase, iteration), count in counts.items():
+        if count > 1:
+            raise ProfileError(
+                f"{spec.name}: {count} times {phase} in iteration {iteration}; the order of a group has one "
+                "turn for it: make it one function"
+            )
+
+
+def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[Sample]) -> JobProfile:
+    """The figures of a job that ran to its end. Raises: ProfileError for a phase that it never entered."""
+    check_phases(spec, recorded)
+    measured = [run for run in recorded.runs if run.iteration >= NUM_WARM_UP]
+    seen = {run.phase for run in measured}
+    missing = [name for name in spec.phases if name not in seen]
+    if missing:
+        raise ProfileError(
+            f"{spec.name}: never entered phase {missing[0]}, only {', '.join(sorted(seen)) or 'none'}; put "
+            f'@rose.phase("{missing[0]}") on its function, or leave it out of the file'
+        )
+    return JobProfile(
+        job=spec.name,
+        max_tokens=spec.max_tokens,
+        num_iterations=len({run.iteration for run in measured}),
+        has_asked_tokens=recorded.has_asked_tokens,
+        phases={
+            name: _phase([run for run in measured if run.phase == name], samples) for name in spec.phases
+        },
+    )
+
+
+def _phase(runs: Sequence[PhaseRun], samples: Sequence[Sample]) -> PhaseProfile:
+    """A sync may consist of several calls: they count together."""
+    iterations = [[run for run in runs if run.iteration == each] for each in {run.iteration for run in runs}]
+
+    def seconds(part: str) -> Seconds:
+        return Seconds.of([sum(getattr(run, part) for run in each) for each in iterations])
+
+    return PhaseProfile(
+        total_s=seconds("total_s"),
+        load_s=seconds("load_s"),
+        run_s=seconds("run_s"),
+        offload_s=seconds("offload_s"),
+        peak_resident_gib=max(_peak_bytes(run, samples) for run in runs) / _GIB,
+        cached_bytes=max(run.cached_bytes for run in runs),
+    )
+
+
+def _peak_bytes(run: PhaseRun, samples: Sequence[Sample]) -> int:
+    """Of a phase that is shorter than the time between two samples: the nearest one."""
+    inside = [each.resident_bytes for each in samples if run.begin_s <= each.at_s <= run.end_s]
+    if inside:
+        return max(inside)
+    middle_s = run.begin_s + run.total_s / 2
+    nearest = min(samples, key=lambda each: abs(each.at_s - middle_s), default=None)
+    return nearest.resident_bytes if nearest is not None else 0
+
+
+def filled(content: Mapping[str, Any], spec: RunSpec, profile: JobProfile) -> dict[str, Any]:
+    """The job's file with what was measured: seconds, and host memory where it names none."""
+    written = copy.deepcopy(dict(content))
+    for name, phase in profile.phases.items():
+        written["phases"][name]["seconds"] = math.ceil(phase.total_s.worst * 1e3) / 1e3
+        if phase.cached_bytes and not _has_memory(spec.phases[name]):
+            written["phases"][name]["memory_gb"] = math.ceil(phase.cached_bytes / 1e6) / 1e3
+    return written
+
+
+def _has_memory(phase: PhaseSpec) -> bool:
+    return "memory_gb" in phase.model_fields_set

@@ -1,0 +1,95 @@
+"""What a profiled job notes of its own phases: how long each took, and its parts.
+
+Owns: the lines of that file. Promises: a job that is not profiled writes none; a line is written whole.
+Never: judges them (rose.scheduler.runtime.job.profile does).
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """In a job's file: this run is a profile."""
+
+    forced_tokens: int
+    """As long is every response to be."""
+    path: str
+
+
+class PhaseRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One phase from its permit to its release."""
+
+    phase: str
+    iteration: int
+    begin_s: float
+    """Of time.monotonic(), which all processes of a host share."""
+    load_s: float
+    run_s: float
+    offload_s: float
+    cached_bytes: int
+    """What its working set keeps in host memory while suspended."""
+
+    @property
+    def total_s(self) -> float:
+        """The permit covers the copies as well."""
+        return self.load_s + self.run_s + self.offload_s
+
+    @property
+    def end_s(self) -> float:
+        return self.begin_s + self.total_s
+
+
+class TokensAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job has asked how long responses are to be."""
+
+
+class PhaseBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job has its permit for a phase, or needs none."""
+
+    phase: str
+
+
+class Recorded(NamedTuple):
+    """All lines so far."""
+
+    began: list[str]
+    """Phases, those that have not ended included."""
+    runs: list[PhaseRun]
+    has_asked_tokens: bool
+
+
+class Recorder:
+    """The job's side."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._has_asked = False
+
+    def forced_tokens(self) -> int:
+        """As long is every response to be; that it was asked for is noted."""
+        if not self._has_asked:
+            self._has_asked = True
+            self._write(TokensAsked())
+        return self._recording.forced_tokens
+
+    def note(self, line: PhaseBegan | PhaseRun) -> None:
+        """A phase begins, or has ended."""
+        self._write(line)
+
+    def _write(self, line: PhaseBegan | PhaseRun | TokensAsked) -> None:
+        with Path(self._recording.path).open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+
+def read_recording(path: Path) -> Recorded:
+    """What the job has noted so far."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    decoder = msgspec.json.Decoder(PhaseBegan | PhaseRun | TokensAsked)
+    found = [decoder.decode(line) for line in lines]
+    return Recorded(
+        began=[each.phase for each in found if isinstance(each, PhaseBegan)],
+        runs=[each for each in found if isinstance(each, PhaseRun)],
+        has_asked_tokens=any(isinstance(each, TokensAsked) for each in found),
+    )

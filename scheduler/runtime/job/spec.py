@@ -1,0 +1,129 @@
+"""What `rose sched serve` and `rose sched submit` read: pools and groups, and a job that is to run on them.
+
+Owns: what the two YAML files have beyond those of `rose sched explain`. Promises: as there. Never: places.
+"""
+
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rose.config import Section
+from rose.scheduler.cluster.groups import PAUSE_S
+from rose.scheduler.cluster.spec import JobSpec, PoolsSpec
+from rose.scheduler.group.tail import RolloutSpeed
+
+EXAMPLE = """\
+name: math-7b
+command: [python, train.py]
+slo: 1.5
+max_tokens: 8192
+iterations: 500
+phases:
+  rollout: {nodes: 1, seconds: 120, memory_gb: 276}
+  train: {nodes: 1, seconds: 100, memory_gb: 240, after: [rollout]}
+"""
+
+
+class TailSpec(Section):
+    """How fast a rollout node decodes, as profiled: without it a job's tail stays where it is.
+
+    A decode step takes `step_s + running responses on the node * request_s`.
+    """
+
+    step_s: float = Field(gt=0)
+    request_s: float = Field(ge=0)
+    prompt_tokens: int = Field(ge=0)
+    prefill_tokens_per_s: float = Field(gt=0)
+    pause_s: float = Field(default=1.0, ge=0)
+    """Of stopping the responses and sending them on."""
+
+
+class RaySpec(Section):
+    """A Ray instance of the job's own, beside its process and as long as that: `ray.init()` finds it."""
+
+    num_cpus: int = Field(default=1, ge=1)
+    num_gpus: int = Field(default=0, ge=0)
+    object_store_gb: float | None = Field(default=None, gt=0)
+    """None: Ray's own default, a share of the host's memory."""
+
+
+class RunSpec(JobSpec):
+    """JOB.yaml of a job that is run, and not only placed."""
+
+    command: tuple[str, ...] = Field(min_length=1)
+    """Run in `folder`, once per attempt."""
+    folder: str = "."
+    """Relative to the file."""
+    group: str | None = None
+    """A group of the cluster's file, or one that runs; None: the policy chooses."""
+    rollout_nodes: tuple[int, ...] | None = None
+    """With `group`: its rollout nodes that the job is pinned to. None: the first ones."""
+    max_restarts: int = Field(default=3, ge=0)
+    """After crashes with no iteration in between; then the job has failed."""
+
+    tail: TailSpec | None = None
+    """For rollouts on several nodes whose `rose.phase` has a `move_tail`."""
+    ray: RaySpec | None = None
+
+    @model_validator(mode="after")
+    def _pins_make_sense(self) -> Self:
+        nodes = self.rollout_nodes
+        if nodes is None:
+            return self
+        if self.group is None:
+            raise ValueError(f"rollout_nodes {list(nodes)} of which group? add `group`, or leave both out")
+        wanted = self.phases["rollout"].nodes
+        if len(nodes) != wanted or len(set(nodes)) != len(nodes) or min(nodes) < 0:
+            raise ValueError(
+                f"rollout_nodes {list(nodes)}: expected {wanted} different numbers from 0, as phases.rollout "
+                f"asks for {wanted} nodes"
+            )
+        return self
+
+    @property
+    def speed(self) -> RolloutSpeed | None:
+        """Of the rollout, a node counting as one worker; None: not known."""
+        if self.tail is None:
+            return None
+        return RolloutSpeed(
+            num_workers=self.phases["rollout"].nodes, max_tokens=self.max_tokens, **self.tail.model_dump()
+        )
+
+    @property
+    def pins(self) -> tuple[int, ...]:
+        """The rollout nodes in the job's own group."""
+        return (
+            self.rollout_nodes
+            if self.rollout_nodes is not None
+            else tuple(range(self.phases["rollout"].nodes))
+        )
+
+
+class GroupSpec(Section):
+    """Nodes that jobs may be pinned to, whether or not any job runs there."""
+
+    num_rollout_nodes: int = Field(default=1, ge=1)
+    num_train_nodes: int = Field(default=1, ge=1)
+
+
+class ServeSpec(Section):
+    """CLUSTER.yaml of `rose sched serve`."""
+
+    pools: PoolsSpec = PoolsSpec()
+    policy: str = "lifetime-static"
+    """Places the jobs that name no group. `lifetime` also moves them, at the end of an iteration."""
+    move_pause_s: float = Field(default=PAUSE_S, ge=0)
+    """What a move is reckoned to cost the job: its SLO and the gain have to bear it."""
+    groups: dict[str, GroupSpec] = Field(default_factory=dict)
+    lease_s: float = Field(default=10.0, gt=0)
+    """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
+    host_lease_s: float = Field(default=30.0, gt=0)
+    """An agent that has been silent for this long is dead, and its jobs go on on other hosts' nodes."""
+
+    @field_validator("policy")
+    @classmethod
+    def _is_known(cls, policy: str) -> str:
+        known = ("lifetime", "lifetime-static", "weave", "solo")
+        if policy not in known:
+            raise ValueError(f"{policy!r}: a running cluster knows {', '.join(known)}")
+        return policy

@@ -1,0 +1,103 @@
+"""What of vLLM can't work together with ROSE is refused before a model is loaded, with reason and fix."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engine_runs
+import pytest
+from forked_engines import Fork
+from real_engine import runtime_dir
+from tiny_models import make_serving_model, make_state_model
+
+from rose.memory.daemon.daemon import start_daemon
+
+pytestmark = pytest.mark.vllm
+
+POOL = "refusing"
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
+
+def connector(name: str, **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_transfer_config": {
+            "kv_connector": name,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    }
+
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "nothing": ("serving", {}, ""),
+    "copies inside the step": ("serving", connector("ExampleConnector"), ""),
+    "nixl": ("serving", connector("NixlConnector"), "NixlConnector: it keeps addresses of the KV cache"),
+    "mooncake": ("serving", connector("MooncakeConnector"), "MooncakeConnector: it keeps addresses"),
+    "wrapped": (
+        "serving",
+        connector("MultiConnector", connectors=[EXAMPLE, OFFLOADING]),
+        "OffloadingConnector: it keeps addresses of the KV cache (register_kv_caches)",
+    ),
+    "offloading flag": ("serving", {"kv_offloading_size": 1}, "OffloadingConnector: it keeps addresses"),
+    "rollout connector": ("rollout", connector("ExampleConnector"), "in the serving engine alone"),
+    "rollout producer": (
+        "rollout",
+        {"kv_transfer_config": {**EXAMPLE, "kv_role": "kv_producer"}},
+        "kv_role kv_producer: a rollout engine computes both phases wherever it runs",
+    ),
+    "speculation": (
+        "serving",
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "--speculative-config: the budget of slabs",
+    ),
+    "watermark": ("serving", {"watermark": 0.1}, "--watermark 0.1: vLLM would count it in blocks"),
+    "async": ("serving", {"async_scheduling": True}, "--async-scheduling: the end of a ROSE engine's step"),
+    "replicas": (
+        "serving",
+        {"data_parallel_size": 2},
+        "--data-parallel-size 2: a ROSE engine is one replica",
+    ),
+    "whole prefills": (
+        "rollout",
+        {"enable_chunked_prefill": False, "max_model_len": 256},
+        "chunked prefill is off (--no-enable-chunked-prefill",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(engines_dir: Path) -> Iterator[Path]:
+    path = engines_dir / "refusing"
+    path.mkdir()
+    daemon = start_daemon(
+        POOL, num_slabs=24, slab_bytes=512 << 10, headroom_slabs=4, runtime_dir=runtime_dir(path)
+    )
+    yield path
+    daemon.stop()
+
+
+def engine_args(model: Path, role: str, given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "max_model_len": 1024,
+        "additional_config": {"rose": {"role": role, "pool": POOL}},
+        **given,
+    }
+
+
+def test_what_cannot_live_in_a_pool_is_refused_with_reason_and_fix(folder: Path) -> None:
+    model, state = make_serving_model(folder / "model"), make_state_model(folder / "state")
+    cases = [engine_args(model, role, given) for role, given, _ in CASES.values()]
+    cases.append(engine_args(state, "serving", {}))
+    expected = [message for _, _, message in CASES.values()] + ["--model "]
+    fork = Fork(folder, engine_runs.refusals, cases=cases)
+    other = Fork(folder, engine_runs.refusals_by_another_version, version="0.34.0", cases=cases[:1])
+    try:
+        for got, part in zip(fork.result(), expected, strict=True):
+            assert (part in got) if part else not got, got
+            assert "\n" not in got
+        assert other.result() == ["vllm 0.34.0 is not supported by rose; install 0.30 to 0.33"]
+    finally:
+        fork.stop()
+        other.stop()

@@ -1,0 +1,101 @@
+"""A router that follows an engine knows of new weights before the first token of them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+import uvicorn
+from fastapi import FastAPI
+
+from rose.engine.http import followers as followers_module
+from rose.engine.http.control import EngineControl
+from rose.engine.http.endpoint import RoseEndpoint
+from rose.engine.http.followers import Followers
+from rose.engine.settings import EngineSettings
+from rose.engine.status import StatusPage, page_path
+from rose.messages import WeightUpdate
+from rose.scheduler.rollout.http.command import RunningRouter
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.types import Role
+
+pytestmark = pytest.mark.asyncio
+
+
+class Engine:
+    """Without a model; tells what the router knows when its steps go on."""
+
+    output_processor = SimpleNamespace(request_states={})
+
+    def __init__(self) -> None:
+        self.known: Callable[[], str] = str
+        self.known_at_resume: list[str] = []
+
+    async def resume_generation(self) -> None:
+        self.known_at_resume.append(self.known())
+
+    async def collective_rpc(self, *_: object, **__: object) -> list[bool]:
+        """One rank, which loads whole files."""
+        return [False]
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[None]]:
+        async def call(*_: object, **__: object) -> None:
+            await asyncio.sleep(0)
+
+        return call
+
+
+@pytest_asyncio.fixture
+async def served(runtime_dir: Path) -> AsyncIterator[tuple[str, Engine, EngineControl]]:
+    """An engine's routes on a socket."""
+    page = StatusPage(page_path(runtime_dir, "e"), create=True)
+    engine: Any = Engine()
+    control = EngineControl(engine, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+    app = FastAPI()
+    RoseEndpoint().attach_router(app)
+    app.state.rose = control
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}", engine, control
+    finally:
+        server.should_exit = True
+        await serving
+        page.close()
+
+
+async def test_steps_go_on_under_new_weights_only_when_the_router_knows_of_them(
+    served: tuple[str, Engine, EngineControl], staged: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However long the machine stalls between two of the router's questions.
+    monkeypatch.setattr(followers_module, "MOST_S", 600.0)
+    monkeypatch.setattr(followers_module, "GONE_AFTER_INTERVALS", 1000.0)
+    url, engine, control = served
+    config = RouterConfig(port=0, workers=(WorkerSpec(url=url),), heartbeat_s=0.5, lost_after_s=600)
+    async with RunningRouter(config) as router:
+        (worker,) = router.plane.registry.workers()
+        engine.known = lambda: str(worker.weight_version)
+        while not worker.is_alive:
+            await asyncio.sleep(0.01)
+        versions = [f"run/{number}" for number in range(1, 4)]
+        for version in versions:
+            await control.apply_weights(WeightUpdate(version=version, **staged))
+        assert engine.known_at_resume == versions
+
+
+async def test_who_is_gone_or_was_never_there_is_not_waited_for() -> None:
+    followers = Followers()
+    await followers.until_told("run/1")
+    followers.asked("gone", None, 1e-9)
+    await followers.until_told("run/1")
+    followers.asked("knows", "run/1", 3600)
+    await followers.until_told("run/1")

@@ -1,0 +1,140 @@
+"""Rewriting vLLM's KV cache configuration for slabs."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from rose.engine.memory.kv_layout import place_on_slabs
+from rose.errors import ConfigError
+
+LAYERS = ["layer.0", "layer.1", "layer.2"]
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+PAGE_BYTES = 2 * 16 * 2 * 32 * 4
+
+
+WINDOW = SlidingWindowSpec(
+    block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
+)
+
+
+def config_of(*groups: KVCacheGroupSpec) -> KVCacheConfig:
+    """As vLLM makes it: a tensor for each group, layer after layer, 1,000 blocks each."""
+    tensors = [
+        KVCacheTensor(
+            size=3000 * group.kv_cache_spec.page_size_bytes,
+            layers=group.layer_names,
+            layer_stride=1000 * group.kv_cache_spec.page_size_bytes,
+            block_stride=group.kv_cache_spec.page_size_bytes,
+        )
+        for group in groups
+    ]
+    return KVCacheConfig(num_blocks=1000, kv_cache_tensors=tensors, kv_cache_groups=list(groups))
+
+
+def test_every_layer_of_a_block_lies_in_its_slab() -> None:
+    config = config_of(KVCacheGroupSpec(LAYERS, SPEC))
+    slab_bytes, num_positions = 8 * PAGE_BYTES, 5
+    layout = place_on_slabs(config, slab_bytes=slab_bytes, num_positions=num_positions)
+    (tensor,) = config.kv_cache_tensors
+    assert tensor.size == num_positions * slab_bytes
+    assert layout.blocks_per_slab == 2  # of 3 layers: 6 of the slab's 8 pages
+    for position in range(num_positions):
+        for block in layout.block_ids(position):
+            assert block < config.num_blocks
+            for layer in range(len(LAYERS)):
+                start = tensor.offset + layer * tensor.layer_stride + block * tensor.block_stride
+                assert position * slab_bytes <= start <= (position + 1) * slab_bytes - PAGE_BYTES
+
+
+def test_blocks_never_overlap() -> None:
+    config = config_of(KVCacheGroupSpec(LAYERS, SPEC))
+    layout = place_on_slabs(config, slab_bytes=8 * PAGE_BYTES, num_positions=4)
+    (tensor,) = config.kv_cache_tensors
+    starts = [
+        layer * tensor.layer_stride + block * tensor.block_stride
+        for position in range(4)
+        for block in layout.block_ids(position)
+        for layer in range(len(LAYERS))
+    ]
+    assert len(set(starts)) == len(starts) == 4 * 2 * 3
+    assert all(start % PAGE_BYTES == 0 for start in starts)
+
+
+def test_two_processes_place_alike() -> None:
+    first, second = (config_of(KVCacheGroupSpec(LAYERS, SPEC)) for _ in range(2))
+    for config in (first, second):
+        place_on_slabs(config, slab_bytes=8 * PAGE_BYTES, num_positions=4)
+    assert first == second
+
+
+def test_cache_groups_overlay_each_other() -> None:
+    """A block belongs to one group at a time, so the slab holds the larger group's layers, not the sum."""
+    full, window = KVCacheGroupSpec(LAYERS[:1], SPEC), KVCacheGroupSpec(LAYERS[1:], WINDOW)
+    config = config_of(full, window)
+    layout = place_on_slabs(config, slab_bytes=8 * PAGE_BYTES, num_positions=4)
+    assert (layout.num_layers, layout.blocks_per_slab) == (2, 4)
+    first, second = config.kv_cache_tensors
+    assert (first.offset, first.layer_stride, first.block_stride, first.size) == (
+        *(second.offset, second.layer_stride, second.block_stride),
+        second.size,
+    )
+
+
+def test_mla_blocks_of_any_size_fit() -> None:
+    spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    config = config_of(KVCacheGroupSpec(LAYERS, spec))
+    layout = place_on_slabs(config, slab_bytes=1 << 21, num_positions=4)
+    assert (layout.block_stride, layout.blocks_per_slab) == (73_728, 9)
+    last = config.num_blocks - 1
+    assert layout.address(last, 2) + layout.block_stride <= 4 << 21
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [KVCacheGroupSpec(LAYERS, MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)))],
+            "all keep attention KV; this one has MambaSpec: serve it without --pool",
+        ),
+        (
+            [
+                KVCacheGroupSpec(
+                    LAYERS,
+                    CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32),
+                )
+            ],
+            "CrossAttentionSpec",
+        ),
+        (
+            [
+                KVCacheGroupSpec(LAYERS[:1], SPEC),
+                KVCacheGroupSpec(LAYERS[1:], SPEC.copy_with_new_block_size(32)),
+            ],
+            f"blocks of {PAGE_BYTES}, {2 * PAGE_BYTES} bytes in 2 tensors",
+        ),
+        ([], "this one has none"),
+    ],
+    ids=["state-space", "cross-attention", "sizes", "none"],
+)
+def test_models_that_slabs_cannot_hold_are_refused(groups: list[KVCacheGroupSpec], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        place_on_slabs(config_of(*groups), slab_bytes=8 * PAGE_BYTES, num_positions=4)
+    assert message in str(error.value)
+
+
+def test_blocks_larger_than_a_slab_are_refused_with_the_size_that_works() -> None:
+    config = config_of(KVCacheGroupSpec(LAYERS, SPEC))
+    with pytest.raises(ConfigError, match=f"--slab-bytes {4 * PAGE_BYTES}"):
+        place_on_slabs(config, slab_bytes=2 * PAGE_BYTES, num_positions=4)

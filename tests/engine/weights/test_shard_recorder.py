@@ -1,0 +1,82 @@
+"""Shard plans say what vLLM's loaders do, for every rank of every layout, in one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from lib.shard_check import wrong_parameters
+from rank_models import Checkpoint, dense, experts
+
+from rose.engine.weights.plan import main
+from rose.engine.weights.shard_recorder import pretended_rank, record_shard_plan
+from rose.errors import ConfigError
+from rose.transfer.format.shard_plan import Box, ShardPlan, read_plan
+
+GRIDS = [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2)]
+"""Tensor-parallel and pipeline-parallel sizes. With two KV heads, four ranks and more hold copies of them."""
+
+
+@pytest.fixture(scope="module", params=["untied", "tied", "experts"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    configs = {"untied": lambda: dense(False), "tied": lambda: dense(True), "experts": experts}
+    return Checkpoint(tmp_path_factory.mktemp(request.param), configs[request.param]())
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), GRIDS)
+def test_a_plan_fills_every_parameter_as_the_loader_does(
+    checkpoint: Checkpoint, tp_size: int, pp_size: int
+) -> None:
+    plans: list[ShardPlan] = []
+    for pp_rank in range(pp_size):
+        for tp_rank in range(tp_size):
+            ranks = {"tp_rank": tp_rank, "tp_size": tp_size, "pp_rank": pp_rank, "pp_size": pp_size}
+            with pretended_rank(checkpoint.vllm_config, **ranks) as config:
+                plan = record_shard_plan(config, checkpoint.specs)
+                assert plan.rank == f"pp{pp_rank}-tp{tp_rank}" and plan.whole == []
+                assert wrong_parameters(config, plan, checkpoint.tensors) == []
+            assert ShardPlan.model_validate_json(plan.model_dump_json()) == plan
+            plans.append(plan)
+    check_shares(checkpoint, plans, tp_size * pp_size)
+
+
+def check_shares(checkpoint: Checkpoint, plans: list[ShardPlan], num_ranks: int) -> None:
+    """Together the ranks hold everything, and each not much more than its share."""
+    total = sum(spec.num_elements for spec in checkpoint.specs)
+    for spec in checkpoint.specs:
+        seen = torch.zeros(spec.shape, dtype=torch.bool)
+        for plan in plans:
+            for box in plan.boxes().get(spec.name, []):
+                seen[tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))] = True
+        assert seen.all(), spec.name
+    # KV heads and norms are copied, but they are small.
+    most = max(plan.held_elements() for plan in plans)
+    assert most == total if num_ranks == 1 else most < total * 0.75
+
+
+def test_the_command_writes_a_plan_for_every_rank(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    folder = checkpoint.vllm_config.model_config.model
+    assert main(["--model", folder, "--output", str(tmp_path / "plans"), *sizes]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    plans = [read_plan(Path(line["plan"])) for line in printed]
+    assert [plan.rank for plan in plans] == ["pp0-tp0", "pp0-tp1", "pp1-tp0", "pp1-tp1"]
+    check_shares(checkpoint, plans, num_ranks=4)
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors files"):
+        main(["--model", str(tmp_path), "--output", str(tmp_path)])
+
+
+def test_a_plan_knows_merged_replicated_and_padded_tensors(checkpoint: Checkpoint) -> None:
+    with pretended_rank(checkpoint.vllm_config, tp_rank=7, tp_size=8) as config:
+        boxes = record_shard_plan(config, checkpoint.specs).boxes()
+    attention = "model.layers.0.self_attn"
+    assert boxes[f"{attention}.q_proj.weight"] == [Box(start=(112, 0), stop=(128, 64))]
+    assert boxes[f"{attention}.k_proj.weight"] == [Box(start=(16, 0), stop=(32, 64))]
+    assert boxes[f"{attention}.o_proj.weight"] == [Box(start=(0, 112), stop=(64, 128))]
+    # 330 rows are padded to 384, 48 a rank: the last but one rank gets 42 of them, the last none.
+    assert "model.embed_tokens.weight" not in boxes

@@ -1,0 +1,84 @@
+"""vLLM's own RL API in a trainer, with the backend `rose`: weights go through the relay."""
+
+import numpy as np
+import pytest
+import torch
+from relay_process import RelayProcess
+
+from rose.errors import WorkerError
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.manifest import Ack, pack_body
+from rose.transfer.relay.opening import open_relay
+
+pytest.importorskip("vllm")
+
+
+@pytest.fixture
+def relay_url():
+    process = RelayProcess("embedded")
+    yield process.url
+    process.stop()
+
+
+def test_what_vllms_trainer_api_sends_arrives_bit_for_bit(relay_url):
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from rose.engine.hooks.plugin import register_weight_backends
+    from rose.engine.weights.trainer_backend import RelayTrainerInit
+
+    register_weight_backends()
+    register_weight_backends()  # once per load_general_plugins()
+    model = torch.nn.Linear(30, 20)
+    init = RelayTrainerInit(relay_url, "run", rank=0)
+    engine = WeightTransferTrainerFactory.trainer_init(init, client=None, source=ModuleSource(model))
+    relay = open_relay(relay_url)
+    follower = Follower(relay, "run", WeightMirror())
+    for number in range(3):
+        engine.send_weights()
+        assert follower.advance() and follower.mirror.version.number == number
+        expected = {
+            name: tensor.to(torch.bfloat16).view(torch.uint16).numpy()
+            for name, tensor in model.state_dict().items()
+        }
+        held = {name: np.zeros_like(bits) for name, bits in expected.items()}
+        follower.mirror.planes.read_into(held)
+        assert all(np.array_equal(held[name], expected[name]) for name in expected)
+        with torch.no_grad():
+            model.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="needs a source"):
+        WeightTransferTrainerFactory.trainer_init(init, client=None)
+    engine.shutdown()
+    relay.close()
+
+
+def test_named_workers_are_waited_for(relay_url):
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    from rose.engine.weights.trainer_backend import RelayTrainerEngine, RelayTrainerInit
+
+    init = RelayTrainerInit(relay_url, "run", ("w",), 0.1, rank=0)
+    engine = RelayTrainerEngine.trainer_init(init, client=None, source=ModuleSource(torch.nn.Linear(3, 2)))
+    with pytest.raises(WorkerError, match=r"no ack of run/0 within 0\.1 s from w"):
+        engine.send_weights()
+    relay = open_relay(relay_url)
+    relay.upsert(keys.ack_prefix("run") + "w", pack_body(Ack(worker="w", version=1, state_hash="")))
+    engine.send_weights()
+    engine.shutdown()
+    relay.close()
+
+
+def test_another_rank_takes_part_in_gathering_and_publishes_nothing(relay_url):
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    from rose.engine.weights.trainer_backend import RelayTrainerEngine, RelayTrainerInit
+
+    init = RelayTrainerInit(relay_url, rank=1)
+    engine = RelayTrainerEngine.trainer_init(init, client=None, source=ModuleSource(torch.nn.Linear(3, 2)))
+    engine.send_weights()
+    engine.shutdown()
+    relay = open_relay(relay_url)
+    assert relay.keys("") == []
+    relay.close()

@@ -1,0 +1,163 @@
+"""New weights in a live engine: as exact as a fresh start, and never mixed with the old ones."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+from probes import PROBE_TOKENS, probes, prompt
+from real_engine import Answer, RealEngine, until
+from references import ModelDirs, StockAnswers
+from shared_gpu import SharedGpu
+from tiny_models import staged_update
+from weight_probes import probe, update
+
+from rose.messages import WeightUpdate
+from rose.transfer.format.checkpoint import fill_from_checkpoint, read_checkpoint, write_checkpoint
+from rose.transfer.format.layout import Layout, TensorSpec
+from rose.transfer.format.partition import cut_by_holdings, held_buckets
+from rose.transfer.format.planes import WeightPlanes
+from rose.transfer.format.shard_plan import ShardPlan
+from rose.types import Role
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+NUM_UPDATES = 20
+
+
+@pytest.fixture(scope="module")
+def dedicated(engines_dir: Path, models: ModelDirs) -> Iterator[RealEngine]:
+    """A rollout engine without a pool, its head tied to the embedding."""
+    engine = RealEngine(models.tied[0], Role.ROLLOUT, engines_dir)
+    try:
+        yield engine.wait_ready()
+    finally:
+        engine.stop()
+
+
+def go_through_versions(engine: RealEngine, folders: list[Path]) -> None:
+    """Every version answers differently, and one that comes again answers with the same bits."""
+    probed = []
+    for number, folder in enumerate(folders):
+        update(engine, folder, number)
+        probed.append(probe(engine))
+    assert all(first != second for first, second in pairwise(probed))
+    for number in (2, len(folders) - 1):
+        update(engine, folders[number], number)
+        assert probe(engine) == probed[number]
+
+
+def as_probed(answers: dict[tuple[int, ...], dict[str, list[float]]]) -> list[object]:
+    return [(one["tokens"], one["logprobs"]) for one in answers.values()]
+
+
+def test_after_each_of_many_updates_a_tied_model_answers_as_a_fresh_stock_engine(
+    dedicated: RealEngine, models: ModelDirs, stock: StockAnswers
+) -> None:
+    fresh = [as_probed(stock.of(f"tied-{version}")) for version in range(len(models.tied))]
+    assert all(first != second for first, second in combinations(fresh, 2))
+    order, version = random.Random(0), 0
+    for number in range(NUM_UPDATES):
+        version = order.choice([other for other in range(len(fresh)) if other != version])
+        update(dedicated, models.tied[version], number)
+        assert probe(dedicated) == fresh[version], (number, version)
+
+
+def test_a_file_of_the_shards_of_several_ranks_loads_like_a_whole_one(
+    dedicated: RealEngine, models: ModelDirs, stock: StockAnswers, tmp_path: Path
+) -> None:
+    update(dedicated, models.tied[2], 2)
+    specs = [spec for spec, _ in read_checkpoint(models.tied[1]).values()]
+    plans = plans_of_ranks(models.tied[1], specs, num_ranks=2)
+    layout = Layout(specs, cuts=cut_by_holdings(specs, [plan.boxes() for plan in plans]))
+    assert sum(bool(cut.points) for cut in layout.cuts.values()) > len(specs) // 2
+    planes = WeightPlanes(layout, held_buckets(layout, plans))
+    fill_from_checkpoint(planes, models.tied[1])
+    path = tmp_path / "shards.safetensors"
+    write_checkpoint(path, planes, {})
+    wanted = WeightUpdate(version="test/1", path=str(path), state_hash=str(planes.state_hash))
+    assert dedicated.update_weights(wanted).status_code == 200
+    assert probe(dedicated) == as_probed(stock.of("tied-1"))
+
+
+def plans_of_ranks(model: Path, specs: list[TensorSpec], num_ranks: int) -> list[ShardPlan]:
+    """As `rose plan` makes them."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rose.engine.weights.shard_recorder import pretended_rank, record_shard_plan
+
+    config = EngineArgs(str(model), skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+    plans = []
+    for rank in range(num_ranks):
+        with pretended_rank(config, tp_rank=rank, tp_size=num_ranks) as ranked:
+            plans.append(record_shard_plan(ranked, specs))
+    return plans
+
+
+def test_an_untied_model_in_the_pool_answers_with_each_version_as_a_fresh_stock_engine(
+    gpu: SharedGpu, rollout: RealEngine, models: ModelDirs, stock: StockAnswers
+) -> None:
+    go_through_versions(rollout, models.untied)
+    update(rollout, models.untied[-1], 9)
+    assert probe(rollout) == as_probed(stock.of("untied"))
+    update(rollout, models.untied[0], 0)
+
+
+def test_slabs_of_forgotten_cache_return_to_the_pool(
+    gpu: SharedGpu, rollout: RealEngine, models: ModelDirs
+) -> None:
+    rollout.complete(prompt("forgotten", 600), 4)
+    assert gpu.ledger.num_held(Role.ROLLOUT) > 1
+    update(rollout, models.untied[0], 0)
+    assert rollout.status().kv_cached_blocks == 0
+    until(lambda: gpu.ledger.num_held(Role.ROLLOUT) == 1, "slabs returned")
+
+
+def test_requests_in_flight_end_whole_across_an_update(
+    gpu: SharedGpu, rollout: RealEngine, models: ModelDirs
+) -> None:
+    tokens_before = rollout.status().generated_tokens
+    requests: list[Future[Answer]] = rollout.start_requests(
+        [prompt(f"in-flight-{i}", 100) for i in range(4)], max_tokens=200
+    )
+    until(lambda: rollout.status().generated_tokens > tokens_before + 20, "tokens of the old weights")
+    update(rollout, models.untied[1], 1)
+    for request in requests:
+        answer = request.result()
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", 200)
+    update(rollout, models.untied[0], 0)
+
+
+def test_weights_with_another_hash_are_refused_and_the_old_ones_go_on(
+    dedicated: RealEngine, models: ModelDirs
+) -> None:
+    update(dedicated, models.tied[1], 1)
+    before = probe(dedicated)
+    wrong = staged_update(models.tied[2], "test/2").model_copy(
+        update={"state_hash": staged_update(models.tied[3], "test/3").state_hash}
+    )
+    response = dedicated.update_weights(wrong)
+    assert response.status_code == 500
+    assert "weights kept at the old version" in response.text and "state hash" in response.text
+    assert dedicated.status().weight_version == "test/1"
+    again = [dedicated.complete(turn, PROBE_TOKENS) for turn in probes()]
+    assert [(answer.tokens, answer.logprobs) for answer in again] == before
+    # The failed update left nothing open: a good one still goes through.
+    update(dedicated, models.tied[2], 2)
+    assert probe(dedicated) != before
+
+
+def test_updates_that_cannot_be_are_answered_so(serving: RealEngine, models: ModelDirs) -> None:
+    good = staged_update(models.untied[1], "test/1")
+    refused = serving.update_weights(good)
+    assert refused.status_code == 409
+    assert "weights of a serving engine are not updated through rose" in refused.text
+
+
+def test_a_missing_checkpoint_is_the_callers_mistake(rollout: RealEngine, models: ModelDirs) -> None:
+    missing = staged_update(models.untied[1], "test/1").model_copy(update={"path": "/nowhere/x.safetensors"})
+    response = rollout.update_weights(missing)
+    assert response.status_code == 422
+    assert "no staged checkpoint at" in response.text

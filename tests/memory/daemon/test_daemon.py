@@ -1,0 +1,274 @@
+"""The daemon and its clients in real processes: who may attach, and what a death leaves behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from pool_setup import (
+    HEADROOM_SLABS,
+    NUM_SLABS,
+    PATIENCE_S,
+    POOL,
+    SLAB_BYTES,
+    StartEngine,
+    attach,
+    observe,
+    wait_until,
+)
+
+from rose.errors import ConfigError, PoolError
+from rose.memory.daemon.connections import MAX_CLIENTS
+from rose.memory.daemon.daemon import DaemonHandle, start_daemon
+from rose.memory.ledger import ledger as ledger_module
+from rose.memory.pool.pool import describe_pool
+from rose.memory.pool.pool_memory import PoolSize
+from rose.types import Role
+
+
+def test_close_frees_the_engine_while_its_process_lives(pool: DaemonHandle, runtime_dir: Path) -> None:
+    for _ in range(3):
+        with attach(runtime_dir) as client:
+            assert client.ledger.acquire(client.slot, NUM_SLABS) == list(range(NUM_SLABS))
+    client.close()
+
+
+def test_usage_of_a_serving_engine_is_forgotten_with_it(pool: DaemonHandle, runtime_dir: Path) -> None:
+    with observe(runtime_dir) as watcher:
+        with attach(runtime_dir, Role.SERVING) as serving:
+            serving.ledger.serving_used_slabs = 9
+            serving.ledger.serving_recent_peak_slabs = 12
+        wait_until(watcher.ledger, lambda: not watcher.ledger.engines())
+        assert (watcher.ledger.serving_used_slabs, watcher.ledger.serving_recent_peak_slabs) == (0, 0)
+
+
+def test_second_engine_of_a_role_is_refused(
+    pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
+) -> None:
+    for role in Role:
+        first = start_engine(role.value, "first", "scheduler")
+        with pytest.raises(PoolError) as refusal:
+            attach(runtime_dir, role, "second")
+        assert str(refusal.value) == (
+            f"pool p already has a {role} engine 'first' (pids {first.process.pid}); stop it first, or give "
+            f"'second' another pool"
+        )
+        with pytest.raises(PoolError, match="already has its scheduler"):
+            attach(runtime_dir, role, "first")
+
+
+def test_second_daemon_is_refused_and_the_first_goes_on(pool: DaemonHandle, runtime_dir: Path) -> None:
+    with pytest.raises(PoolError, match="pool already owned: p has a running daemon"):
+        start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir)
+    assert describe_pool(POOL, runtime_dir=runtime_dir) == PoolSize(
+        num_slabs=NUM_SLABS, slab_bytes=SLAB_BYTES, headroom_slabs=HEADROOM_SLABS
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_daemon_leaves_no_file(runtime_dir: Path, number: signal.Signals) -> None:
+    daemon = start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir)
+    assert {path.name for path in runtime_dir.iterdir()} == {"pool-p.sock", "pool-p.lock"}
+    os.kill(daemon.pid, number)
+    assert daemon._process.wait(PATIENCE_S) == 0
+    assert list(runtime_dir.iterdir()) == []
+    assert daemon.stop() == 0
+
+
+def test_daemon_ends_with_its_starter(runtime_dir: Path) -> None:
+    code = (
+        "import sys, os\nfrom pathlib import Path\nfrom rose.memory.daemon.daemon import start_daemon\n"
+        "print(start_daemon('p', num_slabs=4, headroom_slabs=1, runtime_dir=Path(sys.argv[1])).pid)\n"
+        "sys.stdout.flush(); os.kill(os.getpid(), 9)"
+    )
+    starter = subprocess.run(
+        [sys.executable, "-c", code, str(runtime_dir)], stdout=subprocess.PIPE, text=True, check=False
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while list(runtime_dir.iterdir()):
+        assert time.monotonic() < deadline, f"daemon {starter.stdout} is still there"
+        time.sleep(0.01)
+
+
+def test_daemon_of_an_ended_starter_does_not_open(runtime_dir: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    command = [
+        sys.executable,
+        "-m",
+        "rose.memory.daemon.daemon",
+        POOL,
+        "--num-slabs",
+        "4",
+        "--headroom-slabs",
+        "1",
+    ]
+    done = subprocess.run(
+        [*command, "--runtime-dir", str(runtime_dir), "--exit-with", str(ended.pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, list(runtime_dir.iterdir())) == (2, [])
+    assert f"can't watch process {ended.pid}" in done.stderr
+
+
+def test_attaching_waits_for_a_daemon_that_is_starting(runtime_dir: Path) -> None:
+    code = "import sys\nfrom pathlib import Path\nfrom rose.memory.pool.pool import describe_pool\n" \
+        "print(describe_pool('p', runtime_dir=Path(sys.argv[1]), timeout_s=300).num_slabs)"  # fmt: skip
+    early = subprocess.Popen(
+        [sys.executable, "-c", code, str(runtime_dir)], stdout=subprocess.PIPE, text=True
+    )
+    with start_daemon(POOL, num_slabs=5, headroom_slabs=1, runtime_dir=runtime_dir):
+        assert early.communicate()[0] == "5\n"
+
+
+def test_pool_without_daemon_is_one_clear_line(runtime_dir: Path) -> None:
+    with pytest.raises(PoolError) as refusal:
+        describe_pool("gpu7", runtime_dir=runtime_dir, timeout_s=0.0)
+    assert str(refusal.value).startswith(f"pool gpu7 has no daemon ({runtime_dir}/pool-gpu7.sock)")
+    with pytest.raises(ConfigError, match="pool name 'a/b'"):
+        describe_pool("a/b", runtime_dir=runtime_dir)
+    with pytest.raises(ConfigError, match="a socket's path may have 107"):
+        describe_pool("x" * 60, runtime_dir=runtime_dir / ("y" * 60))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"num_slabs": 4, "headroom_slabs": 4}, "--headroom-slabs 4: must be 0..3"),
+        (
+            {"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000},
+            "multiple of the granularity of 4096 bytes, got 5000: use 8192",
+        ),
+        ({"num_slabs": 0, "headroom_slabs": 0}, "--num-slabs 0: .* use 2 or more"),
+        (
+            {"num_slabs": 1, "headroom_slabs": 0},
+            "--num-slabs 1: .* hold one slab each for good; use 2 or more",
+        ),
+    ],
+)
+def test_bad_sizes_are_refused_and_leave_nothing(
+    runtime_dir: Path, sizes: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(PoolError, match=reason):
+        start_daemon(POOL, runtime_dir=runtime_dir, **sizes)
+    assert list(runtime_dir.iterdir()) == []
+
+
+def test_a_daemon_that_dies_before_it_answers_is_told_from_a_slow_one(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(slow))
+        with pytest.raises(PoolError, match="the daemon of pool p did not start within 0 s"):
+            start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir, timeout_s=0)
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no interpreter starts with that
+    with pytest.raises(PoolError, match="the daemon of pool p ended at once with status 1"):
+        start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir)
+
+
+def test_too_few_open_files_are_refused_with_the_numbers(runtime_dir: Path) -> None:
+    command = f"{sys.executable} -m rose.memory.daemon.daemon {POOL} --num-slabs 4 --headroom-slabs 1"
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 64; exec {command} --runtime-dir {runtime_dir}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, list(runtime_dir.iterdir())) == (2, [])
+    assert "pool p with 4 slabs and up to 64 clients: needs 134 more open files" in done.stderr
+    assert "the limit is 64, at most 64: run `ulimit -n 2" in done.stderr
+
+
+def test_a_client_of_another_version_is_told_both_versions(
+    pool: DaemonHandle, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "VERSION", 4)
+    with pytest.raises(PoolError, match=r"version 3, this rose knows .* version 4: restart the pool daemon"):
+        attach(runtime_dir)
+
+
+def test_clients_beyond_the_limit_are_refused(pool: DaemonHandle, runtime_dir: Path) -> None:
+    with ExitStack() as stack:
+        for _ in range(MAX_CLIENTS):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(runtime_dir / "pool-p.sock"))
+        with pytest.raises(PoolError, match="pool p has 64 clients, its limit; stop some"):
+            describe_pool(POOL, runtime_dir=runtime_dir, timeout_s=0.2)
+    # The daemon may still be hearing that they are gone: waited for.
+    assert describe_pool(POOL, runtime_dir=runtime_dir).num_slabs == NUM_SLABS
+
+
+def test_command_line_exits_with_status_2_and_one_line(pool: DaemonHandle, runtime_dir: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "rose.memory.daemon.daemon",
+        POOL,
+        "--num-slabs",
+        "4",
+        "--headroom-slabs",
+        "1",
+    ]
+    done = subprocess.run(
+        [*command, "--runtime-dir", str(runtime_dir)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "pool already owned" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"GET / HTTP/1.1\n", "bad Hello line"),
+        (b'{"engine_id": "x", "kind": "king", "pid": 1}\n', "kind"),
+        (
+            b'{"engine_id": "x", "kind": "worker", "pid": 1, "protocol": 9, "new": 1}\n',
+            "protocol 9, the pool's daemon 3",
+        ),
+        (b'{"engine_id": "x", "kind": "worker", "pid": 1, "rank": 1, "world_size": 1}\n', "rank 1 of 1"),
+        (b"[" * 10_000 + b"\n", "bad Hello line"),
+    ],
+)
+def test_strangers_are_answered_and_hung_up(
+    pool: DaemonHandle, runtime_dir: Path, line: bytes, reason: str
+) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(PATIENCE_S)
+        stranger.connect(str(runtime_dir / "pool-p.sock"))
+        stranger.sendall(line)
+        answer = b""
+        while more := stranger.recv(4096):
+            answer += more
+    assert reason in json.loads(answer)["refused"]
+    assert pool.is_running()
+
+
+def test_endless_line_is_cut_off(pool: DaemonHandle, runtime_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(PATIENCE_S)
+        stranger.connect(str(runtime_dir / "pool-p.sock"))
+        with pytest.raises(OSError):
+            while True:
+                stranger.sendall(b"x" * 4096)
+    assert describe_pool(POOL, runtime_dir=runtime_dir).num_slabs == NUM_SLABS
+
+
+def test_client_brings_slabs_ledger_and_board(pool: DaemonHandle, runtime_dir: Path) -> None:
+    with attach(runtime_dir) as one, attach(runtime_dir, Role.SERVING, "s0") as two:
+        assert (one.num_slabs, one.slab_bytes, one.headroom_slabs) == (NUM_SLABS, SLAB_BYTES, HEADROOM_SLABS)
+        assert {one.slot, two.slot} == {1, 2} and one.daemon_pid == pool.pid
+        one.board_words.store(5, 42)
+        assert (len(two.board_words), two.board_words.load(5)) == (512, 42)
+        assert {engine.role for engine in two.ledger.engines().values()} == set(Role)
+        assert one.open_slabs().num_slabs == NUM_SLABS
+        assert two.open_slabs().reserve(3).num_bytes == 3 * SLAB_BYTES

@@ -1,0 +1,130 @@
+"""What is reclaimed first, and which requests have to end."""
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.memory.policy.victims import ReclaimPlan, SlabUse, choose_victims
+
+NOW = 100.0
+
+
+def used(slab: int, requests: str) -> SlabUse:
+    return SlabUse(slab=slab, request_ids=frozenset(requests))
+
+
+def cached(slab: int, expiry: float) -> SlabUse:
+    return SlabUse(slab=slab, lease_expiry=expiry)
+
+
+def plan(needed: int, uses: Iterable[SlabUse], num_pool_free: int = 0) -> ReclaimPlan:
+    return choose_victims(needed=needed, num_pool_free=num_pool_free, uses=uses, now=NOW)
+
+
+ALL_KINDS = [
+    SlabUse(slab=0, is_pinned=True),
+    used(1, "a"),
+    cached(2, 103.0),
+    cached(3, 101.0),
+    cached(4, 99.0),
+    cached(5, 100.0),
+    SlabUse(slab=6),
+    SlabUse(slab=7),
+    used(8, "ab"),
+]
+
+
+@pytest.mark.parametrize(
+    ("needed", "from_pool", "slabs", "requests", "shortfall"),
+    [
+        (0, 0, [], [], 0),
+        (2, 2, [], [], 0),
+        (3, 2, [6], [], 0),
+        (4, 2, [6, 7], [], 0),
+        (5, 2, [6, 7, 4], [], 0),
+        (6, 2, [6, 7, 4, 5], [], 0),
+        (7, 2, [6, 7, 4, 5, 3], [], 0),
+        (8, 2, [6, 7, 4, 5, 3, 2], [], 0),
+        (9, 2, [6, 7, 4, 5, 3, 2, 1], ["a"], 0),
+        (10, 2, [6, 7, 4, 5, 3, 2, 1, 8], ["a", "b"], 0),
+        (13, 2, [6, 7, 4, 5, 3, 2, 1, 8], ["a", "b"], 3),
+    ],
+)
+def test_order_is_pool_idle_expired_lru_abort(
+    needed: int, from_pool: int, slabs: list[int], requests: list[str], shortfall: int
+) -> None:
+    chosen = plan(needed, ALL_KINDS, num_pool_free=2)
+    assert (chosen.num_from_pool, list(chosen.slabs)) == (from_pool, slabs)
+    assert (list(chosen.aborted_requests), chosen.shortfall) == (requests, shortfall)
+
+
+@pytest.mark.parametrize(
+    ("needed", "uses", "requests"),
+    [
+        # The request with the most slabs of its own, not the one with the most blocks anywhere.
+        (2, [used(1, "ab"), used(2, "ab"), used(3, "ab"), used(4, "c"), used(5, "c")], ["c"]),
+        # One large victim instead of many small ones.
+        (3, [used(1, "a"), used(2, "b"), used(3, "c"), used(4, "d"), used(5, "d"), used(6, "d")], ["d"]),
+        # What one slab needs is taken from the smallest that suffices.
+        (1, [used(1, "a"), used(2, "b"), used(3, "b")], ["a"]),
+        # Requests that only share slabs end together.
+        (1, [used(1, "ab"), used(2, "cde")], ["a", "b"]),
+        # Ending a makes b's shared slab b's own: two for b then.
+        (3, [used(1, "a"), used(2, "ab"), used(3, "b"), used(4, "c")], ["a", "b"]),
+    ],
+)
+def test_aborts_free_the_most_slabs_per_request(
+    needed: int, uses: list[SlabUse], requests: list[str]
+) -> None:
+    chosen = plan(needed, uses)
+    assert sorted(chosen.aborted_requests) == requests
+    assert (len(chosen.slabs), chosen.shortfall) == (needed, 0)
+
+
+def test_packed_groups_cost_few_requests() -> None:
+    """24 requests in 12 slabs, two to a slab each: half the slabs cost half the requests."""
+    uses = [used(slab, chr(97 + 2 * slab) + chr(98 + 2 * slab)) for slab in range(12)]
+    assert len(plan(6, uses).aborted_requests) == 12
+
+
+def test_pinned_slab_is_never_given_up() -> None:
+    pinned = SlabUse(slab=0, request_ids=frozenset("a"), is_pinned=True)
+    assert plan(1, [pinned]).shortfall == 1
+
+
+SLAB_USES = st.lists(
+    st.builds(
+        SlabUse,
+        slab=st.integers(0, 0),
+        request_ids=st.frozensets(st.sampled_from("abcde"), max_size=3),
+        lease_expiry=st.none() | st.floats(90, 110),
+        is_pinned=st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@given(SLAB_USES, st.integers(0, 15), st.integers(0, 5))
+def test_plan_adds_up_and_frees_what_it_says(shapes: list[SlabUse], needed: int, num_pool_free: int) -> None:
+    uses = {
+        slab: SlabUse(
+            slab=slab, request_ids=u.request_ids, lease_expiry=u.lease_expiry, is_pinned=u.is_pinned
+        )
+        for slab, u in enumerate(shapes)
+    }
+    chosen = plan(needed, uses.values(), num_pool_free)
+    assert chosen.num_from_pool + len(chosen.slabs) + chosen.shortfall == needed
+    assert len(set(chosen.slabs)) == len(chosen.slabs)
+    ended = set(chosen.aborted_requests)
+    assert len(ended) == len(chosen.aborted_requests)
+    assert all(uses[slab].request_ids <= ended and not uses[slab].is_pinned for slab in chosen.slabs)
+    if chosen.shortfall:
+        movable = [u for u in uses.values() if not u.is_pinned]
+        assert len(chosen.slabs) == len(movable) and chosen.num_from_pool == num_pool_free
+
+
+def test_negative_counts_are_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="needed -1"):
+        plan(-1, [])

@@ -1,0 +1,177 @@
+"""assign: one job per serving GPU, N_serving, the idlest first."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.scheduler.rollout.placing.borrowing import Borrower, Lendable, UsageWindow, assign, lend_idle
+from rose.scheduler.rollout.placing.views import NOBODY
+
+FOUR = [
+    Lendable(worker=name, kv_usage=usage) for name, usage in zip("wxyz", (0.4, 0.1, 0.3, 0.2), strict=True)
+]
+
+
+def owned(owners: dict[str, str], job: str) -> str:
+    return "".join(sorted(worker for worker, owner in owners.items() if owner == job))
+
+
+def test_a_job_alone_gets_the_idlest_up_to_its_bound() -> None:
+    owners = assign([Borrower(job="a", max_serving_gpus=2)], FOUR, {})
+    assert (owned(owners, "a"), owned(owners, NOBODY)) == ("xz", "wy")
+    assert owned(assign([Borrower(job="a")], FOUR, {}), "a") == "wxyz"
+    assert owned(assign([], FOUR, {"w": "a"}), NOBODY) == "wxyz"
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"), [((1.0, 1.0), (2, 2)), ((3.0, 1.0), (3, 1)), ((1.0, 3.0), (1, 3))]
+)
+def test_jobs_share_by_weight(weights: tuple[float, float], counts: tuple[int, int]) -> None:
+    borrowers = [Borrower(job=job, weight=weight) for job, weight in zip("ab", weights, strict=True)]
+    owners = assign(borrowers, FOUR, {})
+    assert (len(owned(owners, "a")), len(owned(owners, "b"))) == counts
+
+
+def test_a_newcomer_takes_from_who_has_too_many_and_the_rest_stays() -> None:
+    first = assign([Borrower(job="a")], FOUR, {})
+    second = assign([Borrower(job="a"), Borrower(job="b")], FOUR, first)
+    assert (owned(second, "a"), owned(second, "b")) == ("xz", "wy")
+    third = assign([Borrower(job="b")], FOUR, second)
+    assert owned(third, "b") == "wxyz"
+
+
+def test_an_engine_over_several_gpus_counts_as_many() -> None:
+    engines = [Lendable(worker=name, gpus=4) for name in "xy"]
+    assert assign([Borrower(job="a", max_serving_gpus=7)], engines, {}) == {"x": "a", "y": NOBODY}
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.none() | st.integers(0, 20)), max_size=4),
+    st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)), max_size=10),
+    st.lists(st.integers(0, 5), min_size=10, max_size=10),
+)
+def test_no_job_has_more_than_its_bound_and_every_gpu_has_one_answer(
+    jobs: list[tuple[float, int | None]], gpus: list[tuple[int, float]], before: list[int]
+) -> None:
+    borrowers = [Borrower(job=f"j{i}", weight=w, max_serving_gpus=m) for i, (w, m) in enumerate(jobs)]
+    lendables = [Lendable(worker=f"w{i}", gpus=n, kv_usage=u) for i, (n, u) in enumerate(gpus)]
+    owners = assign(borrowers, lendables, {f"w{i}": f"j{j}" for i, j in enumerate(before)})
+    assert set(owners) == {each.worker for each in lendables}
+    for borrower in borrowers:
+        held = sum(each.gpus for each in lendables if owners[each.worker] == borrower.job)
+        assert borrower.max_serving_gpus is None or held <= borrower.max_serving_gpus
+    assert set(owners.values()) <= {NOBODY, *(borrower.job for borrower in borrowers)}
+
+
+MODELS = st.frozensets(st.sampled_from("mno"), min_size=1)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.none() | st.integers(0, 6), st.none() | MODELS), max_size=4),
+    st.lists(st.tuples(st.none() | MODELS, st.floats(0, 1), st.integers(0, 5)), max_size=10),
+)
+def test_no_job_has_a_gpu_of_other_models_and_none_that_a_job_could_use_is_nobodys(
+    jobs: list[tuple[float, int | None, frozenset[str] | None]],
+    gpus: list[tuple[frozenset[str] | None, float, int]],
+) -> None:
+    borrowers = [
+        Borrower(job=f"j{i}", weight=weight, max_serving_gpus=bound, models=models)
+        for i, (weight, bound, models) in enumerate(jobs)
+    ]
+    lendables = [Lendable(worker=f"w{i}", kv_usage=u, models=models) for i, (models, u, _) in enumerate(gpus)]
+    owners = assign(borrowers, lendables, {f"w{i}": f"j{job}" for i, (_, _, job) in enumerate(gpus)})
+    by_job = {borrower.job: borrower for borrower in borrowers}
+    counts = {job: len(owned(owners, job)) // 2 for job in by_job}
+    for each in lendables:
+        owner = owners[each.worker]
+        if owner != NOBODY:
+            assert by_job[owner].can_use(each)
+            continue
+        for borrower in borrowers:
+            bound = borrower.max_serving_gpus
+            assert not borrower.can_use(each) or (bound is not None and counts[borrower.job] >= bound)
+
+
+def test_what_few_can_use_counts_towards_their_part_of_what_all_can() -> None:
+    both, one = Borrower(job="both", models={"m", "n"}), Borrower(job="one", models={"m"})
+    gpus = [Lendable(worker="a", models={"m"}), Lendable(worker="b", models={"n"})]
+    assert assign([both, one], gpus, {}) == {"a": "one", "b": "both"}
+    assert assign([both], gpus, {}) == {"a": "both", "b": "both"}
+
+
+ONE = [Lendable(worker="w")]
+
+
+def test_a_turn_that_waits_takes_the_gpu_that_its_holder_leaves_idle_and_gives_it_back() -> None:
+    entitled = {"w": "a"}
+    b = Borrower(job="b")
+    assert lend_idle([b], ONE, entitled, entitled, {"w"}) == {"w": "a"}
+    taken = lend_idle([b], ONE, entitled, entitled, set())
+    assert taken == {"w": "b"}
+    assert lend_idle([b], ONE, entitled, taken, {"w"}) == {"w": "b"}
+    assert lend_idle([Borrower(job="c")], ONE, entitled, taken, {"w"}) == {"w": "b"}
+    assert lend_idle([b, Borrower(job="a")], ONE, entitled, taken, {"w"}) == {"w": "a"}
+    assert lend_idle([], ONE, entitled, taken, set()) == {"w": "b"}
+    assert lend_idle([Borrower(job="b", max_serving_gpus=0)], ONE, entitled, entitled, set()) == entitled
+
+
+def test_idle_gpus_go_to_jobs_whose_waiting_turns_they_can_run() -> None:
+    gpus = [Lendable(worker="a", models={"m"}), Lendable(worker="b", models={"n"})]
+    entitled = {"a": "x", "b": NOBODY}
+    x, y = Borrower(job="x", models={"n"}, max_serving_gpus=1), Borrower(job="y", models={"m"})
+    assert lend_idle([y], gpus, entitled, entitled, {"a"}) == entitled
+    assert lend_idle([y], gpus, entitled, entitled, set()) == {"a": "y", "b": NOBODY}
+    # Its bound is 1, and its turns that wait now are for the other model.
+    assert lend_idle([x], gpus, entitled, entitled, {"a"}) == entitled
+    assert lend_idle([x], gpus, entitled, entitled, set()) == {"a": NOBODY, "b": "x"}
+    assert lend_idle([x, y], gpus, entitled, entitled, set()) == {"a": "y", "b": "x"}
+
+
+JOBS = st.sampled_from("abcd")
+
+
+@given(
+    st.dictionaries(JOBS, st.tuples(st.floats(0.1, 10), st.none() | st.integers(0, 12)), max_size=4),
+    st.lists(
+        st.tuples(st.integers(1, 4), st.floats(0, 1), JOBS | st.just(NOBODY), JOBS, st.booleans()),
+        max_size=10,
+    ),
+)
+def test_idle_gpus_change_hands_only_for_turns_that_wait_and_within_their_jobs_bounds(
+    jobs: dict[str, tuple[float, int | None]], gpus: list[tuple[int, float, str, str, bool]]
+) -> None:
+    waiting = {job: Borrower(job=job, weight=w, max_serving_gpus=m) for job, (w, m) in jobs.items()}
+    lendables = [Lendable(worker=f"w{i}", gpus=n, kv_usage=u) for i, (n, u, *_) in enumerate(gpus)]
+    owners = {f"w{i}": owner for i, (_, _, owner, _, _) in enumerate(gpus)}
+    entitled = {f"w{i}": home for i, (_, _, _, home, _) in enumerate(gpus)}
+    busy = {f"w{i}" for i, (*_, is_busy) in enumerate(gpus) if is_busy}
+    lent = lend_idle(list(waiting.values()), lendables, entitled, owners, busy)
+
+    def held(of: dict[str, str], job: str) -> int:
+        return sum(each.gpus for each in lendables if of[each.worker] == job)
+
+    def has_room(job: str, more: int) -> bool:
+        bound = waiting[job].max_serving_gpus
+        return bound is None or held(lent, job) + more <= bound
+
+    assert set(lent) == set(owners)
+    for job in waiting:
+        assert has_room(job, 0) or held(lent, job) <= held(owners, job)
+    for each in lendables:
+        before, after = owners[each.worker], lent[each.worker]
+        is_left_idle = each.worker not in busy and before not in waiting
+        if before != after:
+            assert after in waiting
+            assert is_left_idle or after == entitled[each.worker]
+        elif is_left_idle:
+            assert not any(has_room(job, each.gpus) for job in waiting)
+
+
+def test_the_usage_window_forgets_what_is_older_than_it() -> None:
+    window = UsageWindow(60.0)
+    assert window.mean() == 0.0
+    window.add(1.0, 0.5)
+    window.add(0.0, 30.0)
+    assert window.mean() == 0.5
+    window.add(0.0, 61.0)
+    assert window.mean() == 0.0

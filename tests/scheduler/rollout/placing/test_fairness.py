@@ -1,0 +1,135 @@
+"""FairQueue: service by weight and cost, whatever the queues' lengths."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.scheduler.rollout.placing.fairness import FairQueue, jain
+
+
+def anywhere(_item: object) -> str:
+    return "w"
+
+
+def served(queue: FairQueue[tuple[str, float]], tokens: float) -> dict[str, float]:
+    """Take items until so many tokens were served."""
+    got: dict[str, float] = {}
+    while sum(got.values()) < tokens:
+        taken = queue.take(anywhere)
+        assert taken is not None
+        (job, cost), _ = taken
+        got[job] = got.get(job, 0.0) + cost
+    return got
+
+
+def filled(costs: dict[str, float], weights: dict[str, float], count: int) -> FairQueue[tuple[str, float]]:
+    queue: FairQueue[tuple[str, float]] = FairQueue()
+    for job, cost in costs.items():
+        for _ in range(count):
+            queue.push(job, (job, cost), cost=cost, weight=weights.get(job, 1.0))
+    return queue
+
+
+@pytest.mark.parametrize(
+    ("costs", "weights"),
+    [
+        ({"a": 100.0, "b": 100.0}, {}),
+        ({"a": 1000.0, "b": 10.0}, {}),
+        ({"a": 300.0, "b": 200.0, "c": 50.0}, {"a": 3.0}),
+        ({"a": 5000.0, "b": 7.0}, {"b": 0.5}),
+    ],
+)
+def test_tokens_are_served_by_weight_whatever_the_turns_sizes(
+    costs: dict[str, float], weights: dict[str, float]
+) -> None:
+    queue = filled(costs, weights, 20_000)
+    got = served(queue, 200_000)
+    assert jain(got[job] / weights.get(job, 1.0) for job in costs) > 0.99
+
+
+def test_turns_that_cost_more_than_was_said_are_paid_for_later() -> None:
+    queue = filled({"a": 100.0, "b": 100.0}, {}, 5_000)
+    got = {"a": 0.0, "b": 0.0}
+    for _ in range(1000):
+        taken = queue.take(anywhere)
+        assert taken is not None
+        job = taken[0][0]
+        actual = 400.0 if job == "a" else 100.0
+        got[job] += actual
+        queue.settle(job, actual - 100.0)
+    assert jain(got.values()) > 0.99
+
+
+def test_a_job_that_cannot_be_placed_holds_up_nobody_and_order_within_a_job_is_kept() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a1", "a2", "b1", "b2"):
+        queue.push(name[0], name, cost=10)
+    queue.push("b", "b0", cost=10, is_first=True)
+    taken = [queue.take(lambda item: "w" if item[0] == "b" else None) for _ in range(4)]
+    assert [each[0] if each is not None else None for each in taken] == ["b0", "b1", "b2", None]
+    assert queue.lengths() == {"a": 2}
+    queue.remove("a", "a1")
+    assert queue.take(anywhere) == ("a2", "w")
+    assert len(queue) == 0
+
+
+def test_kinds_share_their_jobs_order_and_those_that_cannot_go_are_not_looked_at() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a1", "b1", "a2", "b2", "a3"):
+        queue.push("job", name, cost=10, kind=name[0])
+    queue.push("job", "b0", cost=10, kind="b", is_first=True)
+    assert queue.kinds() == {"job": ["a", "b"]}
+    asked: list[str] = []
+
+    def place(item: str) -> str | None:
+        asked.append(item)
+        return "w" if item != "b1" else None
+
+    taken = [queue.take(place, lambda kind: kind == "b") for _ in range(3)]
+    assert [each[0] if each is not None else None for each in taken] == ["b0", "b2", None]
+    assert not any(item[0] == "a" for item in asked)
+    queue.remove("job", "a1")
+    queue.push("job", "c1", cost=10)
+    assert [queue.take(anywhere) for _ in range(4)] == [(name, "w") for name in ("b1", "a2", "a3", "c1")]
+    assert len(queue) == 0 and queue.kinds() == {}
+
+
+def test_a_job_that_was_away_has_saved_nothing_up() -> None:
+    queue = filled({"a": 10.0}, {}, 1000)
+    served(queue, 5_000)
+    for _ in range(500):
+        queue.push("b", ("b", 10.0), cost=10.0)
+    got = served(queue, 2_000)
+    assert jain(got.values()) > 0.95
+
+
+def test_a_weight_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight of job a"):
+        FairQueue[str]().push("a", "x", cost=1, weight=0)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5000), st.sampled_from("kl")), max_size=60),
+    st.integers(0, 99),
+)
+def test_every_item_leaves_once_and_nothing_is_lost(items: list[tuple[str, float, str]], seed: int) -> None:
+    chance = random.Random(seed)
+    queue: FairQueue[int] = FairQueue()
+    for index, (job, cost, kind) in enumerate(items):
+        queue.push(job, index, cost=cost, kind=kind)
+    left = []
+    for _ in itertools.count():
+        taken = queue.take(lambda item: item if chance.random() < 0.7 else None)
+        if taken is not None:
+            left.append(taken[0])
+        elif not len(queue):
+            break
+    assert sorted(left) == list(range(len(items)))
+
+
+@pytest.mark.parametrize(("values", "index"), [([1, 1], 1.0), ([1, 0], 0.5), ([10, 1], 121 / 202), ([], 1.0)])
+def test_jain(values: list[float], index: float) -> None:
+    assert jain(values) == pytest.approx(index)

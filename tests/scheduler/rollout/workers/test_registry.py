@@ -1,0 +1,146 @@
+"""Worker: what a status, a token and a loss do to its view."""
+
+import pytest
+
+from rose.errors import WorkerError
+from rose.scheduler.rollout.placing.views import NOBODY, WorkerKind
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.workers.status import GateStatus, WorkerStatus, parse_version
+from rose.scheduler.rollout.workers.worker import Worker
+from rose.types import WeightVersion
+
+CONFIG = RouterConfig()
+
+
+def worker() -> Worker:
+    made = Worker(WorkerSpec(url="http://gpu:1", kind=WorkerKind.SERVING), CONFIG)
+    made.seen(0.0)
+    return made
+
+
+def status(admitted: int = 0, declined: int = 0, **fields: object) -> WorkerStatus:
+    gate = GateStatus(admitted_steps=admitted, declined_steps=declined)
+    return WorkerStatus.model_validate({"gate": gate, **fields})
+
+
+@pytest.mark.parametrize(
+    ("statuses", "is_eligible"),
+    [
+        ([status()], True),
+        ([status(pressure="PRESSURE")], False),
+        ([status(pressure="frozen")], True),
+        ([status(num_waiting=1)], False),
+        ([status(5, 5), status(5, 9)], False),
+        ([status(5, 5), status(6, 9)], True),
+        ([status(5, 5), status(5, 5)], True),
+        ([status(5, 5), status(5, 9), status(6, 9)], True),
+    ],
+)
+def test_eligibility_follows_pressure_gate_and_waiting(
+    statuses: list[WorkerStatus], is_eligible: bool
+) -> None:
+    one = worker()
+    for each in statuses:
+        one.take_status(each, 0.0)
+    assert one.view().eligible is is_eligible
+
+
+def test_a_worker_that_yielded_gets_no_turn_before_its_next_status() -> None:
+    one = worker()
+    one.has_yielded = True
+    assert not one.view().eligible
+    one.take_status(status(), 0.0)
+    assert one.view().eligible
+
+
+def test_a_deactivated_worker_gets_no_turn_until_it_is_active_again() -> None:
+    one = worker()
+    one.take_status(status(is_active=False), 0.0)
+    assert not one.view().has_room
+    one.seen(1.0)
+    assert not one.view().has_room
+    one.take_status(status(is_active=True), 0.0)
+    assert one.view().has_room
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_token", "interval"), [(None, 1), (0.001, 14), (0.1, 5), (3.0, 1), (0.0, 14)]
+)
+def test_chunks_come_often_enough_not_to_look_like_a_stall(
+    seconds_per_token: float | None, interval: int
+) -> None:
+    one = worker()
+    one.seconds_per_token = seconds_per_token
+    assert one.stream_interval(CONFIG) == interval
+
+
+def test_a_suspect_is_on_probation_until_it_makes_a_token() -> None:
+    one = worker()
+    one.suspect(10.0, CONFIG)
+    assert (one.view().cap, one.view().not_before) == (1, 10.0 + CONFIG.avoid_s)
+    one.made_tokens(1, 12.0, None)
+    assert one.view().cap == CONFIG.turns_per_gpu
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (None, None),
+        ("run/7", WeightVersion(run_id="run", number=7)),
+        ("a/b/0", WeightVersion(run_id="a/b", number=0)),
+    ],
+)
+def test_versions_are_parsed(text: str | None, version: WeightVersion | None) -> None:
+    assert parse_version(text) == version
+
+
+@pytest.mark.parametrize("text", ["7", "run/", "/7", "run/x", ""])
+def test_malformed_versions_are_refused(text: str) -> None:
+    with pytest.raises(WorkerError, match="RUN/NUMBER"):
+        parse_version(text)
+
+
+def test_the_share_is_what_servings_steps_left_and_goes_stale() -> None:
+    one = worker()
+    assert one.view().share is None
+    for now, busy_s in ((0.0, 5.0), (1.0, 5.4)):
+        one.take_status(status(serving_busy_s=busy_s), now)
+    view = one.view()
+    assert view.share == pytest.approx(0.6)
+    assert view.share_until == 1.0 + CONFIG.telemetry_max_age_s
+    for second in range(2, 100):
+        one.take_status(status(serving_busy_s=5.4 + 0.1 * (second - 1)), float(second))
+    assert one.view().share == pytest.approx(0.9, abs=0.01)
+
+
+def test_an_engine_that_began_anew_or_tells_no_busy_time_has_no_new_share() -> None:
+    one = worker()
+    for now, busy_s in ((0.0, 5.0), (1.0, 5.5), (2.0, 0.1)):
+        one.take_status(status(serving_busy_s=busy_s), now)
+    assert one.view().share == pytest.approx(0.5)
+    one.take_status(status(), 3.0)
+    assert one.view().share is None
+
+
+def test_a_dedicated_gpu_is_always_whole() -> None:
+    one = Worker(WorkerSpec(url="http://gpu:1"), CONFIG)
+    view = one.view()
+    assert (view.share, view.share_until) == (1.0, float("inf"))
+
+
+def test_prefix_hits_teach_how_much_of_the_expected_cache_is_there() -> None:
+    one = worker()
+    for _ in range(60):
+        one.found_cached(1000, 250)
+    one.found_cached(0, 50)  # nothing was expected: says nothing
+    assert one.cache_trust == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_borrowed_worker_is_nobodys_while_its_former_jobs_turns_run() -> None:
+    one = worker()
+    one.owner, one.tenants["old"], one.in_flight = "new", 1, 1
+    assert one.view().owner == NOBODY
+    one.tenants["old"] -= 1
+    one.tenants["new"] += 1
+    one.in_flight = 1
+    assert one.view().owner == "new"

@@ -1,0 +1,108 @@
+"""Both channels, with a scheduler in a thread that can be stopped and replaced."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rose.errors import ChannelError, ConfigError
+from rose.scheduler.runtime.channel.client import ControlClient
+from rose.scheduler.runtime.channel.messages import Reply, Status, decode_call, encode
+from rose.scheduler.runtime.channel.opening import ChannelUrl
+from rose.scheduler.runtime.channel.protocol import Batch, Outgoing
+
+PATIENCE_S = 300.0
+
+
+def answer(url: ChannelUrl, num_calls: int, *, rows: dict[str, bytes | None]) -> list[int]:
+    """A scheduler that answers this many calls with its rows, and ends; the calls' numbers."""
+    side = url.serve()
+    seen: list[int] = []
+    try:
+        while len(seen) < num_calls:
+            arrived = side.receive(0.1)
+            batch = Batch(rows=rows if arrived else {}, events=[b"{}"] if arrived else [])
+            for incoming in arrived:
+                call = decode_call(incoming.body)
+                seen.append(call.seq)
+                body = {"keys": sorted({*side.load(), *rows})}
+                batch.outgoing.append(
+                    Outgoing(client=incoming.client, body=encode(Reply(seq=call.seq, body=body)))
+                )
+            side.commit(batch, arrived)
+    finally:
+        side.close()
+    return seen
+
+
+def ask(client: ControlClient) -> Reply:
+    reply = client.ask(Status(seq=client.next_seq()), PATIENCE_S)
+    assert isinstance(reply, Reply)
+    return reply
+
+
+def test_rows_and_calls_outlive_a_scheduler(channel_url: str) -> None:
+    url = ChannelUrl.parse(channel_url)
+    first = threading.Thread(target=answer, args=(url, 1), kwargs={"rows": {"a": b"1", "b": b"2"}})
+    first.start()
+    with ControlClient(url.join("test"), PATIENCE_S) as client:
+        assert ask(client).body == {"keys": ["a", "b"]}
+        first.join()
+        replies: list[Reply] = []
+        waiting = threading.Thread(target=lambda: replies.append(ask(client)))
+        waiting.start()  # nobody is there to answer it
+        second = threading.Thread(target=answer, args=(url, 1), kwargs={"rows": {"a": None, "c": b"3"}})
+        second.start()
+        waiting.join()
+        second.join()
+        assert replies[0].body["keys"] == ["a", "b", "c"], "what the second one found, and its own"
+    side = url.serve()
+    assert side.load() == {"b": b"2", "c": b"3"}
+    assert len(side.events(10)) == 2
+    side.close()
+
+
+def test_a_command_without_a_scheduler_says_how_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(ChannelError, match="start one with: rose sched serve"):
+        ControlClient(ChannelUrl.parse(f"unix:{tmp_path}").join("test"), 0.0)
+
+
+@pytest.mark.parametrize("url", ["", "unix:", "tcp://host:1", "/tmp/x"])
+def test_a_channel_of_an_unknown_kind_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected unix:FOLDER or redis://"):
+        ChannelUrl.parse(url)
+
+
+def test_nonsense_of_one_client_is_refused(tmp_path: Path) -> None:
+    for body in (
+        b"",
+        b"{}",
+        b'{"op": "Status"}',
+        b'{"op": "Rm", "seq": 1}',
+        b'{"op":"Status","seq":1,"now":2}',
+    ):
+        with pytest.raises(ChannelError, match="not a call"):
+            decode_call(body)
+
+
+def test_a_client_that_is_closed_ends_its_waiting_calls(channel_url: str) -> None:
+    url = ChannelUrl.parse(channel_url)
+    side = url.serve()
+    client = ControlClient(url.join("test"), PATIENCE_S)
+    errors: list[ChannelError] = []
+
+    def wait() -> None:
+        with pytest.raises(ChannelError) as caught:
+            client.ask(Status(seq=client.next_seq()))
+        errors.append(caught.value)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not side.receive(0.05):
+        assert time.monotonic() < deadline
+    client.close()
+    waiting.join()
+    assert "closed" in str(errors[0])
+    side.close()

@@ -1,0 +1,247 @@
+"""The subscriber process against a real HTTP worker that loads what it is told to load."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp import web
+from shard_plans import plan_of
+from training_steps import step
+
+from rose.transfer.format.checkpoint import checkpoint_state_hash
+from rose.transfer.format.manifest import worker_name
+from rose.transfer.format.shard_plan import Box
+from rose.transfer.publish.publisher import WeightPublisher
+
+DEADLINE_S = 300
+
+
+class LoadingWorker:
+    """Loads staged files in its own thread and keeps what it saw; refuses while `is_refusing`."""
+
+    def __init__(self):
+        self.loaded = []
+        self.refused = 0
+        self.staged_files = []
+        self.is_refusing = False
+        self.is_hanging = False
+        self.hung = 0
+        self.version = None
+        self._loop = asyncio.new_event_loop()
+        self._runner = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self._ready.wait()
+
+    def _run(self):
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._start())
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._runner.cleanup())
+        self._loop.close()
+
+    async def _start(self):
+        self._stopping = asyncio.Event()
+        app = web.Application()
+        app.router.add_post("/rose/v1/weights", self._load)
+        app.router.add_get("/rose/v1/status", self._status)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _status(self, request):
+        return web.json_response({"weight_version": self.version, "role": "rollout"})
+
+    async def _load(self, request):
+        if request.headers.get("Authorization") != "Bearer secret":
+            return web.Response(status=401)
+        if self.is_hanging:
+            self.hung += 1
+            await self._stopping.wait()
+        if self.is_refusing:
+            self.refused += 1
+            return web.json_response({"error": "busy"}, status=503)
+        body = await request.json()
+        assert str(checkpoint_state_hash(Path(body["path"]))) == body["state_hash"]
+        self.staged_files.append(len(os.listdir(os.path.dirname(body["path"]))))
+        self.loaded.append(body["version"])
+        self.version = body["version"]
+        return web.json_response({"version": body["version"], "state_hash": body["state_hash"]})
+
+    def stop(self):
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+@pytest.fixture
+def worker():
+    worker = LoadingWorker()
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def subscribe(worker, tmp_path, monkeypatch):
+    """Starts subscriber processes; each must end cleanly on SIGTERM and leave nothing staged."""
+    monkeypatch.setenv("ROSE_KEY", "secret")
+    started = []
+
+    def start(url, *options):
+        staging = tmp_path / f"staging{len(started)}"
+        command = [
+            sys.executable,
+            "-m",
+            "rose.transfer.follow.subscriber",
+            "--relay",
+            url,
+            "--worker",
+            worker.url,
+        ]
+        started.append((subprocess.Popen([*command, "--staging", str(staging), *options]), staging))
+        return started[-1][0]
+
+    yield start
+    for process, staging in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        if process.wait(timeout=DEADLINE_S) == 0:
+            assert list(staging.iterdir()) == []
+        else:
+            assert process.returncode == -signal.SIGKILL
+
+
+@pytest.fixture
+def weights():
+    torch.manual_seed(0)
+    return {f"layer{i}.weight": torch.randn(200, 50) for i in range(3)}
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the subscriber did not get there"
+        time.sleep(0.02)
+
+
+def test_a_worker_follows_the_trainer_and_the_trainer_hears_of_it(relay_url, worker, subscribe, weights):
+    publisher = WeightPublisher(weights, relay_url, "run")
+    subscribe(relay_url, "--run", "run")
+    names = [worker_name(worker.url)]
+    for _ in range(4):
+        report = publisher.publish()
+        publisher.wait_acked(report.version, names, DEADLINE_S)
+        step(weights)
+    assert worker.loaded == ["run/0", "run/1", "run/2", "run/3"]
+    assert max(worker.staged_files) <= 2
+    publisher.close()
+
+
+def test_a_refusing_worker_keeps_its_version_and_then_gets_only_the_newest(
+    embedded_url, worker, subscribe, weights
+):
+    publisher = WeightPublisher(weights, embedded_url)
+    subscribe(embedded_url, "--run", "auto", "--name", "w")
+    publisher.wait_acked(publisher.publish().version, ["w"], DEADLINE_S)
+    worker.is_refusing = True
+    step(weights)
+    publisher.publish()
+    wait_for(lambda: worker.refused >= 2)
+    step(weights)
+    newest = publisher.publish().version
+    assert publisher.acked() == {"w": 0}
+    worker.is_refusing = False
+    publisher.wait_acked(newest, ["w"], DEADLINE_S)
+    assert worker.loaded[-1] == str(newest) and len(worker.loaded) <= 3
+    publisher.close()
+
+
+def test_a_restarted_trainer_and_a_restarted_subscriber_are_followed(
+    embedded_url, worker, subscribe, weights
+):
+    first = WeightPublisher(weights, embedded_url)
+    subscriber = subscribe(embedded_url, "--name", "w")
+    first.wait_acked(first.publish().version, ["w"], DEADLINE_S)
+    first.close()
+    second = WeightPublisher(weights, embedded_url)
+    second.wait_acked(second.publish().version, ["w"], DEADLINE_S)
+    subscriber.kill()
+    subscriber.wait()
+    step(weights)
+    newest = second.publish().version
+    subscribe(embedded_url, "--name", "w")
+    second.wait_acked(newest, ["w"], DEADLINE_S)
+    assert worker.loaded == [f"{first.run_id}/0", f"{second.run_id}/0", f"{second.run_id}/1"]
+    second.close()
+
+
+def test_a_worker_that_lost_its_weights_gets_them_again(embedded_url, worker, subscribe, weights):
+    publisher = WeightPublisher(weights, embedded_url, "run")
+    subscribe(embedded_url, "--name", "w")
+    publisher.wait_acked(publisher.publish().version, ["w"], DEADLINE_S)
+    worker.version = None
+    wait_for(lambda: worker.version == "run/0")
+    assert worker.loaded == ["run/0", "run/0"]
+    publisher.close()
+
+
+def test_a_subscriber_stops_although_its_worker_hangs(embedded_url, worker, subscribe, weights):
+    worker.is_hanging = True
+    publisher = WeightPublisher(weights, embedded_url)
+    publisher.publish()
+    subscriber = subscribe(embedded_url, "--name", "w")
+    wait_for(lambda: worker.hung)
+    subscriber.send_signal(signal.SIGTERM)
+    assert subscriber.wait(timeout=DEADLINE_S) == 0
+    assert publisher.acked() == {}
+    publisher.close()
+
+
+def test_a_subscriber_with_plans_stages_the_shards_of_its_ranks(
+    embedded_url, worker, subscribe, weights, tmp_path
+):
+    shapes = {name: (200, 50) for name in weights}
+    halves = [
+        plan_of(
+            f"pp0-tp{tp}",
+            shapes,
+            {name: Box(start=(100 * tp, 0), stop=(100 * tp + 100, 50)) for name in shapes},
+        )
+        for tp in range(2)
+    ]
+    path = tmp_path / "plan.json"
+    path.write_text(halves[1].model_dump_json())
+    publisher = WeightPublisher(weights, embedded_url, "run", plans=halves)
+    subscribe(embedded_url, "--name", "w", "--plan", str(path))
+    for _ in range(3):
+        report = publisher.publish()
+        publisher.wait_acked(report.version, ["w"], DEADLINE_S)
+        # The worker has checked that the file's own hash is this one, which is of half of the weights.
+        assert publisher.acks()["w"].state_hash != report.state_hash
+        step(weights)
+    assert worker.loaded == ["run/0", "run/1", "run/2"]
+    publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("relay_option", "run", "message"),
+    [
+        ("embedded://127.0.0.1:1", "auto", "127.0.0.1:1"),
+        ("nonsense", "auto", "relay URL 'nonsense'"),
+    ],
+)
+def test_bad_options_are_one_clear_line_and_status_2(tmp_path, relay_option, run, message):
+    command = [sys.executable, "-m", "rose.transfer.follow.subscriber", "--worker", "http://127.0.0.1:1"]
+    command += ["--relay", relay_option, "--run", run, "--staging", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]

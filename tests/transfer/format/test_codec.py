@@ -1,0 +1,352 @@
+"""Every codec is exact for every bit pattern, and refuses what it can't have written."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose import _delta
+from rose.errors import FrameError
+from rose.transfer.format.codec import Codec, compare, decode, encode, follow, pack_followed
+from rose.transfer.format.layout import DTYPE_BYTES
+from rose.transfer.format.state_hash import StateHash
+from rose.transfer.publish.codec_choice import choose_codec, pack_for_link
+
+WIDTHS = [np.uint8, np.uint16, np.uint32]
+DENSITIES = [0.0, 1e-4, 0.002, 0.01, 0.2, 0.9, 1.0]
+SPARSE = [codec for codec in Codec if codec is not Codec.DENSE]
+BF16_CORNERS = [
+    0x0000,
+    0x8000,
+    0x7F80,
+    0xFF80,
+    0x7FC0,
+    0xFFFF,
+    0x7F81,
+    0x0001,
+    0x8001,
+    0x3F80,
+    0x7F7F,
+    0xFF7F,
+]
+
+
+@pytest.fixture(params=["portable", "vector"])
+def instructions(request):
+    """Both kinds of code, where the processor has both."""
+    wants_vector = request.param == "vector"
+    if _delta.set_vector(wants_vector) != wants_vector:
+        pytest.skip("no AVX-512 with VBMI2 here")
+    yield request.param
+    _delta.set_vector(True)
+
+
+def check_exact(codec, old, new, first_index=0):
+    encoded = encode(codec, old, new, first_index)
+    base = old.copy()
+    patch = decode(codec, encoded.payload, base)
+    np.testing.assert_array_equal(base, old)
+    change = patch.apply_to(base, first_index)
+    np.testing.assert_array_equal(base, new)
+    assert patch.num_changed == encoded.num_changed == int(np.count_nonzero(old != new))
+    assert change == encoded.change
+    assert StateHash.of(old, first_index) + change == StateHash.of(new, first_index)
+    patch.revert(base)
+    np.testing.assert_array_equal(base, old)
+    return encoded
+
+
+def adam_like(rng, num_elements, density):
+    """bf16 bits before and after a step that moves most changed weights by one ULP."""
+    old = (rng.standard_normal(num_elements, dtype=np.float32) * 0.02).view(np.uint32)
+    old = (old >> 16).astype(np.uint16)
+    ulps = rng.choice(np.array([1, -1, 2, -2, 5, -9]), num_elements, p=[0.435, 0.435, 0.05, 0.05, 0.02, 0.01])
+    changed = rng.random(num_elements) < density
+    return old, np.where(changed, old + ulps.astype(np.uint16), old)
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_every_pair_with_a_corner_value_survives(instructions, codec):
+    every = np.arange(65536, dtype=np.uint16)
+    for corner in BF16_CORNERS:
+        check_exact(codec, np.full_like(every, corner), every)
+        check_exact(codec, every, np.full_like(every, corner))
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("density", DENSITIES)
+def test_random_bits_survive_at_every_density(instructions, codec, width, density):
+    rng = np.random.default_rng(7)
+    top = np.iinfo(width).max
+    old = rng.integers(0, top, 150_001, dtype=width, endpoint=True)
+    new = np.where(rng.random(old.size) < density, rng.integers(0, top, old.size, dtype=width), old)
+    check_exact(codec, old, new, first_index=12_345)
+
+
+@pytest.mark.parametrize("codec", [Codec.G8S, Codec.EXPONENT])
+@pytest.mark.parametrize("density", DENSITIES)
+def test_one_ulp_changes_survive_at_every_density(instructions, codec, density):
+    old, new = adam_like(np.random.default_rng(3), 200_000, density)
+    check_exact(codec, old, new)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    codec=st.sampled_from(list(Codec)),
+    width=st.sampled_from(WIDTHS),
+    size=st.integers(0, 300),
+    first_index=st.integers(0, 2**40),
+)
+def test_any_pair_of_vectors_survives(data, codec, width, size, first_index):
+    bits = st.lists(st.integers(0, np.iinfo(width).max), min_size=size, max_size=size)
+    old = np.array(data.draw(bits), width)
+    check_exact(codec, old, np.array(data.draw(bits), width), first_index)
+
+
+@settings(max_examples=60, deadline=None)
+@given(places=st.sets(st.integers(0, 200_000), max_size=40), codec=st.sampled_from(SPARSE))
+def test_gaps_of_any_length_survive(places, codec):
+    old = np.zeros(200_001, np.uint16)
+    new = old.copy()
+    new[list(places)] = 1
+    check_exact(codec, old, new)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("density", DENSITIES)
+def test_vectors_and_portable_code_write_the_same_bytes(width, density):
+    if not _delta.set_vector(True):
+        pytest.skip("no AVX-512 with VBMI2 here")
+    rng = np.random.default_rng(13)
+    old = rng.integers(0, 256 ** width().itemsize, 200_003).astype(width)
+    steps = rng.choice(np.array([1, -1, 2, -3, 200, -300]), old.size).astype(width)
+    new = np.where(rng.random(old.size) < density, old + steps, old)
+    try:
+        ours = [encode(codec, old, new, 77) for codec in SPARSE]
+        _delta.set_vector(False)
+        theirs = [encode(codec, old, new, 77) for codec in SPARSE]
+    finally:
+        _delta.set_vector(True)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.payload, a.change) == (b.payload, b.change)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    width=st.sampled_from(WIDTHS),
+    densities=st.lists(st.sampled_from(DENSITIES), min_size=2, max_size=4),
+)
+def test_skipped_versions_compose_to_one_patch(seed, width, densities):
+    rng = np.random.default_rng(seed)
+    versions = [rng.integers(0, 256 ** width().itemsize, 70_000).astype(width)]
+    for density in densities:
+        # Small steps up and down, so that some of them cancel out.
+        steps = rng.choice(np.array([1, -1]), 70_000).astype(width)
+        versions.append(np.where(rng.random(70_000) < density, versions[-1] + steps, versions[-1]))
+    patch, change = compare(versions[0], versions[1], 5)
+    for old, new in pairwise(versions[1:]):
+        following, more = compare(old, new, 5)
+        patch, change = patch.then(following), change + more
+    base = versions[0].copy()
+    assert patch.num_changed == np.count_nonzero(versions[0] != versions[-1])
+    assert patch.apply_to(base, 5) == change
+    np.testing.assert_array_equal(base, versions[-1])
+    payload = patch.pack(Codec.G8S_ZSTD, versions[0], "")
+    assert payload == encode(Codec.G8S_ZSTD, versions[0], versions[-1], 5).payload
+    with pytest.raises(ValueError, match="can't go on"):
+        patch.then(compare(base[1:], base[1:], 0)[0])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_new_bits_may_lie_in_pieces_of_any_length(instructions, width):
+    rng = np.random.default_rng(5)
+    size = 150_000
+    old = rng.integers(0, np.iinfo(width).max, size, dtype=width, endpoint=True)
+    new = np.where(rng.random(size) < 0.1, rng.integers(0, np.iinfo(width).max, size, dtype=width), old)
+    whole, change = compare(old, new, 7)
+    for cuts in ([0, size], [1, 2, 65_535, 65_537, 131_000], sorted(rng.integers(0, size, 40))):
+        # Copies, so that each piece lies elsewhere, and at any address that its elements may have.
+        pieces = [piece.copy() for piece in np.split(new, cuts)]
+        pieced, same_change = compare(old, pieces, 7)
+        assert same_change == change
+        assert pieced.pack(Codec.G8S, old, "") == whole.pack(Codec.G8S, old, "")
+        assert encode(Codec.DENSE, old, pieces, 7).payload == new.tobytes()
+    with pytest.raises(ValueError, match=f"new has {size - 1}"):
+        compare(old, [new[1:]], 0)
+
+
+def test_g8s_with_zstd_takes_under_1_5_bytes_per_changed_element_at_one_percent():
+    old, new = adam_like(np.random.default_rng(11), 4 << 20, 0.01)
+    sizes = {codec: check_exact(codec, old, new) for codec in SPARSE}
+    per_element = {codec: len(each.payload) / each.num_changed for codec, each in sizes.items()}
+    assert per_element[Codec.COO] == 6
+    assert per_element[Codec.G8S] < 1.6
+    assert per_element[Codec.G8S_ZSTD] < 1.5
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_a_truncated_or_extended_payload_is_refused_and_writes_nothing(codec):
+    rng = np.random.default_rng(5)
+    old, new = adam_like(rng, 3000, 0.05)
+    payload = encode(codec, old, new, 0).payload
+    step = 1 if len(payload) < 2000 else 97
+    base = old.copy()
+    # Whole COO entries can be cut off unseen; the frame's length and count hold those.
+    lengths = [n for n in range(0, len(payload), step) if codec is not Codec.COO or n % 6]
+    for length in lengths:
+        with pytest.raises(FrameError):
+            decode(codec, payload[:length], base)
+    with pytest.raises(FrameError):
+        decode(codec, payload + b"\0", base)
+    np.testing.assert_array_equal(base, old)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), codec=st.sampled_from(SPARSE))
+def test_a_flipped_payload_byte_never_writes_outside_or_half(data, codec):
+    old, new = adam_like(np.random.default_rng(9), 2000, 0.1)
+    payload = bytearray(encode(codec, old, new, 0).payload)
+    at = data.draw(st.integers(0, len(payload) - 1))
+    payload[at] ^= data.draw(st.integers(1, 255))
+    guarded = np.full(old.size + 200, 0xABCD, np.uint16)
+    base = guarded[100:-100]
+    base[:] = old
+    try:
+        decode(codec, bytes(payload), base).apply_to(base, 0)
+    except FrameError:
+        np.testing.assert_array_equal(base, old)
+    assert (guarded[:100] == 0xABCD).all() and (guarded[-100:] == 0xABCD).all()
+
+
+@pytest.mark.parametrize("density", [0.001, 0.05, 1.0])
+def test_a_stream_that_is_short_or_long_is_refused(instructions, density):
+    rng = np.random.default_rng(1)
+    old, new = adam_like(rng, 200_000, density)
+    new[100_000:] = rng.integers(0, 65536, 100_000, dtype=np.uint16) if density == 1.0 else new[100_000:]
+    delta, _ = _delta.Delta.between(old, [new], 0)
+    forms = [
+        (delta.g8s(), lambda streams: _delta.Delta.from_g8s(streams, old.size, 2)),
+        (delta.exponents(old, 7), lambda streams: _delta.Delta.from_exponents(streams, old)),
+    ]
+    for streams, read in forms:
+        assert read(streams).num_changed == np.count_nonzero(old != new)
+        for number, stream in enumerate(streams):
+            for broken in (stream[:-1], stream + b"\0"):
+                if broken != stream:
+                    with pytest.raises(_delta.MalformedStream):
+                        read([*streams[:number], broken, *streams[number + 1 :]])
+
+
+def test_every_float_format_has_its_exponent_as_context():
+    rng = np.random.default_rng(4)
+    for dtype, width in DTYPE_BYTES.items():
+        bits = np.dtype(f"u{width}")
+        old = rng.integers(0, 256**width, 5000).astype(bits)
+        new = np.where(rng.random(old.size) < 0.05, old + bits.type(1), old)
+        payload = encode(Codec.EXPONENT, old, new, 0, dtype).payload
+        base = old.copy()
+        decode(Codec.EXPONENT, payload, base).apply_to(base, 0)
+        np.testing.assert_array_equal(base, new)
+
+
+def test_arrays_that_are_not_raw_bits_are_the_callers_mistake():
+    bits = np.zeros(8, np.uint16)
+    with pytest.raises(ValueError, match="unsigned"):
+        _delta.Delta.between(bits.view(np.float16), [bits], 0)
+    with pytest.raises(ValueError, match="8 elements"):
+        _delta.Delta.between(bits, [bits[:4].copy()], 0)
+    with pytest.raises(ValueError, match="contiguous"):
+        _delta.Delta.between(bits[::2], [bits[::2]], 0)
+    with pytest.raises(ValueError, match="bytes wide"):
+        _delta.state_hash(np.zeros(4, np.uint64), 0)
+    delta, _ = _delta.Delta.between(bits, [bits], 0)
+    with pytest.raises(ValueError, match="8 elements of 1 bytes"):
+        delta.apply(np.zeros(8, np.uint8), 0)
+    with pytest.raises(ValueError, match="read-only"):
+        delta.apply(np.frombuffer(bytes(16), np.uint16), 0)
+    with pytest.raises(ValueError, match="1 to 8 bits"):
+        delta.exponents(bits, 2)
+
+
+def test_the_choice_follows_density_and_link():
+    mb = 1 << 20
+    elements = 32 * mb
+    assert choose_codec(elements // 100, 64 * mb, link_bytes_per_s=125e6) is Codec.G8S_ZSTD
+    assert choose_codec(elements // 5, 64 * mb, link_bytes_per_s=10e6) is Codec.EXPONENT
+    assert choose_codec(elements, 64 * mb, link_bytes_per_s=50e9) is Codec.G8S
+    assert choose_codec(0, 64 * mb, link_bytes_per_s=125e6) is not Codec.COO
+
+
+def test_a_bucket_that_does_not_shrink_goes_dense():
+    rng = np.random.default_rng(6)
+    old, new = rng.integers(0, 65536, (2, 40_000), dtype=np.uint16)
+    kept = old.copy()
+    patch, change = follow(kept, new, 9)
+    codec, payload = pack_for_link(patch, kept, "BF16", 125e6)
+    assert codec is Codec.DENSE and payload == new.tobytes()
+    base = old.copy()
+    assert decode(codec, payload, base).apply_to(base, 9) == change
+    np.testing.assert_array_equal(base, new)
+    patch, _ = follow(kept, new + np.uint16(1), 9)
+    assert pack_for_link(patch, kept, "BF16", 125e6)[0] is Codec.G8S_ZSTD
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_copy_that_follows_has_the_payload_of_two_versions(instructions, codec, width):
+    rng = np.random.default_rng(8)
+    old = rng.integers(0, np.iinfo(width).max, 150_001, dtype=width, endpoint=True)
+    for density in DENSITIES:
+        new = np.where(rng.random(old.size) < density, old + width(1), old)
+        expected = encode(codec, old, new, 31)
+        kept = old.copy()
+        patch, change = follow(kept, [new[:70_000].copy(), new[70_000:].copy()], 31)
+        np.testing.assert_array_equal(kept, new)
+        assert (pack_followed(codec, patch, kept, ""), change) == (expected.payload, expected.change)
+        np.testing.assert_array_equal(kept, new)
+        patch.revert(kept)
+        np.testing.assert_array_equal(kept, old)
+    frozen = np.frombuffer(bytes(8), np.uint16)
+    with pytest.raises(ValueError, match="read-only"):
+        follow(frozen, frozen, 0)
+
+
+def mix64(x):
+    mask = 2**64 - 1
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
+    return x ^ x >> 31
+
+
+def reference_hash(bits, first_index):
+    mask = 2**64 - 1
+    lanes = [0, 0]
+    for index, value in enumerate(bits, first_index):
+        place = ((index + 1) * 0x9E3779B97F4A7C15) & mask
+        place ^= place >> 29
+        first = mix64((place + int(value) * 0xD6E8FEB86659FD93) & mask)
+        second = ((first ^ 0xA0761D6478BD642F) * 0xE7037ED1A0B428DB) & mask
+        second ^= second >> 32
+        lanes = [(lanes[0] + first) & mask, (lanes[1] + second) & mask]
+    return tuple(lanes)
+
+
+@settings(deadline=None)
+@given(bits=st.lists(st.integers(0, 2**32 - 1), max_size=50), first_index=st.integers(0, 2**40))
+def test_state_hash_follows_its_written_definition(bits, first_index):
+    assert _delta.state_hash(np.array(bits, np.uint32), first_index) == reference_hash(bits, first_index)
+
+
+def test_state_hash_adds_up_over_any_cut_and_sees_a_swap():
+    bits = np.random.default_rng(2).integers(0, 65536, 10_000, dtype=np.uint16)
+    whole = StateHash.of(bits, 5)
+    assert StateHash.of(bits[:3333].copy(), 5) + StateHash.of(bits[3333:].copy(), 5 + 3333) == whole
+    swapped = bits.copy()
+    swapped[[10, 20]] = bits[[20, 10]]
+    assert bits[10] != bits[20] and StateHash.of(swapped, 5) != whole
+    assert StateHash.from_hex(str(whole)) == StateHash.from_bytes(whole.to_bytes()) == whole

@@ -1,0 +1,122 @@
+"""The layout is a pure function of names, dtypes and shapes, and its buckets tile every plane."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.errors import RelayError
+from rose.transfer.format.layout import DTYPE_BYTES, Layout, TensorCut, TensorSpec
+from rose.transfer.format.manifest import LayoutBody, check_name, worker_name
+
+tables = st.lists(
+    st.builds(
+        lambda number, dtype, shape: TensorSpec(name=f"t{number}", dtype=dtype, shape=tuple(shape)),
+        st.integers(0, 10**6),
+        st.sampled_from(["BF16", "F32", "F8_E4M3"]),
+        st.lists(st.integers(0, 7), max_size=3),
+    ),
+    max_size=12,
+    unique_by=lambda spec: spec.name,
+)
+
+
+@settings(deadline=None)
+@given(tensors=tables, bucket_bytes=st.integers(4, 200))
+def test_buckets_tile_every_plane_and_pieces_tile_every_bucket(tensors, bucket_bytes):
+    layout = Layout(tensors, bucket_bytes)
+    assert layout.num_elements == sum(spec.num_elements for spec in tensors)
+    next_index = 0
+    covered = {spec.name: 0 for spec in tensors}
+    for bucket in layout.buckets:
+        assert bucket.first_index == next_index
+        assert 0 < bucket.num_elements * DTYPE_BYTES[bucket.dtype] <= bucket_bytes
+        next_index += bucket.num_elements
+        at = 0
+        for piece in layout.pieces(bucket):
+            assert (piece.at, piece.begin) == (at, covered[piece.tensor.name])
+            at += piece.end - piece.begin
+            covered[piece.tensor.name] = piece.end
+        assert at == bucket.num_elements
+    assert next_index == layout.num_elements
+    assert covered == {spec.name: spec.num_elements for spec in tensors}
+
+
+def test_a_long_group_begins_with_small_buckets():
+    sizes = [bucket.num_elements for bucket in Layout(_one_tensor(2000), bucket_bytes=1600).buckets]
+    assert sizes == [100, 400, 800, 700]
+    assert [bucket.num_elements for bucket in Layout(_one_tensor(1600), 1600).buckets] == [800, 800]
+
+
+def _one_tensor(num_elements):
+    return [TensorSpec(name="a", dtype="BF16", shape=(num_elements,))]
+
+
+@settings(deadline=None)
+@given(tensors=tables)
+def test_the_order_of_tensors_does_not_matter(tensors):
+    assert Layout(tensors).digest == Layout(list(reversed(tensors))).digest
+    assert LayoutBody.of(Layout(tensors)).to_layout().buckets == Layout(tensors).buckets
+
+
+@st.composite
+def cut_tables(draw):
+    """Tensors with a cut for some of them."""
+    tensors = draw(tables)
+    cuts = {}
+    for spec in tensors:
+        dims = [dim for dim, size in enumerate(spec.shape) if size > 1 and spec.num_elements > 0]
+        if dims and draw(st.booleans()):
+            dim = draw(st.sampled_from(dims))
+            points = tuple(sorted(draw(st.sets(st.integers(1, spec.shape[dim] - 1), max_size=3))))
+            groups = tuple(draw(st.integers(0, 3)) for _ in range(len(points) + 1))
+            cuts[spec.name] = TensorCut(dim=dim, points=points, groups=groups)
+    return tensors, cuts
+
+
+@settings(deadline=None)
+@given(table=cut_tables(), bucket_bytes=st.integers(4, 200))
+def test_cut_tensors_lie_in_buckets_of_their_group_each_element_once(table, bucket_bytes):
+    tensors, cuts = table
+    layout = Layout(tensors, bucket_bytes, cuts)
+    assert LayoutBody.of(layout).to_layout().buckets == layout.buckets
+    seen = {spec.name: np.zeros(spec.shape, int) for spec in tensors}
+    for bucket in layout.buckets:
+        pieces = list(layout.pieces(bucket))
+        assert len({piece.part.group for piece in pieces}) == 1
+        assert sum(piece.end - piece.begin for piece in pieces) == bucket.num_elements
+        for piece in pieces:
+            region = piece.part.of(seen[piece.tensor.name])
+            counts = region.reshape(-1).copy()
+            counts[piece.begin : piece.end] += 1
+            region[...] = counts.reshape(region.shape)
+    assert all((count == 1).all() for count in seen.values())
+
+
+def test_a_cut_that_does_not_fit_is_refused():
+    spec = TensorSpec(name="a", dtype="BF16", shape=(4, 6))
+    for cut in (
+        TensorCut(dim=0, points=(4,), groups=(0, 1)),
+        TensorCut(dim=1, points=(3, 2), groups=(0, 1, 2)),
+        TensorCut(dim=2, points=(1,), groups=(0, 1)),
+        TensorCut(dim=0, points=(2,), groups=(0,)),
+    ):
+        with pytest.raises(ValueError, match="does not fit tensor a"):
+            Layout([spec], cuts={"a": cut})
+
+
+def test_a_layout_body_with_a_changed_table_is_refused():
+    body = LayoutBody.of(Layout([TensorSpec(name="a", dtype="BF16", shape=(3,))]))
+    with pytest.raises(RelayError, match="digest"):
+        body.model_copy(update={"bucket_bytes": 128}).to_layout()
+
+
+def test_bad_tensors_and_names_are_the_callers_mistake():
+    with pytest.raises(ValueError, match="I64"):
+        TensorSpec(name="a", dtype="I64", shape=(1,))
+    spec = TensorSpec(name="a", dtype="BF16", shape=(1,))
+    with pytest.raises(ValueError, match="twice: a"):
+        Layout([spec, spec])
+    with pytest.raises(ValueError, match="run id"):
+        check_name("a/b", "run id")
+    assert worker_name("http://127.0.0.1:8001/") == "127.0.0.1-8001"

@@ -1,0 +1,392 @@
+"""Trainer to mirror over real relays: every version arrives bit for bit, however the follower got there."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import safetensors.torch
+import torch
+from relay_process import CAPACITY_BYTES
+
+from rose.errors import FrameError, RelayError, RelayFull, WorkerError
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.checkpoint import write_checkpoint
+from rose.transfer.format.codec import Codec
+from rose.transfer.format.manifest import Ack, Head, pack_body, unpack_body
+from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.torch_source import TensorShard
+from rose.transfer.relay.opening import open_relay
+
+
+class TiedModel(torch.nn.Module):
+    """Embedding and head share one tensor, as in small Qwen models."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(300, 64)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        self.head = torch.nn.Linear(64, 300, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def train_step(self, change=1e-4):
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter += change * torch.randn_like(parameter)
+
+    def bf16_bits(self):
+        state = self.state_dict()
+        del state["head.weight"]
+        return {name: tensor.to(torch.bfloat16).view(torch.uint16) for name, tensor in state.items()}
+
+
+@pytest.fixture
+def model():
+    return TiedModel()
+
+
+@pytest.fixture
+def publish(relay_url, model):
+    """Makes publishers of the model and closes them."""
+    made = []
+
+    def make(**options):
+        made.append(WeightPublisher(model, relay_url, **options))
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+
+
+def check_holds(mirror, model, report, tmp_path):
+    assert mirror.version == report.version and str(mirror.state_hash) == report.state_hash
+    mirror.check_integrity()
+    write_checkpoint(tmp_path / "held.safetensors", mirror.planes, {})
+    loaded = safetensors.torch.load_file(tmp_path / "held.safetensors")
+    expected = model.bf16_bits()
+    assert set(loaded) == set(expected)
+    for name, tensor in loaded.items():
+        assert tensor.dtype is torch.bfloat16 and tensor.view(torch.uint16).equal(expected[name]), name
+
+
+@pytest.mark.parametrize("codec", [None, *Codec])
+def test_every_version_arrives_bit_for_bit(publish, relay, model, tmp_path, codec):
+    publisher = publish(run_id="run", codec=codec)
+    follower = Follower(relay, "run", WeightMirror())
+    assert not follower.advance()
+    report = publisher.publish()
+    assert report.base is None and report.num_changed == report.num_elements
+    for number in range(4):
+        assert follower.advance() and not follower.advance()
+        check_holds(follower.mirror, model, report, tmp_path)
+        model.train_step()
+        report = publisher.publish()
+        assert (report.version.number, report.base) == (number + 1, number)
+        assert report.coo_bytes == 6 * report.num_changed > 0
+
+
+def test_special_values_and_unchanged_weights_arrive(publish, relay, model, tmp_path):
+    publisher = publish(run_id="run")
+    follower = Follower(relay, "run", WeightMirror())
+    publisher.publish()
+    follower.advance()
+    assert publisher.publish().num_changed == 0
+    with torch.no_grad():
+        model.embed.weight[0, :5] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0])
+    report = publisher.publish()
+    assert report.num_changed == 5
+    assert follower.advance()
+    check_holds(follower.mirror, model, report, tmp_path)
+
+
+def test_skipped_versions_are_composed(publish, relay, model, tmp_path):
+    publisher = publish(run_id="run")
+    follower = Follower(relay, "run", WeightMirror())
+    publisher.publish()
+    follower.advance()
+    for _ in range(3):
+        model.train_step(1e-6)
+        report = publisher.publish()
+    before = follower.fetched_bytes
+    assert follower.advance()
+    assert follower.fetched_bytes - before < report.dense_bytes
+    check_holds(follower.mirror, model, report, tmp_path)
+
+
+def test_a_late_joiner_starts_at_the_latest_snapshot(publish, relay, model, tmp_path):
+    publisher = publish(run_id="run", snapshot_every=3)
+    early = Follower(relay, "run", WeightMirror())
+    for number in range(8):
+        model.train_step(1e-7)
+        report = publisher.publish()
+        assert (report.snapshot_bytes > 0) == (number in (3, 6))
+        early.advance()
+    late = Follower(relay, "run", WeightMirror())
+    assert late.advance()
+    check_holds(late.mirror, model, report, tmp_path)
+    check_holds(early.mirror, model, report, tmp_path)
+
+
+def test_old_objects_go_when_the_workers_are_past_them(publish, relay, model):
+    publisher = publish(run_id="run", snapshot_every=2)
+    ack = keys.ack_prefix("run") + "w"
+    for number in range(5):
+        model.train_step(1e-7)
+        publisher.publish()
+        relay.upsert(ack, pack_body(Ack(worker="w", version=min(number, 2), state_hash="")))
+    assert publisher.acked() == {"w": 2}
+    kept = {key.split("/")[2] for key in relay.keys("rose/run/")}
+    assert kept == {"HEAD", "LAYOUT", "ack", "2-none", "3-2", "4-3", "4-none"}
+
+
+def test_a_worker_two_snapshots_behind_is_not_waited_for(publish, relay, model, tmp_path):
+    publisher = publish(run_id="run", snapshot_every=1)
+    follower = Follower(relay, "run", WeightMirror())
+    publisher.publish()
+    follower.advance()
+    relay.upsert(keys.ack_prefix("run") + "w", pack_body(Ack(worker="w", version=0, state_hash="")))
+    for _ in range(4):
+        model.train_step()
+        report = publisher.publish()
+    head = unpack_body(relay.get(keys.head_key("run")), Head, "HEAD")
+    assert (head.version, head.snapshot, head.oldest_base) == (4, 4, 3)
+    assert follower.advance()
+    check_holds(follower.mirror, model, report, tmp_path)
+
+
+def test_a_lost_delta_sends_the_follower_to_the_snapshot(publish, relay, model, tmp_path):
+    publisher = publish(run_id="run", snapshot_every=2)
+    follower = Follower(relay, "run", WeightMirror())
+    publisher.publish()
+    follower.advance()
+    relay.upsert(keys.ack_prefix("run") + "w", pack_body(Ack(worker="w", version=0, state_hash="")))
+    for _ in range(3):
+        model.train_step()
+        report = publisher.publish()
+    relay.remove(relay.keys("rose/run/2-1/"))
+    assert follower.advance()
+    check_holds(follower.mirror, model, report, tmp_path)
+
+
+def test_a_corrupt_object_leaves_the_mirror_on_its_version(publish, relay, model):
+    publisher = publish(run_id="run")
+    follower = Follower(relay, "run", WeightMirror())
+    report = publisher.publish()
+    follower.advance()
+    model.train_step()
+    publisher.publish()
+    # The delta and, with it, the way over the snapshot: no road leads to HEAD.
+    key = keys.bucket_key("run", 1, 0, 0)
+    data = bytearray(relay.get(key))
+    data[len(data) // 2] ^= 1
+    relay.upsert(key, bytes(data))
+    with pytest.raises(FrameError, match="checksum"):
+        follower.advance()
+    follower.mirror.check_integrity()
+    assert follower.mirror.version == report.version
+    assert str(follower.mirror.state_hash) == report.state_hash
+
+
+def test_auto_followers_move_to_the_run_of_a_restarted_trainer(publish, relay, model, tmp_path):
+    follower = Follower(relay, "auto", WeightMirror())
+    publish(run_id="first").publish()
+    assert follower.advance() and follower.mirror.version.run_id == "first"
+    second = publish()
+    assert not follower.advance()
+    model.train_step()
+    report = second.publish()
+    assert follower.advance()
+    check_holds(follower.mirror, model, report, tmp_path)
+
+
+def test_a_base_checkpoint_with_the_snapshots_bits_saves_the_snapshot(publish, relay, model, tmp_path):
+    publisher = publish(run_id="run")
+    publisher.publish()
+    model_bits = {name: bits.view(torch.bfloat16) for name, bits in model.bf16_bits().items()}
+    safetensors.torch.save_file(model_bits, tmp_path / "model.safetensors")
+    model.train_step(1e-7)
+    report = publisher.publish()
+    follower = Follower(relay, "run", WeightMirror(), base_checkpoint=tmp_path)
+    assert follower.advance()
+    assert follower.fetched_bytes < report.dense_bytes / 4
+    other = Follower(relay, "run", WeightMirror(), base_checkpoint=tmp_path / "nowhere")
+    assert other.advance() and other.fetched_bytes > report.dense_bytes
+    assert other.mirror.state_hash == follower.mirror.state_hash == publisher.state_hash
+
+
+def test_wait_acked_returns_for_newer_acks_and_names_the_late(publish, relay):
+    publisher = publish(run_id="run")
+    version = publisher.publish().version
+    relay.upsert(keys.ack_prefix("run") + "a", pack_body(Ack(worker="a", version=3, state_hash="")))
+    publisher.wait_acked(version, ["a"], timeout_s=60)
+    with pytest.raises(WorkerError, match=r"run/0 .* from b"):
+        publisher.wait_acked(version, ["a", "b"], timeout_s=0.1)
+
+
+def test_a_run_id_is_used_once(publish, relay):
+    publish(run_id="run").publish()
+    with pytest.raises(RelayError, match="run run is in relay"):
+        publish(run_id="run")
+
+
+def test_a_failed_publish_changes_nothing_and_can_be_repeated(start_relay, model, tmp_path):
+    url = start_relay("embedded").url
+    relay = open_relay(url)
+    publisher = WeightPublisher(model, url, "run", snapshot_every=1, full_wait_s=0)
+    follower = Follower(relay, "run", WeightMirror())
+    publisher.publish()
+    follower.advance()
+    relay.put("filler", bytes(64 * 2**20 - sum(len(relay.get(k)) for k in relay.keys("")) - 3000))
+    model.train_step()
+    with pytest.raises(RelayError, match="free of"):
+        publisher.publish()
+    assert publisher.version.number == 0 and not follower.advance()
+    model.train_step()
+    relay.remove(["filler"])
+    report = publisher.publish()
+    assert report.version.number == 1 and follower.advance()
+    check_holds(follower.mirror, model, report, tmp_path)
+    publisher.close()
+    relay.close()
+
+
+def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(start_relay, model, tmp_path):
+    url = start_relay("embedded").url
+    relay = open_relay(url)
+    publisher = WeightPublisher(model, url, "run", snapshot_every=1, full_wait_s=300)
+    follower = Follower(relay, "run", WeightMirror())
+    relay.upsert(keys.ack_prefix("run") + "w", pack_body(Ack(worker="w", version=0, state_hash="")))
+    for _ in range(3):
+        model.train_step()
+        publisher.publish()
+        follower.advance()
+    # The worker, two versions behind, still holds the chain from version 1; the rest is taken.
+    filled = sum(len(relay.get(key)) for key in relay.keys(""))
+    relay.put("filler", bytes(CAPACITY_BYTES - filled - 3000))
+    model.train_step()
+    with ThreadPoolExecutor() as executor:
+        publishing = executor.submit(publisher.publish)
+        with pytest.raises(TimeoutError):
+            publishing.result(timeout=0.3)
+        relay.upsert(keys.ack_prefix("run") + "w", pack_body(Ack(worker="w", version=2, state_hash="")))
+        report = publishing.result()
+    assert report.version.number == 3 and follower.advance()
+    check_holds(follower.mirror, model, report, tmp_path)
+    publisher.close()
+    relay.close()
+
+
+def test_a_relay_that_came_back_empty_is_filled_again(embedded_url, model, tmp_path):
+    relay = open_relay(embedded_url)
+    publisher = WeightPublisher(model, embedded_url, "run")
+    early = Follower(relay, "auto", WeightMirror())
+    for _ in range(2):
+        publisher.publish()
+        early.advance()
+        model.train_step()
+    relay.remove(relay.keys(""))
+    assert not early.advance()
+    report = publisher.publish()
+    assert report.snapshot_bytes > 0
+    late = Follower(relay, "auto", WeightMirror())
+    for follower in (early, late):
+        assert follower.advance()
+        check_holds(follower.mirror, model, report, tmp_path)
+    publisher.close()
+    relay.close()
+
+
+def test_bad_input_is_the_callers_mistake(relay_url, model):
+    with pytest.raises(ValueError, match="run id"):
+        WeightPublisher(model, relay_url, "a/b")
+    with pytest.raises(ValueError, match="dtype"):
+        WeightPublisher(model, relay_url, dtype="int4")
+    with pytest.raises(ValueError, match="int64"):
+        WeightPublisher({"steps": torch.zeros(1, dtype=torch.int64)}, relay_url)
+    with pytest.raises(ValueError, match="encode_threads >= 1, got 0"):
+        WeightPublisher(model, relay_url, encode_threads=0)
+    with pytest.raises(ValueError, match="no tensors"):
+        WeightPublisher({}, relay_url)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (torch.zeros(8, 5, dtype=torch.bfloat16), r"b is BF16 \(8, 5\), the run began with BF16 \(4, 5\)"),
+        (torch.zeros(4, 5, dtype=torch.float32), r"b is F32 \(4, 5\), the run began with BF16 \(4, 5\)"),
+    ],
+)
+def test_a_tensor_that_changes_its_shape_or_dtype_is_refused_and_named(embedded_url, changed, message):
+    weights = {name: torch.zeros(4, 5, dtype=torch.bfloat16) for name in "abc"}
+    publisher = WeightPublisher(weights, embedded_url, "run", dtype=None)
+    report = publisher.publish()
+    kept, weights["b"].data = weights["b"].data, changed
+    with pytest.raises(ValueError, match=message):
+        publisher.publish()
+    assert publisher.version == report.version
+    weights["b"].data = kept
+    weights["b"][0, 0] = 1
+    assert publisher.publish().num_changed == 1
+    publisher.close()
+
+
+def test_a_version_is_fetched_while_it_is_written(embedded_url):
+    rows = 50
+    ranks = [torch.randn(rows, 20).to(torch.bfloat16) for _ in range(2)]
+
+    def open_rank(rank):
+        shard = TensorShard(tensor=ranks[rank], shape=(2 * rows, 20), start=(rank * rows, 0))
+        options = {"rank": rank, "num_ranks": 2, "bucket_bytes": 500, "snapshot_share": 10}
+        return WeightPublisher([("w", shard)], embedded_url, "run", **options)
+
+    relay = open_relay(embedded_url)
+    follower = Follower(relay, "run", WeightMirror())
+    with ThreadPoolExecutor(2) as executor:
+        publishers = list(executor.map(open_rank, range(2)))
+        list(executor.map(lambda publisher: publisher.publish(), publishers))
+        assert follower.advance()
+        fetched = follower.fetched_bytes
+        for tensor in ranks:
+            tensor += 1
+        # Rank 0 has put its frames and waits for rank 1.
+        first = executor.submit(publishers[0].publish)
+        while follower.fetched_bytes == fetched:
+            assert not follower.advance()
+            follower.wait(60.0)
+        assert follower.mirror.version.number == 0
+        publishers[1].publish()
+        report = first.result()
+        while not follower.advance():
+            follower.wait(60.0)
+    assert follower.mirror.version == report.version and str(follower.mirror.state_hash) == report.state_hash
+    follower.mirror.check_integrity()
+    frames = [key for key in relay.keys(keys.version_prefix("run", 1, 0)) if keys.bucket_of(key) is not None]
+    assert follower.fetched_bytes - fetched == sum(len(relay.get(key)) for key in frames)
+    for each in (*publishers, relay):
+        each.close()
+
+
+def test_followers_do_not_wait_for_a_snapshot_of_what_they_can_reach(start_relay):
+    url = start_relay("embedded").url
+    relay = open_relay(url)
+    weights = {"w": torch.zeros(1 << 20, dtype=torch.bfloat16)}
+    publisher = WeightPublisher(weights, url, "run", snapshot_every=1, full_wait_s=0)
+    follower = Follower(relay, "run", WeightMirror())
+    publisher.publish()
+    assert follower.advance()
+    relay.put("filler", bytes(CAPACITY_BYTES - sum(len(relay.get(k)) for k in relay.keys("")) - (1 << 20)))
+    weights["w"][:100] += 1
+    with pytest.raises(RelayFull):
+        publisher.publish()
+    assert follower.advance() and follower.mirror.version.number == 1
+    relay.remove(["filler"])
+    weights["w"][:100] += 1
+    report = publisher.publish()
+    assert follower.advance() and follower.mirror.version == report.version
+    late = Follower(relay, "run", WeightMirror())
+    assert late.advance() and late.mirror.state_hash == follower.mirror.state_hash
+    publisher.close()
+    relay.close()

@@ -1,0 +1,198 @@
+"""Both relays keep one contract."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from slow_proxy import SlowProxy
+
+from rose.errors import RelayError
+from rose.transfer.relay import calls as relay_calls
+from rose.transfer.relay.change_log import ChangeLog
+from rose.transfer.relay.mooncake import INSTALL_LIBRARIES, explain_import_failure, mooncake_available
+from rose.transfer.relay.object_store import ObjectStore
+from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import remove_run
+from rose.transfer.relay.url import parse_relay_url
+
+
+def test_an_object_comes_back_as_it_went_in(relay):
+    data = os.urandom(3 << 20)
+    relay.put("rose/run/1-0/0", data)
+    assert relay.get("rose/run/1-0/0") == data
+    assert relay.get("rose/run/1-0/1") is None
+
+
+def test_put_never_replaces(relay):
+    relay.put("rose/run/a", b"first")
+    with pytest.raises(RelayError, match="immutable"):
+        relay.put("rose/run/a", b"second")
+    assert relay.get("rose/run/a") == b"first"
+
+
+def test_upsert_replaces_with_any_length(relay):
+    for data in (b"one", b"three", b"2"):
+        relay.upsert("rose/run/HEAD", data)
+        assert relay.get("rose/run/HEAD") == data
+
+
+def test_keys_are_listed_by_prefix_and_removed_right_after_a_read(relay):
+    for name in ("rose/a/1", "rose/a/2", "rose/b/1"):
+        relay.put(name, b"x")
+        assert relay.get(name) == b"x"
+    assert relay.keys("rose/a/") == ["rose/a/1", "rose/a/2"]
+    relay.remove(["rose/a/1", "rose/a/1-never-there"])
+    assert relay.keys("rose/a/") == ["rose/a/2"]
+    assert remove_run(relay, "b") == 1
+    assert relay.keys("rose/") == ["rose/a/2"]
+
+
+def test_a_full_relay_refuses_and_keeps_what_it_has(relay):
+    chunk = os.urandom(20 << 20)
+    relay.put("rose/run/0", chunk)
+    with pytest.raises(RelayError, match=r"free of|full"):
+        for number in range(1, 5):
+            relay.put(f"rose/run/{number}", chunk)
+    assert relay.get("rose/run/0") == chunk
+    relay.remove(["rose/run/1"])
+    relay.put("rose/run/9", chunk)
+
+
+def test_nobody_at_the_address_is_a_relay_error():
+    for url in ("embedded://127.0.0.1:1", "mooncake://127.0.0.1:1"):
+        with pytest.raises(RelayError):
+            open_relay(url)
+
+
+@pytest.mark.parametrize("url", ["redis://a:1", "embedded://a", "embedded://a:x", "mooncake://a:1/x"])
+def test_a_bad_url_is_the_callers_mistake(url):
+    with pytest.raises(ValueError, match="relay URL"):
+        open_relay(url)
+
+
+def test_an_embedded_relay_with_a_key_answers_only_to_it(start_relay, monkeypatch):
+    monkeypatch.setenv("ROSE_KEY", "secret")
+    url = start_relay("embedded").url
+    with pytest.raises(RelayError, match="ROSE_KEY"):
+        open_relay(url)
+    with pytest.raises(RelayError, match="ROSE_KEY"):
+        open_relay(url, "wrong")
+    relay = open_relay(url, "secret")
+    relay.put("a", b"1")
+    assert relay.get("a") == b"1"
+    relay.close()
+
+
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)])
+def test_a_port_in_use_is_one_clear_line_and_status_2(kind, shared_relays):
+    port = shared_relays(kind).port
+    command = [sys.executable, "-m", "rose.transfer.relay.server", "--kind", kind, "--port", port]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert port in done.stderr.splitlines()[-1] and "choose another port" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.mooncake
+def test_a_killed_mooncake_relay_takes_its_master_along(start_relay):
+    relay = start_relay("mooncake")
+    (master,) = psutil.Process(relay.process.pid).children()
+    assert "mooncake_master" in master.name()
+    relay.kill()
+    assert psutil.wait_procs([master], timeout=300)[0] == [master]
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it():
+    stderr = "ImportError: libibverbs.so.1: cannot open shared object file: No such file or directory"
+    assert explain_import_failure(stderr, 1) == f"system library libibverbs.so.1 missing: {INSTALL_LIBRARIES}"
+    assert explain_import_failure("", -6) == "import mooncake.store failed: ended with status -6"
+
+
+@pytest.mark.mooncake
+def test_mooncake_is_found_where_it_is_installed():
+    assert mooncake_available() == (True, "Mooncake Store loads")
+
+
+def test_a_relay_counts_and_lists_what_it_holds():
+    store = ObjectStore(100)
+    for key in ("a", "rose/run/1-0/0", "rose/run/1-0/1", "rose/run/HEAD", "rose/run2/HEAD"):
+        store.write(key, b"12345", replace=False)
+    store.write("rose/run/HEAD", b"1", replace=True)
+    store.remove("rose/run/1-0/0")
+    store.remove("rose/run/1-0/0")
+    store.check_integrity()
+    assert store.names("rose/run") == ["rose/run/1-0/1", "rose/run/HEAD", "rose/run2/HEAD"]
+    assert store.names("rose/run/1-0/") == ["rose/run/1-0/1"] and store.names("a") == ["a"]
+    for key in store.names(""):
+        store.remove(key)
+    store.check_integrity()
+    assert store.used_bytes == 0
+
+
+def test_whoever_looks_after_each_wait_misses_nothing(relay_url, relay):
+    waiter, count = open_relay(relay_url), 20
+
+    def read_all():
+        found, seen = 0, None
+        while found < count:
+            found = len(waiter.keys("rose/run/1-0/"))
+            if found < count:
+                seen = waiter.wait(["rose/run/1-0/", "rose/run/HEAD"], seen, 60.0).seen
+        return found
+
+    with ThreadPoolExecutor(1) as executor:
+        reader = executor.submit(read_all)
+        for number in range(count):
+            relay.put(f"rose/run/1-0/{number}", b"frame")
+            relay.upsert("rose/run/ack/worker", b"ack")
+        assert reader.result() == count
+    waiter.close()
+
+
+def test_a_wait_is_for_its_own_keys_since_its_own_look():
+    async def go():
+        log = ChangeLog()
+        start = log.position
+        log.note("rose/run/1-0/0")
+        # Done at once: written since, or unknown whether.
+        assert await log.wait(["rose/run/1-0/"], start, 1e9) == (log.position, ["rose/run/1-0/0"])
+        for seen in (ChangeLog().position, "", "nonsense", log.position + "0"):
+            assert await log.wait(["rose/run/1-0/"], seen, 1e9) == (log.position, None)
+        # Nothing of these since: only the time limit ends it.
+        for prefixes, seen in ((["rose/run/2"], start), (["rose/run/1-0/"], log.position), ([], start)):
+            assert await log.wait(prefixes, seen, 0.0) == (log.position, [])
+        waits = [asyncio.create_task(log.wait(["a", "b"], log.position, 1e9)) for _ in range(2)]
+        await asyncio.sleep(0)
+        log.note("c")
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waits)
+        log.note("b")
+        assert await asyncio.gather(*waits) == [(log.position, ["b"])] * 2
+        # More writes than are remembered.
+        before = log.position
+        for _ in range(5000):
+            log.note("other")
+        assert await log.wait(["a"], before, 1e9) == (log.position, None)
+        last = asyncio.create_task(log.wait(["a"], log.position, 1e9))
+        await asyncio.sleep(0)
+        log.close()
+        assert await last == (log.position, [])
+
+    asyncio.run(go())
+
+
+def test_a_slow_link_is_not_taken_for_a_hung_relay(embedded_url, monkeypatch):
+    # Each call takes longer than the silence that counts as hung, and that is longer than a machine stalls.
+    monkeypatch.setattr(relay_calls, "SILENCE_S", 4.0)
+    proxy = SlowProxy(parse_relay_url(embedded_url)[2], pause_s=0.021)
+    try:
+        relay = open_relay(proxy.url)
+        data = os.urandom(26 << 20)
+        relay.put("rose/run/1-0/0", data)
+        assert relay.get("rose/run/1-0/0") == data
+        relay.close()
+    finally:
+        proxy.close()

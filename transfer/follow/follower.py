@@ -1,0 +1,223 @@
+"""The follower: brings a mirror to the newest published version.
+
+Owns: the choice of the way there (deltas from the own version, or the latest snapshot and its deltas), and
+what is fetched ahead: frames of a version that the trainer still writes, so that fetching and decoding keep
+pace with the link.
+Promises: the mirror is always at a whole version; when advance() raises, it stays at the last good one. It
+never goes back, within a run or to a run it has left, so a relay copy that missed writes does no harm.
+Never talks to a worker, never sleeps but in wait().
+"""
+
+import logging
+from pathlib import Path
+
+from rose.errors import FrameError, RelayError
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.checkpoint import fill_from_checkpoint
+from rose.transfer.format.manifest import BucketEntry, Head, HeadRun, LayoutBody, Manifest, Model, unpack_body
+from rose.transfer.relay.protocol import Relay
+
+logger = logging.getLogger(__name__)
+
+AUTO_RUN = "auto"
+_MOST_NAMED = 32
+"""Frames that a wait names one by one, so that others' frames wake nobody."""
+
+
+class _Missing(RelayError):
+    """An object that HEAD promised is not there: it was retired while we walked."""
+
+
+class Follower:
+    """Follows one run, or with "auto" whatever run the newest trainer opened.
+
+    base_checkpoint: the checkpoint the trainer started from; when its bits are the snapshot's, the
+    snapshot need not cross the link.
+    """
+
+    def __init__(
+        self, relay: Relay, run_id: str, mirror: WeightMirror, base_checkpoint: Path | None = None
+    ) -> None:
+        self._relay = relay
+        self._run_id = run_id if run_id == AUTO_RUN else keys.check_name(run_id, "run id")
+        self._base_checkpoint = base_checkpoint
+        self.mirror = mirror
+        self.fetched_bytes = 0
+        self._writer: str | None = None
+        self._left: set[str] = set()
+        self._followed: str | None = run_id if run_id != AUTO_RUN else None
+        self._seen: str | None = None
+        self._written: list[str] | None = None
+        """Keys that the last wait() was told of; None: any may have been written."""
+        self._unreadable: tuple[str, int] | None = None
+        """A coming version with a bad frame: it is judged when it is there."""
+
+    def advance(self) -> bool:
+        """One look at HEAD; True when the mirror moved. Raises: RelayError, FrameError.
+
+        While a version is being written it fetches what is there of it, and looks again as long as more came.
+        Where wait() was told of frames alone, it fetches those.
+        """
+        written, self._written = self._written, None
+        version = self.mirror.version
+        if written is not None and version is not None and not self._have_moved(written):
+            self._read_frames(version.run_id, version.number + 1, written)
+            return False
+        while True:
+            run_id = self._followed = self._current_run()
+            data = self._relay.get(keys.head_key(run_id)) if run_id is not None else None
+            if run_id is None or data is None:
+                return False
+            head = unpack_body(data, Head, keys.head_key(run_id))
+            if self._is_at(run_id, head) and self._read_ahead(run_id, head):
+                continue
+            if self._is_at(run_id, head) or self._is_past(run_id, head):
+                return False
+            self._move(run_id, head)
+            return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when advance() may find something new, or after timeout_s. Raises: RelayError."""
+        prefixes = [keys.HEAD_RUN_KEY] if self._run_id == AUTO_RUN else []
+        if self._followed is not None:
+            prefixes.append(keys.head_key(self._followed))
+        prefixes += self._coming_frames()
+        changes = self._relay.wait(prefixes, self._seen, timeout_s)
+        self._seen = changes.seen
+        self._written = changes.keys if changes.keys else None
+
+    def _coming_frames(self) -> list[str]:
+        """Prefixes of the frames of the next version that the mirror has not read."""
+        version, planes = self.mirror.version, self.mirror.planes
+        if version is None or planes is None:
+            return []
+        missing = planes.held - self.mirror.buckets_ahead
+        if len(missing) > _MOST_NAMED:
+            return [keys.version_prefix(version.run_id, version.number + 1, version.number)]
+        return [
+            keys.bucket_key(version.run_id, version.number + 1, version.number, bucket)
+            for bucket in sorted(missing)
+        ]
+
+    def _have_moved(self, written: list[str]) -> bool:
+        """Whether HEAD is among these keys, or another run."""
+        heads = {keys.HEAD_RUN_KEY}
+        if self._followed is not None:
+            heads.add(keys.head_key(self._followed))
+        return not heads.isdisjoint(written)
+
+    def _move(self, run_id: str, head: Head) -> None:
+        try:
+            self._walk(run_id, head)
+        except (FrameError, _Missing) as error:
+            logger.warning("delta chain unusable, starts over: run=%s error=%s", run_id, error)
+            self._load_snapshot(run_id, head.snapshot)
+            self._walk(run_id, head)
+        self._writer = head.writer
+        logger.info("mirror moved: version=%s state_hash=%s", self.mirror.version, self.mirror.state_hash)
+
+    def _read_ahead(self, run_id: str, head: Head) -> bool:
+        """Whether frames of the coming version were there that the mirror had not read yet."""
+        if head.coming != head.version + 1:
+            return False
+        names = self._relay.keys(keys.version_prefix(run_id, head.coming, head.version))
+        return self._read_frames(run_id, head.coming, names)
+
+    def _read_frames(self, run_id: str, coming: int, names: list[str]) -> bool:
+        """Whether the mirror took any of these frames of the version that comes after its own."""
+        planes = self.mirror.planes
+        if planes is None or self._unreadable == (run_id, coming):
+            return False
+        found = False
+        for key in names:
+            bucket = keys.bucket_of(key)
+            if bucket not in planes.held or bucket in self.mirror.buckets_ahead:
+                continue
+            data = self._relay.get(key)
+            if data is None:
+                continue  # an attempt that failed, and was taken back
+            self.fetched_bytes += len(data)
+            try:
+                self.mirror.read_ahead(data)
+            except FrameError as error:
+                # Its manifest will tell whether the frame counts.
+                logger.warning("does not read on ahead: key=%s error=%s", key, error)
+                self._unreadable = (run_id, coming)
+                return False
+            found = True
+        return found
+
+    def _current_run(self) -> str | None:
+        if self._run_id != AUTO_RUN:
+            return self._run_id
+        current = self.mirror.version.run_id if self.mirror.version is not None else None
+        data = self._relay.get(keys.HEAD_RUN_KEY)
+        if data is None:
+            return current
+        newest = unpack_body(data, HeadRun, keys.HEAD_RUN_KEY).run_id
+        if newest in self._left:
+            return current
+        if current is not None and newest != current:
+            self._left.add(current)
+        return newest
+
+    def _is_at(self, run_id: str, head: Head) -> bool:
+        version = self.mirror.version
+        return (
+            version is not None
+            and (version.run_id, version.number) == (run_id, head.version)
+            and str(self.mirror.version_hash) == head.state_hash
+        )
+
+    def _is_past(self, run_id: str, head: Head) -> bool:
+        """Whether HEAD is older than the mirror: read from a copy of the relay that missed writes."""
+        version = self.mirror.version
+        return (
+            version is not None
+            and (version.run_id, self._writer) == (run_id, head.writer)
+            and version.number > head.version
+        )
+
+    def _walk(self, run_id: str, head: Head) -> None:
+        start = self._start_of_walk(run_id, head)
+        for number in range(start + 1, head.version + 1):
+            manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
+            self.mirror.apply_delta(manifest, self._frame)
+        if not self._is_at(run_id, head):
+            raise FrameError(f"at {self.mirror.version} {self.mirror.version_hash}, HEAD says {head}")
+
+    def _start_of_walk(self, run_id: str, head: Head) -> int:
+        """The version from which deltas lead to HEAD: the own one, or the snapshot, which it loads."""
+        own = self.mirror.version
+        if own is not None and own.run_id == run_id and head.oldest_base <= own.number <= head.version:
+            return own.number
+        self._load_snapshot(run_id, head.snapshot)
+        return head.snapshot
+
+    def _load_snapshot(self, run_id: str, number: int) -> None:
+        layout = self._body(keys.layout_key(run_id), LayoutBody).to_layout()
+        manifest = self._body(keys.manifest_key(run_id, number, None), Manifest)
+        if self._base_checkpoint is not None:
+            planes = self.mirror.make_planes(layout)
+            try:
+                fill_from_checkpoint(planes, self._base_checkpoint)
+                self.mirror.adopt(manifest, planes)
+                return
+            except (FrameError, OSError) as error:
+                logger.info("base checkpoint is not snapshot %s/%s: %s", run_id, number, error)
+        self.mirror.load_snapshot(manifest, layout, self._frame)
+
+    def _frame(self, entry: BucketEntry) -> bytes:
+        data = self._object(entry.key)
+        self.fetched_bytes += len(data)
+        return data
+
+    def _body(self, key: str, model: type[Model]) -> Model:
+        return unpack_body(self._object(key), model, key)
+
+    def _object(self, key: str) -> bytes:
+        data = self._relay.get(key)
+        if data is None:
+            raise _Missing(f"{key} is not in the relay")
+        return data

@@ -1,0 +1,263 @@
+"""The mirror: an engine's copy of the published weights, on the host.
+
+Owns: the bits of the version that the engine is to run next, and its identity.
+Promises: transactional. Every frame's checksums, base, place and payload are checked before the first write,
+and what was written is hashed as it is written: a bucket that comes out wrong takes all of them back. When
+load_snapshot() or apply_delta() raise, version, hash and bits are as before. Frames that were read ahead are
+written as well, so that their manifest, the last to come, finds little left to do; whoever reads the bits
+meanwhile calls take_back_ahead() first.
+Pure: no relay, no files, no clock. One thread at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rose.errors import FrameError
+from rose.transfer.format.codec import Codec, Patch, decode
+from rose.transfer.format.frame import NO_BASE, Frame, run_digest
+from rose.transfer.format.layout import Bucket, Layout
+from rose.transfer.format.manifest import BucketEntry, Manifest
+from rose.transfer.format.partition import held_buckets
+from rose.transfer.format.planes import WeightPlanes, bits_dtype
+from rose.transfer.format.shard_plan import ShardPlan
+from rose.transfer.format.state_hash import StateHash
+from rose.types import WeightVersion
+
+Fetch = Callable[[BucketEntry], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One bucket's way to the next version; payload and base were checked."""
+
+    bucket: Bucket
+    patch: Patch
+    before: StateHash
+    after: StateHash
+
+    @property
+    def change(self) -> StateHash:
+        return self.after - self.before
+
+
+class WeightMirror:
+    """Empty until its first snapshot.
+
+    plans: of the ranks that this mirror feeds, whose shards alone it then holds; none: everything.
+    """
+
+    def __init__(self, plans: Sequence[ShardPlan] = ()) -> None:
+        self._plans = tuple(plans)
+        self.version: WeightVersion | None = None
+        self.planes: WeightPlanes | None = None
+        self._version_hash: StateHash | None = None
+        self._held_hash: StateHash | None = None
+        self._ahead: dict[int, _Step] = {}
+        """By bucket, of the version after this one; they are written."""
+
+    @property
+    def state_hash(self) -> StateHash | None:
+        """The hash of the held weights, without what was read ahead; None while empty."""
+        return self._held_hash
+
+    @property
+    def version_hash(self) -> StateHash | None:
+        """The hash of the whole version, of which this mirror may hold a part; None while empty."""
+        return self._version_hash
+
+    def make_planes(self, layout: Layout) -> WeightPlanes:
+        """Empty planes for the buckets that this mirror holds."""
+        return WeightPlanes(layout, held_buckets(layout, self._plans) if self._plans else None)
+
+    def load_snapshot(self, manifest: Manifest, layout: Layout, fetch: Fetch) -> None:
+        """Replaces everything by a snapshot.
+
+        fetch: gives an entry's frame; called for those that are held. Raises: FrameError and keeps the old
+        state.
+        """
+        if manifest.base is not None or manifest.layout != layout.digest:
+            raise FrameError(f"version {manifest.version} is not a snapshot of layout {layout.digest}")
+        if [entry.index for entry in manifest.buckets] != [bucket.index for bucket in layout.buckets]:
+            raise FrameError(f"snapshot {manifest.version} does not hold each bucket of its layout once")
+        planes = self.make_planes(layout)
+        for entry in (manifest.buckets[index] for index in sorted(planes.held)):
+            bucket = layout.buckets[entry.index]
+            # A dense frame needs no base: it may be one of the version's delta.
+            frame = Frame.unpack(fetch(entry))
+            _require_place(frame, bucket, layout.digest, manifest.run_id, frame.base, manifest.version)
+            bits = np.frombuffer(frame.payload, bits_dtype(bucket.dtype))
+            if frame.codec is not Codec.DENSE or bits.size != bucket.num_elements:
+                raise FrameError(f"bucket {bucket.index} of snapshot {manifest.version} is not dense")
+            planes.fill(bucket, bits)
+        self.adopt(manifest, planes)
+
+    def adopt(self, manifest: Manifest, planes: WeightPlanes) -> None:
+        """Takes over weights that are the snapshot already, e.g. the checkpoint the trainer started from.
+
+        Raises: FrameError when their hash is another, and keeps the old state.
+        """
+        whole = _require_changes(manifest, StateHash())
+        for entry in (manifest.buckets[index] for index in sorted(planes.held)):
+            found = planes.bucket_hash(planes.layout.buckets[entry.index])
+            if str(found) != entry.change:
+                raise FrameError(
+                    f"bucket {entry.index} hashes to {found}, in version {manifest.version} to {entry.change}"
+                )
+        self._arrive(manifest, planes, whole)
+
+    @property
+    def buckets_ahead(self) -> frozenset[int]:
+        """Those of which read_ahead() has taken a frame."""
+        return frozenset(self._ahead)
+
+    def read_ahead(self, data: bytes) -> None:
+        """Checks and writes a frame of the next version, before there is a manifest.
+
+        An attempt that is aborted may leave frames here that the version does not have in the end; the
+        manifest tells, and apply_delta() takes them back. Raises: FrameError.
+        """
+        if self.version is None or self.planes is None:
+            raise FrameError("an empty mirror can't read ahead")
+        frame, layout = Frame.unpack(data), self.planes.layout
+        if frame.bucket not in self.planes.held:
+            raise FrameError(f"bucket {frame.bucket} of {len(layout.buckets)} is not held")
+        run_id, number = self.version.run_id, self.version.number
+        _require_place(frame, layout.buckets[frame.bucket], layout.digest, run_id, number, number + 1)
+        step = self._check_step(self.planes, frame, layout.buckets[frame.bucket])
+        _apply_all(self.planes, [step])
+        self._ahead[frame.bucket] = step
+
+    def take_back_ahead(self) -> None:
+        """Leaves the bits of the mirror's version alone; what was read ahead is to be fetched again."""
+        for bucket in self.buckets_ahead:
+            self._take_back(bucket)
+
+    def apply_delta(self, manifest: Manifest, fetch: Fetch) -> None:
+        """Moves on to the manifest's version.
+
+        fetch: gives an entry's frame; called for those that are held and were not read ahead. Raises:
+        FrameError and keeps the old state.
+        """
+        planes, before = self._require_base(manifest)
+        buckets = _buckets(manifest, planes.layout)
+        whole = _require_changes(manifest, before)
+        self._take_back_others(manifest)
+        _apply_all(
+            planes,
+            [
+                self._fetch_step(planes, manifest, entry, bucket, fetch)
+                for entry, bucket in zip(manifest.buckets, buckets, strict=True)
+                if bucket.index in planes.held and bucket.index not in self._ahead
+            ],
+        )
+        self._arrive(manifest, planes, whole)
+
+    def check_integrity(self) -> None:
+        """Raises: AssertionError when the bits don't have the hash that is kept for them."""
+        assert (self.planes is None) == (self.version is None) == (self._version_hash is None)
+        if self.planes is not None:
+            self.planes.check_integrity()
+            ahead = sum((step.change for step in self._ahead.values()), StateHash())
+            assert self.planes.state_hash - ahead == self._held_hash
+            is_whole = len(self.planes.held) == len(self.planes.layout.buckets)
+            assert not is_whole or self._held_hash == self._version_hash
+
+    def _arrive(self, manifest: Manifest, planes: WeightPlanes, whole: StateHash) -> None:
+        self._ahead.clear()
+        self.planes = planes
+        self._version_hash, self._held_hash = whole, planes.state_hash
+        self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
+
+    def _require_base(self, manifest: Manifest) -> tuple[WeightPlanes, StateHash]:
+        have = (self.version.run_id, self.version.number) if self.version is not None else None
+        if self.planes is None or self._version_hash is None or have != (manifest.run_id, manifest.base):
+            raise FrameError(f"delta {manifest.run_id}/{manifest.version} needs {manifest.base}, have {have}")
+        if manifest.layout != self.planes.layout.digest:
+            raise FrameError(f"delta has layout {manifest.layout}, mirror {self.planes.layout.digest}")
+        if manifest.base_state_hash != str(self._version_hash):
+            raise FrameError(f"delta starts at {manifest.base_state_hash}, mirror is at {self._version_hash}")
+        return self.planes, self._version_hash
+
+    def _take_back_others(self, manifest: Manifest) -> None:
+        """What was read ahead and does not do what the manifest says."""
+        changes = {entry.index: entry.change for entry in manifest.buckets}
+        for bucket, step in list(self._ahead.items()):
+            if changes.get(bucket) != str(step.change):
+                self._take_back(bucket)
+
+    def _take_back(self, bucket: int) -> None:
+        assert self.planes is not None
+        step = self._ahead.pop(bucket)
+        self.planes.revert(step.bucket, step.patch, step.before)
+
+    def _fetch_step(
+        self, planes: WeightPlanes, manifest: Manifest, entry: BucketEntry, bucket: Bucket, fetch: Fetch
+    ) -> _Step:
+        step = self._check_step(planes, _open_frame(fetch(entry), manifest, bucket), bucket)
+        if str(step.change) != entry.change:
+            raise FrameError(f"bucket {bucket.index}: its frame does not change its hash by {entry.change}")
+        return step
+
+    @staticmethod
+    def _check_step(planes: WeightPlanes, frame: Frame, bucket: Bucket) -> _Step:
+        before = planes.bucket_hash(bucket)
+        if frame.base_hash != before:
+            raise FrameError(f"bucket {bucket.index} starts at {frame.base_hash}, mirror at {before}")
+        patch = decode(frame.codec, frame.payload, planes.bits(bucket))
+        if patch.num_changed != frame.num_changed:
+            raise FrameError(
+                f"bucket {bucket.index} has {patch.num_changed} changes, its frame says {frame.num_changed}"
+            )
+        return _Step(bucket=bucket, patch=patch, before=before, after=frame.new_hash)
+
+
+def _apply_all(planes: WeightPlanes, steps: Sequence[_Step]) -> None:
+    """Applies all steps; none when one of them leads to another hash than its frame says."""
+    for number, step in enumerate(steps):
+        planes.patch(step.bucket, step.patch)
+        found = planes.bucket_hash(step.bucket)
+        if found != step.after:
+            for done in steps[: number + 1]:
+                planes.revert(done.bucket, done.patch, done.before)
+            raise FrameError(f"bucket {step.bucket.index} hashes to {found}, its frame says {step.after}")
+
+
+def _require_changes(manifest: Manifest, before: StateHash) -> StateHash:
+    """The version's state hash. Raises: FrameError unless its entries' changes lead there from `before`.
+
+    A mirror that holds a part of the weights can't hash the whole; this tells it that no entry was left out.
+    """
+    try:
+        after = sum((StateHash.from_hex(entry.change) for entry in manifest.buckets), before)
+    except ValueError as error:
+        raise FrameError(f"version {manifest.version}: {error}") from error
+    if str(after) != manifest.state_hash:
+        raise FrameError(f"version {manifest.version} would hash to {after}, not {manifest.state_hash}")
+    return after
+
+
+def _buckets(manifest: Manifest, layout: Layout) -> list[Bucket]:
+    indices = [entry.index for entry in manifest.buckets]
+    if any(index >= len(layout.buckets) for index in indices) or len(set(indices)) != len(indices):
+        raise FrameError(f"version {manifest.version} names buckets {indices} of {len(layout.buckets)}")
+    return [layout.buckets[index] for index in indices]
+
+
+def _open_frame(data: bytes, manifest: Manifest, bucket: Bucket) -> Frame:
+    frame = Frame.unpack(data)
+    _require_place(frame, bucket, manifest.layout, manifest.run_id, manifest.base, manifest.version)
+    return frame
+
+
+def _require_place(
+    frame: Frame, bucket: Bucket, layout: str, run_id: str, base: int | None, version: int
+) -> None:
+    frame.check_place(bucket, layout)
+    expected = (run_digest(run_id), base if base is not None else NO_BASE, version)
+    if (frame.run, frame.base, frame.version) != expected:
+        raise FrameError(
+            f"frame is {frame.version} on {frame.base} of run {frame.run.hex()}, expected "
+            f"{version} on {expected[1]} of {expected[0].hex()}"
+        )

@@ -1,0 +1,253 @@
+"""The subscriber: one process beside each rollout engine that keeps its weights up to date.
+
+`python -m rose.transfer.follow.subscriber --relay URL --run RUN|auto --worker http://host:port --staging DIR
+ [--base CHECKPOINT_DIR] [--name NAME]`
+
+Owns: the mirror, the staged checkpoint files, the talk with its worker, the worker's ack in the relay.
+Promises: fetching and decoding happen off the engine's path; the engine only loads a complete, verified
+file. A failure anywhere leaves the worker on its old version and is tried again with back-off.
+Never keeps more than two staged files: the one in use and the next.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from rose.config import Settings
+from rose.errors import RelayError, RoseError, WorkerError
+from rose.http import http_client
+from rose.transfer.follow.follower import AUTO_RUN, Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.checkpoint import write_checkpoint
+from rose.transfer.format.manifest import Ack, pack_body
+from rose.transfer.format.shard_plan import read_plan
+from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
+
+logger = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 2.0
+FIRST_RETRY_S = 0.2
+LAST_RETRY_S = 5.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A worker answers only when the weights are in: it may first finish a step and load gigabytes.
+_WORKER_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
+
+
+class WeightUpdate(BaseModel):
+    """POST /rose/v1/weights."""
+
+    version: str
+    path: str
+    state_hash: str
+
+
+class WeightUpdateAnswer(BaseModel):
+    """The worker's answer once the weights are in use."""
+
+    version: str
+    state_hash: str
+
+
+class WorkerWeights(BaseModel):
+    """What this process reads of GET /rose/v1/status."""
+
+    weight_version: str | None
+
+
+class Worker:
+    """The worker that this subscriber feeds, over HTTP."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._http = http_client(url, key=key, timeout=_WORKER_TIMEOUT)
+
+    def load(self, update: WeightUpdate) -> None:
+        """Returns when the worker runs the update. Raises: WorkerError."""
+        try:
+            response = self._http.post("/rose/v1/weights", json=update.model_dump())
+            response.raise_for_status()
+            answer = WeightUpdateAnswer.model_validate_json(response.content)
+        except httpx.HTTPStatusError as error:
+            status, text = error.response.status_code, error.response.text[:500]
+            raise WorkerError(f"worker refused weights {update.version}: {status} {text}") from error
+        except (httpx.HTTPError, ValidationError) as error:
+            raise WorkerError(f"worker did not take weights {update.version}: {error!r}") from error
+        if (answer.version, answer.state_hash) != (update.version, update.state_hash):
+            raise WorkerError(f"worker answered {answer} to {update}")
+
+    def weight_version(self) -> str | None:
+        """The version that the worker says it runs. Raises: WorkerError."""
+        try:
+            response = self._http.get("/rose/v1/status")
+            response.raise_for_status()
+            return WorkerWeights.model_validate_json(response.content).weight_version
+        except (httpx.HTTPError, ValidationError) as error:
+            raise WorkerError(f"worker has no status: {error!r}") from error
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class Subscriber:
+    """Follows the relay and delivers to the worker; one thread."""
+
+    def __init__(self, relay: Relay, follower: Follower, worker: Worker, staging: Path, name: str) -> None:
+        self._relay = relay
+        self._follower = follower
+        self._worker = worker
+        self._staging = staging
+        self._name = name
+        self._staged: WeightUpdate | None = None
+        self._delivered: WeightUpdate | None = None
+        self._acknowledged: WeightUpdate | None = None
+        self._status_at_s = 0.0
+        self._retry_at_s = 0.0
+        self._retry_s = FIRST_RETRY_S
+        staging.mkdir(parents=True, exist_ok=True)
+
+    def step(self, now_s: float) -> bool:
+        """Looks once; True when the worker moved to a new version. Logs what failed, and waits with it."""
+        if now_s < self._retry_at_s:
+            return False
+        try:
+            self._follower.advance()
+            self._check_worker(now_s)
+            moved = self._deliver()
+            self._acknowledge()
+        except (RoseError, OSError) as error:
+            logger.warning("weights not delivered, next try in %.1f s: %s", self._retry_s, error)
+            self._retry_at_s = now_s + self._retry_s
+            self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+            return False
+        self._retry_s = FIRST_RETRY_S
+        return moved
+
+    def wait(self, now_s: float) -> None:
+        """Returns when step() may have something to do."""
+        if now_s < self._retry_at_s:
+            time.sleep(self._retry_at_s - now_s)
+            return
+        try:
+            self._follower.wait(STATUS_EVERY_S)
+        except RelayError as error:
+            logger.warning("can't wait for weights, looks again in %.1f s: %s", FIRST_RETRY_S, error)
+            time.sleep(FIRST_RETRY_S)
+
+    def close(self) -> None:
+        """Removes the staged files."""
+        for path in self._staging.glob("weights-*.safetensors"):
+            path.unlink(missing_ok=True)
+
+    def _check_worker(self, now_s: float) -> None:
+        """A worker that was restarted has lost its weights: they count as not delivered."""
+        if self._delivered is None or now_s < self._status_at_s:
+            return
+        self._status_at_s = now_s + STATUS_EVERY_S
+        version = self._worker.weight_version()
+        if version != self._delivered.version:
+            logger.warning("worker runs %s instead of %s, delivers again", version, self._delivered.version)
+            self._delivered = None
+
+    def _deliver(self) -> bool:
+        """Stages and delivers what the mirror holds, unless the worker has it already."""
+        mirror = self._follower.mirror
+        if mirror.version is None or mirror.planes is None:
+            return False
+        version, state_hash = mirror.version, str(mirror.state_hash)
+        path = self._staging / f"weights-{version.run_id}-{version.number}.safetensors"
+        update = WeightUpdate(version=str(version), path=str(path), state_hash=state_hash)
+        if update == self._delivered:
+            return False
+        if update != self._staged:
+            self._staged = None
+            self._remove_staged_except(self._delivered)
+            mirror.take_back_ahead()
+            write_checkpoint(path, mirror.planes, {"version": update.version, "state_hash": state_hash})
+            self._staged = update
+        self._worker.load(update)
+        self._delivered = update
+        self._remove_staged_except(update)
+        logger.info("worker moved: version=%s", version)
+        return True
+
+    def _acknowledge(self) -> None:
+        update = self._delivered
+        if update is None or update == self._acknowledged:
+            return
+        run_id, _, number = update.version.rpartition("/")
+        ack = Ack(worker=self._name, version=int(number), state_hash=update.state_hash)
+        self._relay.upsert(keys.ack_prefix(run_id) + self._name, pack_body(ack))
+        self._acknowledged = update
+
+    def _remove_staged_except(self, update: WeightUpdate | None) -> None:
+        for path in self._staging.glob("weights-*.safetensors"):
+            if update is None or path != Path(update.path):
+                path.unlink(missing_ok=True)
+
+
+def follow(args: argparse.Namespace, key: str | None) -> None:
+    """Follows until the process is told to stop.
+
+    Raises: RelayError when the relay does not answer at the start, ValueError on bad input.
+    """
+    relay = open_relay(args.relay, key)
+    worker = Worker(args.worker, key)
+    base = Path(args.base) if args.base is not None else None
+    plans = [read_plan(path) for path in args.plan]
+    follower = Follower(relay, args.run, WeightMirror(plans), base)
+    name = args.name if args.name is not None else keys.worker_name(args.worker)
+    subscriber = Subscriber(relay, follower, worker, Path(args.staging), keys.check_name(name, "worker name"))
+    try:
+        while True:
+            subscriber.step(time.monotonic())
+            subscriber.wait(time.monotonic())
+    finally:
+        subscriber.close()
+        worker.close()
+        relay.close()
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Leaves even a call that a hung worker never answers; the clean-up on the way out runs once."""
+    for each in _STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rose.transfer.follow.subscriber")
+    parser.add_argument("--relay", required=True, help="embedded://HOST:PORT or mooncake://HOST:PORT")
+    parser.add_argument("--run", default=AUTO_RUN, help="run id, or auto: the newest trainer's")
+    parser.add_argument("--worker", required=True, help="http://HOST:PORT of the engine's server")
+    parser.add_argument("--staging", required=True, help="folder for checkpoints, best under /dev/shm")
+    parser.add_argument("--base", help="checkpoint folder the trainer starts from; saves the snapshot")
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="from `rose plan`, of this host's ranks: fetches their shards alone",
+    )
+    parser.add_argument("--name", help="name of this worker's ack; default: its host and port")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _stop)
+    try:
+        follow(args, Settings.from_environment().key)
+    except (RoseError, ValueError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Codecs: how the difference between two versions of a bucket becomes bytes, and back.
+
+Owns: the payload of a frame. All sparse codecs carry the wrap difference new - old (mod 2**bits) of the
+raw bits, so any pattern (NaN, Inf, -0) survives; an additive bf16 delta would not. Differences compose by
+addition (SparsePatch.then) and invert (Patch.revert).
+Promises: decode() checks a whole payload before anything may be written, and the Patch it returns can't fail.
+Nothing here knows versions, keys or names.
+Where we differ from the paper (ROSE §4.2): COO is the baseline, G8S with zstd the default.
+
+Payloads, all little-endian:
+
+    DENSE      the new bits
+    COO        int32 places in rising order, then the differences
+    G8S        streams (rose.transfer.format.streams) of csrc/delta/g8s.hpp, stored as they are
+    G8S_ZSTD   the same, each stream compressed
+    EXPONENT   streams of csrc/delta/exponent.hpp, each compressed; read against the old bits
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose import _delta
+from rose.errors import FrameError
+from rose.transfer.format.state_hash import StateHash
+from rose.transfer.format.streams import pack_streams, unpack_streams
+
+Bits = NDArray[np.unsignedinteger[Any]]
+"""A vector of raw element bits: uint8, uint16 or uint32."""
+
+NewBits = Bits | Sequence[Bits]
+"""A vector, or the pieces it lies in, in order: tensors are compared where they are."""
+
+_MANTISSA_BITS = {"F16": 10, "F8_E5M2": 2, "F8_E8M0": 0}
+_MANTISSA_BITS_BY_WIDTH = {1: 3, 2: 7, 4: 23}
+"""Of every other dtype: F8_E4M3, BF16, F32. For integers too: any cut is a class, and none is wrong."""
+
+
+class Codec(IntEnum):
+    """Wire numbers; a number is never reused."""
+
+    DENSE = 0
+    """All new bits; needs no base."""
+    COO = 1
+    """int32 places, then differences: 6 bytes per changed bf16 element (ROSE §4.2)."""
+    G8S = 2
+    """Gaps, flags, signs and exceptions in 64 Ki-element blocks."""
+    G8S_ZSTD = 3
+    """G8S with each stream compressed on its own."""
+    EXPONENT = 4
+    """Gaps among elements of equal old exponent: fewest bytes, most time; for slow links."""
+
+
+class Patch(Protocol):
+    """A checked payload: what to write into one bucket."""
+
+    @property
+    def num_changed(self) -> int:
+        """Elements whose bits change."""
+
+    def apply_to(self, base: Bits, first_index: int) -> StateHash:
+        """Writes the new bits in place; returns what that did to the state hash.
+
+        base: as decode() saw it. first_index: global index of its first element, for the hash.
+        """
+
+    def revert(self, base: Bits) -> None:
+        """Takes back what apply_to() wrote."""
+
+
+class SparsePatch:
+    """A wrap difference in memory, 2 bytes and an element for each change."""
+
+    def __init__(self, delta: _delta.Delta) -> None:
+        self.delta = delta
+
+    @property
+    def num_changed(self) -> int:
+        return self.delta.num_changed
+
+    def apply_to(self, base: Bits, first_index: int) -> StateHash:
+        return StateHash(*self.delta.apply(base, first_index))
+
+    def revert(self, base: Bits) -> None:
+        self.delta.revert(base, 0)
+
+    def then(self, following: "SparsePatch") -> "SparsePatch":
+        """Both patches as one. Raises: ValueError when they are for buckets of unequal size or width."""
+        return SparsePatch(self.delta.then(following.delta))
+
+    def pack(self, codec: Codec, old: Bits, dtype: str) -> bytes:
+        """The payload of a sparse codec. old: the bits this patch is for; only EXPONENT reads them."""
+        if codec is Codec.COO:
+            return self.delta.coo()
+        if codec is Codec.EXPONENT:
+            shift = _MANTISSA_BITS.get(dtype, _MANTISSA_BITS_BY_WIDTH[old.itemsize])
+            return pack_streams(self.delta.exponents(old, shift), is_compressed=True)
+        return pack_streams(self.delta.g8s(), is_compressed=codec is Codec.G8S_ZSTD)
+
+
+class DensePatch:
+    """All bits of a bucket; from apply_to() on it keeps the old ones instead, for revert()."""
+
+    def __init__(self, new: Bits, num_changed: int) -> None:
+        self._new: Bits | None = new
+        self._old: Bits | None = None
+        self.num_changed = num_changed
+
+    def apply_to(self, base: Bits, first_index: int) -> StateHash:
+        assert self._new is not None, "applied twice"
+        self._old = base.copy()
+        base[:] = self._new
+        self._new = None
+        return StateHash.of(base, first_index) - StateHash.of(self._old, first_index)
+
+    def revert(self, base: Bits) -> None:
+        assert self._old is not None, "revert before apply_to"
+        base[:] = self._old
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """One bucket's difference as bytes, and what it does to the state hash."""
+
+    codec: Codec
+    payload: bytes
+    patch: Patch
+    change: StateHash
+
+    @property
+    def num_changed(self) -> int:
+        return self.patch.num_changed
+
+
+def pieces_of(bits: NewBits) -> Sequence[Bits]:
+    """The pieces of a vector; of a whole one, itself."""
+    return [bits] if isinstance(bits, np.ndarray) else bits
+
+
+def dense_payload(bits: NewBits) -> bytes:
+    """The payload of DENSE."""
+    return b"".join(piece.tobytes() for piece in pieces_of(bits))
+
+
+def compare(old: Bits, new: NewBits, first_index: int) -> tuple[SparsePatch, StateHash]:
+    """The difference from `old` to `new`, vectors of equal length and width, and its effect on the hash.
+
+    first_index: global index of element 0. Raises: ValueError on unequal vectors.
+    """
+    delta, lanes = _delta.Delta.between(old, pieces_of(new), first_index)
+    return SparsePatch(delta), StateHash(*lanes)
+
+
+def follow(kept: Bits, new: NewBits, first_index: int) -> tuple[SparsePatch, StateHash]:
+    """Like compare(), and `kept`, the old bits, becomes `new` in the same pass over memory."""
+    delta, lanes = _delta.Delta.follow(kept, pieces_of(new), first_index)
+    return SparsePatch(delta), StateHash(*lanes)
+
+
+def pack_followed(codec: Codec, patch: SparsePatch, kept: Bits, dtype: str) -> bytes:
+    """The payload of a patch that `kept` has followed already."""
+    if codec is Codec.DENSE:
+        return dense_payload(kept)
+    if codec is not Codec.EXPONENT:
+        return patch.pack(codec, kept, dtype)
+    patch.revert(kept)  # it reads the old bits, and takes many times as long
+    try:
+        return patch.pack(codec, kept, dtype)
+    finally:
+        patch.apply_to(kept, 0)
+
+
+def encode(codec: Codec, old: Bits, new: NewBits, first_index: int, dtype: str = "") -> Encoded:
+    """The difference from `old` to `new` in one codec; `dtype` tells EXPONENT where the exponent lies."""
+    patch, change = compare(old, new, first_index)
+    payload = dense_payload(new) if codec is Codec.DENSE else patch.pack(codec, old, dtype)
+    return Encoded(codec=codec, payload=payload, patch=patch, change=change)
+
+
+def decode(codec: Codec, payload: bytes, base: Bits) -> Patch:
+    """Checks `payload` against `base`, the old bits, and returns the patch; writes nothing.
+
+    Raises: FrameError when the payload is malformed for a base of this length and width.
+    """
+    if codec is Codec.DENSE:
+        if len(payload) != base.nbytes:
+            raise FrameError(f"dense payload has {len(payload)} bytes, the bucket {base.nbytes}")
+        new = np.frombuffer(payload, base.dtype)
+        return DensePatch(new, int(np.count_nonzero(base != new)))
+    try:
+        return SparsePatch(_read(codec, payload, base))
+    except _delta.MalformedStream as error:
+        raise FrameError(f"payload of {len(payload)} bytes: {error}") from error
+
+
+def _read(codec: Codec, payload: bytes, base: Bits) -> _delta.Delta:
+    size, width = base.size, base.itemsize
+    if codec is Codec.COO:
+        return _delta.Delta.from_coo(payload, size, width)
+    if codec is Codec.EXPONENT:
+        streams = unpack_streams(payload, _delta.NUM_EXPONENT_STREAMS, size, width)
+        return _delta.Delta.from_exponents(streams, base)
+    streams = unpack_streams(payload, _delta.NUM_G8S_STREAMS, size, width)
+    return _delta.Delta.from_g8s(streams, size, width)

@@ -1,0 +1,234 @@
+"""What a relay holds: the keys, and the JSON bodies that make objects findable.
+
+    rose/HEAD_RUN                        the run that followers of "auto" follow    (replaced)
+    rose/{run}/HEAD                      newest version, and the chain to it        (replaced)
+    rose/{run}/LAYOUT                    tensors and bucket size                    (written once)
+    rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
+    rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
+    rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of those, of several ranks
+    rose/{run}/rank/{rank}               what that rank holds                       (written once)
+    rose/{run}/ack/{worker}              the version a worker runs                  (replaced)
+
+Owns: key names and these bodies. Promises: a manifest in the relay means that every frame it names is
+there, and HEAD names only versions with a manifest; bad JSON raises RelayError. No I/O here.
+"""
+
+import re
+from typing import Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rose.errors import RelayError
+from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
+
+HEAD_RUN_KEY = "rose/HEAD_RUN"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class HeadRun(_Body):
+    """The newest run that a trainer opened on this relay."""
+
+    run_id: str
+
+
+class Head(_Body):
+    """How to reach the newest version: from the snapshot, or from any version since `oldest_base`."""
+
+    writer: str
+    """The publisher's process. Its versions only grow: a lower one comes from a relay copy that is behind."""
+    version: int = Field(ge=0)
+    snapshot: int = Field(ge=0)
+    oldest_base: int = Field(ge=0)
+    """Deltas from this version on are kept."""
+    state_hash: str
+    coming: int | None = None
+    """The version that is being written, if one is: its frames can be fetched ahead of its manifest."""
+
+
+class CutBody(_Body):
+    dim: int = Field(ge=0)
+    points: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
+class TensorBody(_Body):
+    name: str
+    dtype: str
+    shape: list[int]
+    cut: CutBody | None = None
+
+
+class LayoutBody(_Body):
+    """A Layout as JSON."""
+
+    digest: str
+    bucket_bytes: int = Field(gt=0)
+    tensors: list[TensorBody]
+
+    @classmethod
+    def of(cls, layout: Layout) -> Self:
+        cuts = {
+            name: CutBody(dim=cut.dim, points=cut.points, groups=cut.groups)
+            for name, cut in layout.cuts.items()
+        }
+        tensors = [
+            TensorBody(name=t.name, dtype=t.dtype, shape=list(t.shape), cut=cuts.get(t.name))
+            for t in layout.tensors
+        ]
+        return cls(digest=layout.digest, bucket_bytes=layout.bucket_bytes, tensors=tensors)
+
+    def to_layout(self) -> Layout:
+        """Raises: RelayError when the digest does not belong to the table."""
+        specs = [TensorSpec(name=t.name, dtype=t.dtype, shape=tuple(t.shape)) for t in self.tensors]
+        cuts = {
+            t.name: TensorCut(dim=t.cut.dim, points=t.cut.points, groups=t.cut.groups)
+            for t in self.tensors
+            if t.cut is not None
+        }
+        try:
+            layout = Layout(specs, self.bucket_bytes, cuts)
+        except ValueError as error:
+            raise RelayError(f"layout {self.digest}: {error}") from error
+        if layout.digest != self.digest:
+            raise RelayError(f"layout has digest {layout.digest}, its body says {self.digest}")
+        return layout
+
+
+class BucketEntry(_Body):
+    index: int = Field(ge=0)
+    key: str
+    num_bytes: int
+    change: str
+    """Of the bucket's state hash: the changes of all entries are the version's, so none can be left out."""
+
+
+class Manifest(_Body):
+    """One version as a delta, or as a snapshot when base is None. Unchanged buckets have no entry."""
+
+    run_id: str
+    version: int = Field(ge=0)
+    base: int | None
+    layout: str
+    state_hash: str
+    base_state_hash: str | None
+    num_elements: int
+    num_changed: int
+    is_followed: bool
+    """Whether the trainer's ranks go on with a snapshot of this version."""
+    buckets: list[BucketEntry]
+
+
+class ShardBody(_Body):
+    """A region of a tensor that a trainer rank holds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+
+class RankBody(_Body):
+    """What one of several trainer ranks holds."""
+
+    shards: list[ShardBody]
+
+
+class PartBody(_Body):
+    """One trainer rank's buckets of a version that is not committed yet."""
+
+    attempt: int
+    num_changed: int
+    buckets: list[BucketEntry]
+
+
+class Ack(_Body):
+    """A worker's word that it now runs a version."""
+
+    worker: str
+    version: int
+    state_hash: str
+
+
+def check_name(name: str, what: str) -> str:
+    """Returns `name` if it can be part of a key and of a version string. Raises: ValueError."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{what} {name!r} must be 1-128 letters, digits, '.', '_' or '-'")
+    return name
+
+
+def worker_name(worker_url: str) -> str:
+    """The name under which the subscriber of this worker acknowledges: its host and port."""
+    bare = worker_url.split("://")[-1].strip("/")
+    return check_name(re.sub(r"[^A-Za-z0-9._-]", "-", bare), "worker name")
+
+
+def run_prefix(run_id: str) -> str:
+    return f"rose/{run_id}/"
+
+
+def head_key(run_id: str) -> str:
+    return f"rose/{run_id}/HEAD"
+
+
+def layout_key(run_id: str) -> str:
+    return f"rose/{run_id}/LAYOUT"
+
+
+def version_prefix(run_id: str, version: int, base: int | None) -> str:
+    return f"rose/{run_id}/{version}-{base if base is not None else 'none'}/"
+
+
+def manifest_key(run_id: str, version: int, base: int | None) -> str:
+    return version_prefix(run_id, version, base) + "MANIFEST"
+
+
+def is_version_key(key: str) -> bool:
+    """Whether an object of a run belongs to one of its versions: rose/{run}/{new}-{base}/..."""
+    parts = key.split("/")
+    return len(parts) == 4 and re.fullmatch(r"\d+-(\d+|none)", parts[2]) is not None
+
+
+def bucket_key(run_id: str, version: int, base: int | None, bucket: int) -> str:
+    return f"{version_prefix(run_id, version, base)}{bucket}"
+
+
+def bucket_of(key: str) -> int | None:
+    """The bucket of a frame's key; None for another object's."""
+    name = key.rpartition("/")[2]
+    return int(name) if is_version_key(key) and name.isdecimal() else None
+
+
+def rank_key(run_id: str, rank: int) -> str:
+    return f"{rank_prefix(run_id)}{rank}"
+
+
+def rank_prefix(run_id: str) -> str:
+    return f"rose/{run_id}/rank/"
+
+
+def part_key(run_id: str, version: int, base: int | None, rank: int) -> str:
+    return f"{version_prefix(run_id, version, base)}PART{rank}"
+
+
+def ack_prefix(run_id: str) -> str:
+    return f"rose/{run_id}/ack/"
+
+
+def pack_body(body: BaseModel) -> bytes:
+    return body.model_dump_json().encode()
+
+
+def unpack_body(data: bytes, model: type[Model], key: str) -> Model:
+    """Raises: RelayError naming the key when the object is not such a body."""
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RelayError(f"{key}: not a {model.__name__}: {where} {first['msg']}") from error

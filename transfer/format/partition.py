@@ -1,0 +1,102 @@
+"""From shard plans to a layout that every rank can fetch its share of.
+
+Owns: where tensors are cut so that no part is held in part by any rank, the groups of parts that the same
+ranks hold, and which buckets a rank's plan needs. Pure. Promises: with the layout's own plans, a rank needs
+exactly the buckets of its groups; with any other plan, every bucket that meets it.
+Source: ROSE §4.2. Where we differ: parts are grouped by who holds them, so that pipeline stages, replicated
+heads, padding and mixed parallelism all come out as whole buckets, without a rule for each.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from rose.transfer.format.layout import DTYPE_BYTES, Layout, Part, TensorCut, TensorSpec
+from rose.transfer.format.shard_plan import Box, ShardPlan
+
+Holdings = dict[str, list[Box]]
+"""The regions that one rank holds, by tensor."""
+
+
+def cut_by_holdings(tensors: Iterable[TensorSpec], ranks: Sequence[Holdings]) -> dict[str, TensorCut]:
+    """One cut per tensor; ranks: all that publish or fetch."""
+    signatures: dict[tuple[int, ...], int] = {}
+    cuts: dict[str, TensorCut] = {}
+    for tensor in sorted(tensors, key=lambda each: (each.dtype, each.name)):
+        dim, points = _edges(tensor, [box for rank in ranks for box in rank.get(tensor.name, [])])
+        groups: list[int] = []
+        ends = (0, *points, tensor.shape[dim] if tensor.shape else 0)
+        for start, stop in pairwise(ends):
+            part = _box(tensor, dim, start, stop)
+            holders = tuple(
+                number
+                for number, rank in enumerate(ranks)
+                if any(part.meets(box) for box in rank.get(tensor.name, []))
+            )
+            groups.append(signatures.setdefault(holders, len(signatures)))
+        cuts[tensor.name] = TensorCut(dim=dim, points=points, groups=tuple(groups))
+    return cuts
+
+
+def held_buckets(layout: Layout, plans: Sequence[ShardPlan]) -> frozenset[int]:
+    """The buckets that have anything of what these ranks hold."""
+    return buckets_of(layout, [plan.boxes() for plan in plans])
+
+
+def buckets_of(layout: Layout, ranks: Sequence[Holdings]) -> frozenset[int]:
+    """The buckets that have anything of what these ranks hold."""
+    held = {
+        part
+        for part in layout.parts
+        for rank in ranks
+        if any(Box.of(part.box).meets(box) for box in rank.get(part.tensor.name, []))
+    }
+    return frozenset(
+        bucket.index
+        for bucket in layout.buckets
+        if any(piece.part in held for piece in layout.pieces(bucket))
+    )
+
+
+def assign_buckets(layout: Layout, ranks: Sequence[Holdings]) -> list[frozenset[int]]:
+    """Each bucket to one rank that holds all of it, by bytes as evenly as it goes.
+
+    Raises: ValueError when nobody holds a whole bucket.
+    """
+    holders: dict[Part, list[int]] = {
+        part: [
+            number
+            for number, rank in enumerate(ranks)
+            if any(Box.of(part.box).lies_in(box) for box in rank.get(part.tensor.name, []))
+        ]
+        for part in layout.parts
+    }
+    shares: list[set[int]] = [set() for _ in ranks]
+    loads = [0] * len(ranks)
+    for bucket in sorted(layout.buckets, key=lambda each: (-each.num_elements, each.index)):
+        pieces = list(layout.pieces(bucket))
+        able = set.intersection(*(set(holders[piece.part]) for piece in pieces))
+        if not able:
+            names = ", ".join(sorted({piece.tensor.name for piece in pieces}))
+            raise ValueError(f"no trainer rank holds all of bucket {bucket.index}: {names}")
+        chosen = min(able, key=lambda number: (loads[number], number))
+        shares[chosen].add(bucket.index)
+        loads[chosen] += bucket.num_elements * DTYPE_BYTES[bucket.dtype]
+    return [frozenset(share) for share in shares]
+
+
+def _edges(tensor: TensorSpec, boxes: Sequence[Box]) -> tuple[int, tuple[int, ...]]:
+    """The dimension with most cuts, and where they are; cuts along others are left to over-fetching."""
+    best: tuple[int, tuple[int, ...]] = (0, ())
+    for dim, size in enumerate(tensor.shape):
+        edges = {edge for box in boxes for edge in (box.start[dim], box.stop[dim])} - {0, size}
+        if len(edges) > len(best[1]):
+            best = (dim, tuple(sorted(edges)))
+    return best
+
+
+def _box(tensor: TensorSpec, dim: int, start: int, stop: int) -> Box:
+    if not tensor.shape:
+        return Box(start=(), stop=())
+    ends = [(0, size) for size in tensor.shape]
+    ends[dim] = (start, stop)
+    return Box.of(ends)

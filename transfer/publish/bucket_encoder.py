@@ -1,0 +1,93 @@
+"""The trainer's kept copy on its way to the next version: compared, brought up to date and packed.
+
+Owns: the threads that encode, and what the kept copy has of a version that is not committed yet.
+Promises: buckets come out in the order they were asked for, a few ahead of their taker at most; take_back()
+leaves the kept copy as it was at the last settle(). Comparing and packing hold no GIL, so each thread may
+have a core. Never talks to a relay. One caller at a time.
+"""
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from rose.transfer.format.codec import Codec, Encoded, SparsePatch, pack_followed
+from rose.transfer.format.layout import Bucket
+from rose.transfer.format.state_hash import StateHash
+from rose.transfer.publish.codec_choice import pack_for_link
+from rose.transfer.publish.kept_copy import KeptCopy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedBucket:
+    """One bucket's difference, and the hash of its bits before."""
+
+    bucket: Bucket
+    before: StateHash
+    encoded: Encoded
+
+    @property
+    def after(self) -> StateHash:
+        return self.before + self.encoded.change
+
+
+class BucketEncoder:
+    """kept: what is compared with, on the processor or on a device. codec: one for all buckets; None chooses
+    for each by its density and by the link.
+
+    num_threads: buckets that are encoded at the same time.
+    """
+
+    def __init__(
+        self,
+        kept: KeptCopy,
+        codec: Codec | None,
+        link_bytes_per_s: float,
+        num_threads: int,
+    ) -> None:
+        self._kept = kept
+        self._codec = codec
+        self._link_bytes_per_s = link_bytes_per_s
+        self._num_threads = num_threads
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="rose-encode")
+        self._ahead: list[tuple[Bucket, SparsePatch, StateHash]] = []
+        """What the kept copy has of the version under way, with the hashes before."""
+
+    def encode(self, buckets: Sequence[Bucket]) -> Generator[EncodedBucket, None, None]:
+        """The buckets as they are now. Close the generator before anything else is done here."""
+        pending: deque[Future[EncodedBucket]] = deque()
+        try:
+            for bucket in buckets:
+                pending.append(self._executor.submit(self._encode, bucket))
+                if len(pending) > self._num_threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            wait(pending)
+
+    def settle(self) -> None:
+        """What was encoded is committed."""
+        self._ahead = []
+
+    def take_back(self) -> None:
+        """What was encoded since the last settle() is not committed."""
+        for bucket, patch, before in self._ahead:
+            self._kept.revert(bucket, patch, before)
+        self._ahead = []
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._executor.shutdown()
+
+    def _encode(self, bucket: Bucket) -> EncodedBucket:
+        planes = self._kept.planes
+        before, kept = planes.bucket_hash(bucket), planes.bits(bucket)
+        patch, change = self._kept.follow(bucket)
+        self._ahead.append((bucket, patch, before))
+        if self._codec is not None:
+            codec, payload = self._codec, pack_followed(self._codec, patch, kept, bucket.dtype)
+        else:
+            codec, payload = pack_for_link(patch, kept, bucket.dtype, self._link_bytes_per_s)
+        encoded = Encoded(codec=codec, payload=payload, patch=patch, change=change)
+        return EncodedBucket(bucket=bucket, before=before, encoded=encoded)

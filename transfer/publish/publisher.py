@@ -1,0 +1,324 @@
+"""The publisher: the trainer's end of the weight transfer.
+
+Owns: the kept copy of what was published last, and the run's version numbers.
+Promises: a version is announced only when all its objects are in the relay. The kept copy follows the weights
+in the pass that compares them; the publish after one that failed takes it back to the last committed version,
+and starts from there. Deltas are exact.
+Never waits for engines (wait_acked does, when the trainer asks). One thread at a time.
+Source: ROSE §4.2. Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is
+not exact), and snapshots bound the chain that a late joiner walks.
+"""
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rose.config import Settings
+from rose.errors import RelayError, WorkerError
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.codec import Codec
+from rose.transfer.format.layout import BUCKET_BYTES
+from rose.transfer.format.manifest import Ack, BucketEntry, Manifest, unpack_body
+from rose.transfer.format.planes import WeightPlanes
+from rose.transfer.format.shard_plan import ShardPlan
+from rose.transfer.format.state_hash import StateHash
+from rose.transfer.publish.bucket_encoder import BucketEncoder
+from rose.transfer.publish.chain import VersionChain, claim_run
+from rose.transfer.publish.kept_copy import open_kept_copy
+from rose.transfer.publish.torch_source import TorchSource
+from rose.transfer.publish.trainer_ranks import TrainerRanks
+from rose.transfer.publish.version_writer import VersionWriter
+from rose.transfer.relay.opening import open_relay
+from rose.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_EVERY = 100
+SNAPSHOT_SHARE = 0.5
+DEFAULT_LINK_GBPS = 1.0
+"""Where nobody says what the link carries: G8S with zstd, the fewest bytes that cost no time worth naming."""
+FULL_WAIT_S = 30.0
+RANKS_TIMEOUT_S = 120.0
+_PUT_THREADS = 2
+_MOST_ENCODE_THREADS = 4
+"""By default: more than a few cores only wait for memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What one publish sent, and what it would have cost otherwise."""
+
+    version: WeightVersion
+    base: int | None
+    state_hash: str
+    num_elements: int
+    num_changed: int
+    dense_bytes: int
+    coo_bytes: int
+    """int32 place + difference per changed element; dense_bytes for a snapshot."""
+    wire_bytes: int
+    """Frames and manifest of this version."""
+    snapshot_bytes: int
+    """Of the snapshot put beside a delta for late joiners, 0 mostly."""
+    encode_s: float
+    put_s: float
+    """Waiting for the relay, while encoding had nothing left to do beside it."""
+
+
+class WeightPublisher:
+    """Publishes a trainer's weights as a run of versions 0, 1, 2, ...
+
+    weights: a torch module, a mapping or pairs of (Hugging Face name, tensor); read at each publish(). codec:
+    one for all buckets; None chooses for each by its density and by link_gbps, the link to the relay.
+    full_wait_s: how long a full relay is waited for, while acknowledgements free what it holds of old
+    versions.
+    snapshot_every, snapshot_share: a snapshot for late joiners goes out after so many versions, or when the
+    deltas since the last one come to this share of it; over a slow link, rarer is cheaper.
+    plans: of the serving ranks, so that each can fetch what it holds (rose.engine.weights.shard_recorder).
+    rank, num_ranks: of a trainer that is spread over processes. Each publishes its own TensorShards, or its
+    share of what several hold, under one run id, and calls publish() as often as the others; they wait for
+    each other for ranks_timeout_s.
+    encode_threads: buckets that are compared and packed at the same time; None: a rank's share of the cores
+    that this process may use, 4 at most.
+    Raises: RelayError when the relay does not answer or holds a run of this id already.
+    """
+
+    def __init__(
+        self,
+        weights: Any,
+        relay_url: str,
+        run_id: str | None = None,
+        dtype: str | None = "bfloat16",
+        *,
+        codec: Codec | None = None,
+        link_gbps: float = DEFAULT_LINK_GBPS,
+        snapshot_every: int = SNAPSHOT_EVERY,
+        snapshot_share: float = SNAPSHOT_SHARE,
+        bucket_bytes: int = BUCKET_BYTES,
+        full_wait_s: float = FULL_WAIT_S,
+        plans: Sequence[ShardPlan] = (),
+        rank: int = 0,
+        num_ranks: int = 1,
+        ranks_timeout_s: float = RANKS_TIMEOUT_S,
+        encode_threads: int | None = None,
+        key: str | None = None,
+    ) -> None:
+        self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
+        if link_gbps <= 0 or snapshot_every < 1:
+            raise ValueError(f"need link_gbps > 0 and snapshot_every >= 1, got {link_gbps} {snapshot_every}")
+        if encode_threads is None:
+            encode_threads = min(
+                max(len(os.sched_getaffinity(0)) // max(num_ranks, 1), 1), _MOST_ENCODE_THREADS
+            )
+        if encode_threads < 1:
+            raise ValueError(f"need encode_threads >= 1, got {encode_threads}")
+        self._source = TorchSource(weights, dtype)
+        self._full_wait_s = full_wait_s
+        self._number = -1
+        settings = Settings.from_environment()
+        self._relay = open_relay(relay_url, key if key is not None else settings.key)
+        self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
+        try:
+            self._ranks = TrainerRanks(self._relay, self.run_id, rank, num_ranks, ranks_timeout_s)
+            if self._ranks.is_leader:
+                claim_run(self._relay, self.run_id, relay_url)
+            specs, held = self._source.specs(), self._source.holdings()
+            self.layout, share = self._ranks.agree(specs, held, list(plans), bucket_bytes)
+        except (RelayError, ValueError):
+            self._puts.shutdown()
+            self._relay.close()
+            raise
+        self._planes = WeightPlanes(self.layout, share)
+        self._buckets = [self.layout.buckets[index] for index in sorted(share)]
+        self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every, snapshot_share)
+        self._version_hash = StateHash()
+        self._is_followed = False
+        self._is_under_way = False
+        """Whether a version was begun of which no commit was heard of yet."""
+        self._dense: dict[int, BucketEntry] = {}
+        """The last delta's frames that hold all bits of their bucket: a snapshot need not send them again."""
+        self._kept = open_kept_copy(self._source, self._planes, settings.delta_library)
+        self._encoder = BucketEncoder(self._kept, codec, link_gbps * 1e9 / 8, encode_threads)
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The last committed version, None before the first publish()."""
+        return WeightVersion(run_id=self.run_id, number=self._number) if self._number >= 0 else None
+
+    @property
+    def state_hash(self) -> StateHash:
+        """The hash of the last committed version, all ranks' parts together."""
+        return self._version_hash
+
+    def publish(self) -> SyncReport:
+        """Publishes the weights as they are now. Raises: RelayError; calling again is safe.
+
+        ValueError when a tensor has another shape or dtype than the run began with.
+        """
+        self._ranks.attempt += 1
+        self._source.require_same()
+        if self._ranks.is_leader:
+            base = self._number if self._number >= 0 else None
+            coming = keys.version_prefix(self.run_id, self._number + 1, base)
+            self._chain.open((coming,) if self._ranks.num_ranks > 1 else ())
+        self._hear_of_commit()
+        if self._number < 0:
+            writer = self._write(0, None, self._put_first)
+        else:
+            writer = self._write(self._number + 1, self._number, self._put_delta)
+        snapshot_bytes = 0
+        if self._is_followed:
+            snapshot_bytes = self._write(self._number, None, self._put_snapshot).wire_bytes
+        if not self._ranks.is_leader:
+            self._chain.forget()
+        elif writer.base is None or snapshot_bytes > 0:
+            self._chain.move_head(self._number, self.state_hash)
+        report = self._report(writer, snapshot_bytes)
+        logger.info("published: %s", report)
+        return report
+
+    def acks(self) -> dict[str, Ack]:
+        """What each worker of this run acknowledged last, its own state hash included. Raises: RelayError."""
+        return self._chain.acks()
+
+    def acked(self) -> dict[str, int]:
+        """The version that each worker of this run acknowledged last. Raises: RelayError."""
+        return {worker: ack.version for worker, ack in self.acks().items()}
+
+    def wait_acked(self, version: WeightVersion, workers: Sequence[str], timeout_s: float) -> None:
+        """Returns when every named worker runs `version` or a newer one of this run.
+
+        workers: names as in manifest.worker_name. Raises: WorkerError naming the late ones.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        prefix = keys.ack_prefix(self.run_id)
+        seen: str | None = None
+        late = unread = set(workers)
+        while True:
+            late = late - {name for name in unread if self._acked_version(prefix + name) >= version.number}
+            if not late:
+                return
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                missing = ", ".join(sorted(late))
+                raise WorkerError(f"no ack of {version} within {timeout_s} s from {missing}")
+            changes = self._relay.wait([prefix], seen, left_s)
+            seen = changes.seen
+            # The link to the relay may be slow: only what is new is read.
+            written = {key.removeprefix(prefix) for key in changes.keys} if changes.keys is not None else late
+            unread = late & written
+
+    def _acked_version(self, key: str) -> int:
+        data = self._relay.get(key)
+        return unpack_body(data, Ack, key).version if data is not None else -1
+
+    def close(self) -> None:
+        """Closes the connection; what was published stays in the relay."""
+        self._puts.shutdown()
+        self._encoder.close()
+        self._relay.close()
+
+    def _write(self, version: int, base: int | None, put: Callable[[VersionWriter], object]) -> VersionWriter:
+        """Runs `put` on a new writer, first clearing away what an aborted attempt left."""
+        writer = VersionWriter(
+            self._relay,
+            self._puts,
+            self.run_id,
+            self.layout,
+            version,
+            base,
+            written=self._chain.start(version, base),
+            make_room=self._chain.make_room,
+            full_wait_s=self._full_wait_s,
+        )
+        try:
+            put(writer)
+        finally:
+            writer.abort()
+        return writer
+
+    def _put_first(self, writer: VersionWriter) -> None:
+        for bucket in self._buckets:
+            with writer.encoding():
+                self._kept.fill(bucket)
+        self._is_under_way = True
+        self._move_to(self._put_snapshot(writer))
+
+    def _put_delta(self, writer: VersionWriter) -> None:
+        if self._ranks.is_leader:
+            writer.run_beside(partial(self._chain.announce_coming, writer.version))
+        self._is_under_way = True
+        self._dense = {}
+        self._source.wait()
+        with closing(self._encoder.encode(self._buckets)) as steps:
+            for _ in self._buckets:
+                with writer.encoding():
+                    step = next(steps)
+                if step.encoded.num_changed > 0:
+                    entry = writer.put(step.bucket, step.encoded, step.before, step.after)
+                    if step.encoded.codec is Codec.DENSE:
+                        self._dense[step.bucket.index] = entry
+        manifest = self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer))
+        if self._ranks.is_leader and self._chain.is_announced:
+            # Followers, whom the deltas lead here, don't wait for a snapshot.
+            self._chain.move_head(manifest.version, StateHash.from_hex(manifest.state_hash))
+        self._move_to(manifest)
+
+    def _wants_snapshot(self, writer: VersionWriter, num_bytes: int) -> bool:
+        return self._chain.needs_snapshot(writer.version, num_bytes)
+
+    def _hear_of_commit(self) -> None:
+        """After a publish that failed: another rank, or the relay, may have got through with it anyway."""
+        if not self._is_under_way:
+            return
+        base = self._number if self._number >= 0 else None
+        manifest = self._ranks.committed(self._number + 1, base)
+        if manifest is not None:
+            self._move_to(manifest)
+            return
+        self._encoder.take_back()
+        self._is_under_way = False
+
+    def _move_to(self, manifest: Manifest) -> None:
+        """The kept copy is what was committed."""
+        self._encoder.settle()
+        self._is_under_way = False
+        self._number = manifest.version
+        self._version_hash = StateHash.from_hex(manifest.state_hash)
+        self._is_followed = manifest.is_followed
+
+    def _put_snapshot(self, writer: VersionWriter) -> Manifest:
+        for bucket in self._buckets:
+            after = self._planes.bucket_hash(bucket)
+            if bucket.index in self._dense:
+                writer.refer(bucket, self._dense[bucket.index], after)
+            else:
+                writer.put_dense(bucket, self._planes.bits(bucket), after)
+        manifest = self._ranks.commit(writer, None, lambda num_bytes: False)
+        self._is_followed = False
+        if self._ranks.is_leader:
+            self._chain.add_snapshot(writer.version, sum(entry.num_bytes for entry in manifest.buckets))
+        return manifest
+
+    def _report(self, writer: VersionWriter, snapshot_bytes: int) -> SyncReport:
+        dense_bytes = self.layout.num_bytes
+        return SyncReport(
+            version=WeightVersion(run_id=self.run_id, number=writer.version),
+            base=writer.base,
+            state_hash=str(self.state_hash),
+            num_elements=self.layout.num_elements,
+            num_changed=writer.num_changed,
+            dense_bytes=dense_bytes,
+            coo_bytes=writer.coo_bytes if writer.base is not None else dense_bytes,
+            wire_bytes=writer.wire_bytes,
+            snapshot_bytes=snapshot_bytes,
+            encode_s=writer.encode_s,
+            put_s=writer.put_s,
+        )

@@ -1,0 +1,246 @@
+"""Live torch tensors as raw bits: a trainer's, which are read, and a rollout rank's, which are written.
+
+Owns: what a trainer hands over; torch is imported when a source is made, or bits are loaded.
+Promises: a tensor that several names share is published once, under its first name; wider floats are
+cast by torch (round to nearest even) on the device, before they are copied to the host.
+Never keeps a copy of the weights, never writes to a trainer's.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rose.transfer.format.codec import Bits
+from rose.transfer.format.layout import Bucket, Layout, Piece, TensorSpec
+from rose.transfer.format.planes import WeightPlanes, bits_dtype
+from rose.transfer.format.shard_plan import Box
+
+_SAFETENSORS_NAMES = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int8": "I8",
+    "uint8": "U8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "bool": "BOOL",
+}
+_CASTS = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShard:
+    """A trainer rank's part of a tensor: where it lies in the Hugging Face tensor of that shape.
+
+    tensor: a view of the live parameter, not a copy, of the part's shape.
+    """
+
+    tensor: Any
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        stop = tuple(at + size for at, size in zip(self.start, self.tensor.shape, strict=True))
+        return Box(start=self.start, stop=stop)
+
+    def region(self, ends: tuple[tuple[int, int], ...]) -> Any:
+        """That region of the whole tensor, in place."""
+        slices = [slice(a - at, b - at) for at, (a, b) in zip(self.start, ends, strict=True)]
+        return self.tensor.detach()[tuple(slices)]
+
+
+class TorchSource:
+    """Tensors by their Hugging Face names, from a module or from (name, tensor) pairs.
+
+    weights: anything with state_dict(), a mapping, or pairs, of tensors, DTensors (FSDP2) or TensorShards;
+    pairs may name a tensor several times, for several shards. The tensors are read anew at each publish, so
+    an optimizer that updates them in place needs nothing else. dtype: what floats of 2 bytes or more are cast
+    to; None publishes them as they are.
+    """
+
+    def __init__(self, weights: Any, dtype: str | None) -> None:
+        import torch
+
+        if dtype is not None and dtype not in _CASTS:
+            raise ValueError(f"dtype {dtype!r} is none of {', '.join(_CASTS)}")
+        self._torch = torch
+        self._cast = getattr(torch, dtype) if dtype is not None else None
+        self._shards = _untied(_named(weights))
+        if not self._shards:
+            raise ValueError("no tensors to publish")
+        self._formats = self._read_formats()
+        self._scratch = threading.local()
+        self._views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+    def specs(self) -> list[TensorSpec]:
+        """What is published. Raises: ValueError on a dtype that has no place on the wire."""
+        return [
+            TensorSpec(name=name, dtype=self._wire_dtype(name, shards[0].tensor), shape=shards[0].shape)
+            for name, shards in self._shards.items()
+        ]
+
+    def holdings(self) -> dict[str, list[Box]]:
+        """The region of each tensor that is here."""
+        return {name: [shard.box for shard in shards] for name, shards in self._shards.items()}
+
+    def require_same(self) -> None:
+        """Raises: ValueError: a tensor has not the shape and dtype any more with which the run began."""
+        for (name, was), (_, now) in zip(self._formats, self._read_formats(), strict=True):
+            if now != was:
+                raise ValueError(f"tensor {name} is {now}, the run began with {was}: begin a new run")
+
+    def _read_formats(self) -> list[tuple[str, str]]:
+        """Each shard's tensor, and how it would be published."""
+        return [
+            (name, f"{self._wire_dtype(name, shard.tensor)} {tuple(shard.tensor.shape)}")
+            for name, shards in self._shards.items()
+            for shard in shards
+        ]
+
+    def device(self) -> Any:
+        """The device that all tensors lie on; None where they lie on several."""
+        devices = self._devices()
+        return next(iter(devices)) if len(devices) == 1 else None
+
+    def _devices(self) -> set[Any]:
+        return {shard.tensor.device for shards in self._shards.values() for shard in shards}
+
+    def wait(self) -> None:
+        """Returns when the calling thread's streams are done with the weights: then any thread may read."""
+        for device in self._devices():
+            if device.type == "cuda":
+                self._torch.cuda.current_stream(device).synchronize()
+
+    def read(self, layout: Layout, bucket: Bucket) -> list[Bits]:
+        """The bits that the bucket's elements have now, piece by piece, valid until the thread's next read().
+
+        Those that lie in host memory as they are published are seen there, not copied. Others go into the
+        same memory each time: the kernel would have to clear 64 MB of new pages for each bucket.
+        Raises: ValueError: not all are here.
+        """
+        dtype = bits_dtype(bucket.dtype)
+        num_bytes = bucket.num_elements * dtype.itemsize
+        memory = getattr(self._scratch, "memory", None)
+        if memory is None or memory.size < num_bytes:
+            memory = self._scratch.memory = np.empty(num_bytes, np.uint8)
+        scratch = memory[:num_bytes].view(dtype)
+        pieces: list[Bits] = []
+        for piece, region in self._regions(layout, bucket):
+            flat = region.reshape(-1)[piece.begin : piece.end]
+            bits: Bits = self._raw(flat, dtype.itemsize).cpu().numpy()
+            if not self._is_as_published(region):
+                copied = scratch[piece.at : piece.at + bits.size]
+                copied[:] = bits
+                bits = copied
+            pieces.append(bits)
+        return pieces
+
+    def gather(self, layout: Layout, bucket: Bucket, bits: Any) -> None:
+        """Copies the bits that the bucket's elements have now into a vector of integers of their width, a
+        tensor on their device; nothing crosses to the host.
+
+        Raises: ValueError: not all are here.
+        """
+        for piece, region in self._regions(layout, bucket):
+            flat = region.reshape(-1)[piece.begin : piece.end]
+            raw = self._raw(flat, bits.element_size()).view(bits.dtype)
+            bits[piece.at : piece.at + flat.numel()].copy_(raw)
+
+    def _regions(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[Piece, Any]]:
+        """The bucket's pieces, each with the part of a tensor that it is cut from."""
+        for piece in layout.pieces(bucket):
+            ends = piece.part.box
+            shards = self._shards.get(piece.tensor.name, [])
+            shards = [shard for shard in shards if Box.of(ends).lies_in(shard.box)]
+            if not shards:
+                raise ValueError(f"no shard holds {ends} of tensor {piece.tensor.name}")
+            yield piece, shards[0].region(ends)
+
+    def _is_as_published(self, region: Any) -> bool:
+        """Whether flattening and reading these elements as bits copies nothing."""
+        return region.device.type == "cpu" and self._target(region) is None and region.is_contiguous()
+
+    def _raw(self, flat: Any, width: int) -> Any:
+        cast = flat if self._target(flat) is None else flat.to(self._target(flat))
+        return cast.contiguous().view(self._views[width])
+
+    def _target(self, tensor: Any) -> Any:
+        is_wide_float = tensor.is_floating_point() and tensor.element_size() >= 2
+        return self._cast if is_wide_float and tensor.dtype != self._cast else None
+
+    def _wire_dtype(self, name: str, tensor: Any) -> str:
+        target = self._target(tensor)
+        dtype = str(target if target is not None else tensor.dtype).removeprefix("torch.")
+        if dtype not in _SAFETENSORS_NAMES:
+            raise ValueError(f"tensor {name}: dtype {dtype} can't be published")
+        return _SAFETENSORS_NAMES[dtype]
+
+
+def load_planes(planes: WeightPlanes, tensors: Mapping[str, Any]) -> None:
+    """Copies what the planes hold into the tensors of the same names, in place.
+
+    Raises: ValueError, before anything is written, unless each is there with its published shape and dtype.
+    """
+    import torch
+
+    views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+    copies: dict[str, Any] = {}
+    for spec in planes.layout.tensors:
+        if spec.name not in tensors:
+            raise ValueError(f"no tensor {spec.name} among {len(tensors)} to load into")
+        tensor = tensors[spec.name].detach()
+        dtype = _SAFETENSORS_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+        if (dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+            raise ValueError(f"tensor {spec.name} is {dtype} {tuple(tensor.shape)}, published was {spec}")
+        copies[spec.name] = tensor.cpu().contiguous()  # itself, where it lies in host memory like that
+    planes.read_into(
+        {name: copy.view(views[copy.element_size()]).numpy() for name, copy in copies.items() if copy.numel()}
+    )
+    with torch.no_grad():
+        for name, copy in copies.items():
+            if copy.data_ptr() != tensors[name].data_ptr():
+                tensors[name].copy_(copy)
+
+
+def _named(weights: Any) -> Iterable[tuple[str, Any]]:
+    if hasattr(weights, "state_dict"):
+        weights = weights.state_dict(keep_vars=True)
+    pairs: Iterable[tuple[str, Any]] = weights.items() if isinstance(weights, Mapping) else weights
+    return pairs
+
+
+def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[TensorShard]]:
+    """Drops names whose tensor is, element for element, the storage of an earlier one."""
+    kept: dict[str, list[TensorShard]] = {}
+    seen: set[tuple[Any, ...]] = set()
+    for name, value in pairs:
+        shard = _shard_of(value)
+        tensor = shard.tensor
+        if tensor.numel() == 0 and shard.shape != tuple(tensor.shape):
+            continue  # more ranks than rows: others have them
+        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if tensor.numel() > 0 and place in seen:
+            continue
+        seen.add(place)
+        kept.setdefault(name, []).append(shard)
+    return kept
+
+
+def _shard_of(value: Any) -> TensorShard:
+    """Of a torch DTensor, as FSDP2 and torch's tensor parallelism make, this rank's part, where it lies."""
+    if isinstance(value, TensorShard):
+        return value
+    shape = tuple(value.shape)
+    if not hasattr(value, "__create_chunk_list__"):
+        return TensorShard(tensor=value, shape=shape, start=(0,) * len(shape))
+    (chunk,) = value.__create_chunk_list__()  # as for torch's own distributed checkpoints
+    return TensorShard(tensor=value.detach().to_local(), shape=shape, start=tuple(chunk.offsets))

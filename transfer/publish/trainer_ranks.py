@@ -1,0 +1,156 @@
+"""Several trainer ranks that publish one run together, without talking to each other but through the relay.
+
+Owns: the exchange of what each rank holds, the exclusive share of buckets that each publishes, and the
+putting together of a version from their parts. Rank 0 commits: it alone writes manifests and HEAD.
+Promises: all ranks derive the same layout and shares; a version is committed by all ranks or by none, and a
+rank that did not hear of a commit in time learns of it at its next publish. Every rank calls publish()
+equally often, as it does a training step. Source: ROSE §4.2 (mutually exclusive shards).
+"""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rose.errors import RelayError
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.layout import Layout, TensorSpec
+from rose.transfer.format.manifest import Manifest, PartBody, RankBody, ShardBody, pack_body, unpack_body
+from rose.transfer.format.partition import Holdings, assign_buckets, cut_by_holdings
+from rose.transfer.format.shard_plan import Box, ShardPlan
+from rose.transfer.format.state_hash import StateHash
+from rose.transfer.publish.version_writer import VersionWriter
+from rose.transfer.relay.protocol import Relay
+
+Found = TypeVar("Found")
+
+
+class TrainerRanks:
+    """This rank among `num_ranks`, which wait up to timeout_s for each other."""
+
+    def __init__(self, relay: Relay, run_id: str, rank: int, num_ranks: int, timeout_s: float) -> None:
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"need 0 <= rank < num_ranks, got rank {rank} of {num_ranks}")
+        self._relay = relay
+        self._run_id = run_id
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self.attempt = 0
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def agree(
+        self, specs: list[TensorSpec], held: Holdings, plans: list[ShardPlan], bucket_bytes: int
+    ) -> tuple[Layout, frozenset[int]]:
+        """The run's layout and this rank's buckets. Raises: RelayError: a rank is missing; ValueError."""
+        if self.num_ranks == 1:
+            cuts = cut_by_holdings(specs, [plan.boxes() for plan in plans]) if plans else None
+            layout = Layout(specs, bucket_bytes, cuts)
+            return layout, frozenset(range(len(layout.buckets)))
+        self._relay.upsert(keys.rank_key(self._run_id, self.rank), pack_body(_rank_body(specs, held)))
+        bodies = [self._wait_for_rank(rank) for rank in range(self.num_ranks)]
+        all_specs, all_held = _merge(bodies)
+        cuts = cut_by_holdings(all_specs, [*all_held, *(plan.boxes() for plan in plans)])
+        layout = Layout(all_specs, bucket_bytes, cuts)
+        return layout, assign_buckets(layout, all_held)[self.rank]
+
+    def commit(
+        self, writer: VersionWriter, before: StateHash | None, wants_snapshot: Callable[[int], bool]
+    ) -> Manifest:
+        """Makes a version of all ranks' parts; every rank returns with its manifest.
+
+        wants_snapshot: asked by the leader with the version's bytes, whether one is to follow. Raises:
+        RelayError: the relay, or a rank that was not heard of in time; then nothing is committed.
+        """
+        part = PartBody(attempt=self.attempt, num_changed=writer.num_changed, buckets=writer.finish_frames())
+        if not self.is_leader:
+            key = keys.part_key(self._run_id, writer.version, writer.base, self.rank)
+            writer.note(key)
+            self._relay.upsert(key, pack_body(part))
+            manifest_key = keys.manifest_key(self._run_id, writer.version, writer.base)
+            what = f"manifest of version {writer.version}"
+            return self._wait(manifest_key, lambda: self.committed(writer.version, writer.base), what)
+        parts = [part, *(self._collect(writer, rank) for rank in range(1, self.num_ranks))]
+        entries = sorted((entry for each in parts for entry in each.buckets), key=lambda entry: entry.index)
+        after = sum(
+            (StateHash.from_hex(entry.change) for entry in entries),
+            before if before is not None else StateHash(),
+        )
+        is_followed = wants_snapshot(sum(entry.num_bytes for entry in entries))
+        num_changed = sum(each.num_changed for each in parts)
+        manifest = writer.commit(entries, num_changed, after, before, is_followed)
+        # Only now are the others' objects the leader's to remove: before, another attempt may put them again.
+        # A snapshot's frames may be its delta's.
+        for rank in range(1, self.num_ranks):
+            writer.note(keys.part_key(self._run_id, writer.version, writer.base, rank))
+        for entry in entries:
+            writer.note(entry.key)
+        return manifest
+
+    def committed(self, version: int, base: int | None) -> Manifest | None:
+        """The version's manifest, if it was committed. Raises: RelayError."""
+        key = keys.manifest_key(self._run_id, version, base)
+        data = self._relay.get(key)
+        return unpack_body(data, Manifest, key) if data is not None else None
+
+    def _collect(self, writer: VersionWriter, rank: int) -> PartBody:
+        key = keys.part_key(self._run_id, writer.version, writer.base, rank)
+
+        def look() -> PartBody | None:
+            data = self._relay.get(key)
+            part = unpack_body(data, PartBody, key) if data is not None else None
+            # One of another attempt is of frames that were taken back.
+            return part if part is not None and part.attempt == self.attempt else None
+
+        return self._wait(key, look, f"part of rank {rank} of version {writer.version}")
+
+    def _wait_for_rank(self, rank: int) -> RankBody:
+        key = keys.rank_key(self._run_id, rank)
+
+        def look() -> RankBody | None:
+            data = self._relay.get(key)
+            return unpack_body(data, RankBody, key) if data is not None else None
+
+        return self._wait(key, look, f"shards of rank {rank}")
+
+    def _wait(self, key: str, look: Callable[[], Found | None], what: str) -> Found:
+        """Looks whenever the object was written."""
+        deadline_s = time.monotonic() + self._timeout_s
+        seen: str | None = None
+        while True:
+            found = look()
+            if found is not None:
+                return found
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise RelayError(
+                    f"run {self._run_id}, rank {self.rank}: no {what} within {self._timeout_s} s"
+                )
+            seen = self._relay.wait([key], seen, left_s).seen
+
+
+def _rank_body(specs: list[TensorSpec], held: Holdings) -> RankBody:
+    return RankBody(
+        shards=[
+            ShardBody(name=spec.name, dtype=spec.dtype, shape=spec.shape, start=box.start, stop=box.stop)
+            for spec in specs
+            for box in held[spec.name]
+        ]
+    )
+
+
+def _merge(bodies: list[RankBody]) -> tuple[list[TensorSpec], list[Holdings]]:
+    """Raises: ValueError when ranks disagree on a tensor."""
+    specs: dict[str, TensorSpec] = {}
+    all_held: list[Holdings] = []
+    for rank, body in enumerate(bodies):
+        held: Holdings = {}
+        for shard in body.shards:
+            spec = TensorSpec(name=shard.name, dtype=shard.dtype, shape=shard.shape)
+            if specs.setdefault(shard.name, spec) != spec:
+                raise ValueError(f"rank {rank} has {spec}, another one {specs[shard.name]}")
+            held.setdefault(shard.name, []).append(Box(start=shard.start, stop=shard.stop))
+        all_held.append(held)
+    return list(specs.values()), all_held

@@ -1,0 +1,188 @@
+"""Writes the objects of one version to the relay: frames in the background, the manifest last.
+
+Owns: the keys, sizes and times of one version's way into the relay.
+Promises: `written` names whatever may have been
+written, so that an aborted version can be cleared away. Used once, by one thread.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+
+from rose.errors import RelayFull
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.codec import Bits, Codec, Encoded
+from rose.transfer.format.frame import NO_BASE, Frame, run_digest
+from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout
+from rose.transfer.format.manifest import BucketEntry, Manifest, pack_body
+from rose.transfer.format.state_hash import StateHash
+from rose.transfer.relay.protocol import Relay
+
+_FULL_POLL_S = 0.05
+_MAX_PENDING = 4  # of up to 64 MB each: bounds what waits for a slow link
+
+
+class VersionWriter:
+    """base: the version that a delta starts from, None for a snapshot.
+
+    written: gets every key before it is put. make_room: called again and again while the relay is full, from
+    the executor's threads; after full_wait_s of that the put fails.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        executor: Executor,
+        run_id: str,
+        layout: Layout,
+        version: int,
+        base: int | None,
+        *,
+        written: list[str],
+        make_room: Callable[[], None],
+        full_wait_s: float,
+    ) -> None:
+        self._relay = relay
+        self._executor = executor
+        self._run_id = run_id
+        self._layout = layout
+        self.version = version
+        self.base = base
+        self._written = written
+        self._make_room = make_room
+        self._full_wait_s = full_wait_s
+        self.num_changed = 0
+        self.coo_bytes = 0
+        self.wire_bytes = 0
+        self.encode_s = 0.0
+        self.put_s = 0.0
+        self._entries: list[BucketEntry] = []
+        self._pending: deque[Future[None]] = deque()
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Counts the time spent inside as encoding."""
+        started = time.perf_counter()
+        yield
+        self.encode_s += time.perf_counter() - started
+
+    def put(self, bucket: Bucket, encoded: Encoded, before: StateHash, after: StateHash) -> BucketEntry:
+        """Sends one bucket's difference. Raises: RelayError, also for an earlier bucket."""
+        return self._put(bucket, encoded.codec, encoded.payload, encoded.num_changed, before, after)
+
+    def put_dense(self, bucket: Bucket, bits: Bits, after: StateHash) -> None:
+        """Sends one bucket of a snapshot. Raises: RelayError, also for an earlier bucket."""
+        self._put(bucket, Codec.DENSE, bits.tobytes(), bucket.num_elements, StateHash(), after)
+
+    def refer(self, bucket: Bucket, sent: BucketEntry, after: StateHash) -> None:
+        """Takes a dense frame of this version's delta into the snapshot: its bits need not cross again."""
+        change = str(after)
+        entry = BucketEntry(index=bucket.index, key=sent.key, num_bytes=sent.num_bytes, change=change)
+        self._entries.append(entry)
+        self.num_changed += bucket.num_elements
+
+    def _put(
+        self,
+        bucket: Bucket,
+        codec: Codec,
+        payload: bytes,
+        num_changed: int,
+        before: StateHash,
+        after: StateHash,
+    ) -> BucketEntry:
+        frame = Frame(
+            codec=codec,
+            width=DTYPE_BYTES[bucket.dtype],
+            bucket=bucket.index,
+            run=run_digest(self._run_id),
+            base=self.base if self.base is not None else NO_BASE,
+            version=self.version,
+            layout=bytes.fromhex(self._layout.digest),
+            dtype=bucket.dtype,
+            num_elements=bucket.num_elements,
+            first_index=bucket.first_index,
+            num_changed=num_changed,
+            base_hash=before,
+            new_hash=after,
+            payload=payload,
+        )
+        key = keys.bucket_key(self._run_id, self.version, self.base, bucket.index)
+        data = frame.pack()
+        change = str(after - before)
+        entry = BucketEntry(index=bucket.index, key=key, num_bytes=len(data), change=change)
+        self._entries.append(entry)
+        self.num_changed += num_changed
+        self.coo_bytes += num_changed * (4 + DTYPE_BYTES[bucket.dtype])
+        self._send(key, data)
+        self._wait_for_puts(_MAX_PENDING)
+        return entry
+
+    def run_beside(self, work: Callable[[], None]) -> None:
+        """Does it while buckets are encoded; what it raises, a later put or finish_frames() does."""
+        self._pending.append(self._executor.submit(work))
+
+    def note(self, key: str) -> None:
+        """A key of this version that another rank, or another way, writes."""
+        self._written.append(key)
+
+    def finish_frames(self) -> list[BucketEntry]:
+        """Waits until all frames are in the relay, and what runs beside them is done. Raises: RelayError."""
+        self._wait_for_puts(0)
+        return self._entries
+
+    def commit(
+        self,
+        entries: list[BucketEntry],
+        num_changed: int,
+        after: StateHash,
+        before: StateHash | None,
+        is_followed: bool,
+    ) -> Manifest:
+        """Puts the manifest; all its frames are in. Raises: RelayError."""
+        manifest = Manifest(
+            run_id=self._run_id,
+            version=self.version,
+            base=self.base,
+            layout=self._layout.digest,
+            state_hash=str(after),
+            base_state_hash=str(before) if before is not None else None,
+            num_elements=self._layout.num_elements,
+            num_changed=num_changed,
+            is_followed=is_followed,
+            buckets=entries,
+        )
+        self._send(keys.manifest_key(self._run_id, self.version, self.base), pack_body(manifest))
+        self._wait_for_puts(0)
+        return manifest
+
+    def abort(self) -> None:
+        """Waits until nothing is being written any more; what was written stays for the caller to remove."""
+        for future in self._pending:
+            future.exception()
+        self._pending.clear()
+
+    def _send(self, key: str, data: bytes) -> None:
+        self._written.append(key)
+        self.wire_bytes += len(data)
+        self._pending.append(self._executor.submit(self._put_patiently, key, data))
+
+    def _put_patiently(self, key: str, data: bytes) -> None:
+        """Raises: RelayFull when no room came in time; RelayError."""
+        deadline_s = time.monotonic() + self._full_wait_s
+        while True:
+            try:
+                return self._relay.put(key, data)
+            except RelayFull:
+                if time.monotonic() >= deadline_s:
+                    raise
+            with suppress(RelayFull):  # not even HEAD may find room, when its numbers grow
+                self._make_room()
+            time.sleep(_FULL_POLL_S)
+
+    def _wait_for_puts(self, max_pending: int) -> None:
+        started = time.perf_counter()
+        while len(self._pending) > max_pending:
+            self._pending.popleft().result()
+        self.put_s += time.perf_counter() - started

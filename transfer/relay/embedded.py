@@ -1,0 +1,210 @@
+"""The embedded relay: objects in one process's memory, over HTTP.
+
+Owns: the server (aiohttp, one event loop) and its blocking client.
+Promises: an object becomes visible only when its last byte arrived; a full relay refuses with the
+numbers. With ROSE_KEY set, every call needs it as a bearer token.
+Never writes to disk, never evicts: what the trainer put stays until the trainer removes it.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from urllib.parse import quote, urlencode
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp.typedefs import Middleware
+
+from rose.errors import RelayError, RelayFull
+from rose.transfer.relay.calls import CONNECT_TIMEOUT_S, Answer, RelayCalls
+from rose.transfer.relay.change_log import ChangeLog
+from rose.transfer.relay.object_store import ObjectStore
+from rose.transfer.relay.protocol import Changes
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CAPACITY_BYTES = 8 << 30
+_MAX_WAIT_S = 5.0  # for a change, in silence
+# Relays are near each other. The writer waits in silence meanwhile, so a peer that hangs is given up sooner.
+_HAND_ON_S = 2.0
+_HAND_ON_BYTES_PER_S = 20e6
+_FULL = web.HTTPInsufficientStorage.status_code
+_MISSED_HEADER = "X-Rose-Missed"
+
+
+def make_app(store: ObjectStore, key: str | None) -> web.Application:
+    """The relay's HTTP application."""
+
+    peers = _Peers(key)
+    log = ChangeLog()
+
+    async def write(request: web.Request) -> web.Response:
+        name, is_replacing = request.match_info["key"], request.query.get("replace") == "1"
+        store.require_room(name, request.content_length or 0)
+        data = await request.read()
+        store.write(name, data, replace=is_replacing)
+        log.note(name)
+        addresses = [address for address in request.query.get("copy_to", "").split(",") if address]
+        is_taken = await asyncio.gather(*(peers.send(each, name, data, is_replacing) for each in addresses))
+        missed = [each for each, taken in zip(addresses, is_taken, strict=True) if not taken]
+        return web.Response(status=204, headers={_MISSED_HEADER: ",".join(missed)})
+
+    async def read(request: web.Request) -> web.Response:
+        data = store.objects.get(request.match_info["key"])
+        return web.Response(status=404) if data is None else web.Response(body=data)
+
+    async def remove(request: web.Request) -> web.Response:
+        for name in await request.json():
+            store.remove(name)
+        return web.Response(status=204)
+
+    async def names(request: web.Request) -> web.Response:
+        return web.json_response(store.names(request.query.get("prefix", "")))
+
+    async def changes(request: web.Request) -> web.Response:
+        prefixes, seen = request.query.getall("prefix", []), request.query.get("seen")
+        if seen is None:
+            return web.json_response([log.position, None])
+        timeout_ms = request.query.get("timeout_ms", "")
+        if not timeout_ms.isdecimal():
+            raise web.HTTPBadRequest(text=f"timeout_ms must be a number, got {timeout_ms!r}")
+        timeout_s = min(int(timeout_ms) / 1000, _MAX_WAIT_S)
+        return web.json_response(await log.wait(prefixes, seen, timeout_s))
+
+    async def end_waits(app: web.Application) -> None:
+        log.close()
+
+    app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key)])
+    app.on_shutdown.append(end_waits)
+    app.on_cleanup.append(peers.close)
+    app.router.add_put("/v1/objects/{key:.+}", write)
+    app.router.add_get("/v1/objects/{key:.+}", read)
+    app.router.add_post("/v1/remove", remove)
+    app.router.add_get("/v1/keys", names)
+    app.router.add_get("/v1/changes", changes)
+    return app
+
+
+class _Peers:
+    """Hands objects on to other relays, so that a writer far away sends them once."""
+
+    def __init__(self, key: str | None) -> None:
+        self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        self._session: ClientSession | None = None
+
+    async def send(self, address: str, name: str, data: bytes, is_replacing: bool) -> bool:
+        """Whether the relay at host:port took it; the writer is told and tries itself."""
+        if self._session is None:
+            self._session = ClientSession(headers=self._headers)
+        timeout = ClientTimeout(
+            total=_HAND_ON_S + len(data) / _HAND_ON_BYTES_PER_S, sock_connect=CONNECT_TIMEOUT_S
+        )
+        url = f"http://{address}/v1/objects/{quote(name)}" + ("?replace=1" if is_replacing else "")
+        try:
+            async with self._session.put(url, data=data, timeout=timeout) as response:
+                return response.ok
+        except (ClientError, TimeoutError) as error:
+            logger.warning("copy not sent: key=%s to=%s error=%r", name, address, error)
+            return False
+
+    async def close(self, app: web.Application) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _require_key(key: str | None) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise web.HTTPUnauthorized(text="the relay needs ROSE_KEY")
+        return await handler(request)
+
+    return check
+
+
+class EmbeddedRelay:
+    """Client of an embedded relay; see rose.transfer.relay.protocol.Relay."""
+
+    def __init__(self, host: str, port: int, key: str | None = None) -> None:
+        self.address = f"{host}:{port}"
+        self._calls = RelayCalls(host, port, key)
+        try:
+            self.keys("rose/HEAD_RUN")
+        except RelayError:
+            self._calls.close()
+            raise
+
+    def put(self, key: str, data: bytes) -> None:
+        self._call("PUT", self._path(key), data)
+
+    def upsert(self, key: str, data: bytes) -> None:
+        self._call("PUT", self._path(key) + "?replace=1", data)
+
+    def write_with_copies(
+        self, key: str, data: bytes, *, is_replacing: bool, copy_to: list[str]
+    ) -> list[str]:
+        """Like put() or upsert(), and this relay hands the object on to others before it answers.
+
+        copy_to: their addresses, host:port; returns those that did not take it.
+        """
+        query = f"?copy_to={','.join(copy_to)}" + ("&replace=1" if is_replacing else "")
+        answer = self._call("PUT", self._path(key) + query, data)
+        return [address for address in answer.headers.get(_MISSED_HEADER, "").split(",") if address]
+
+    def get(self, key: str) -> bytes | None:
+        answer = self._call("GET", self._path(key))
+        return None if answer.status == 404 else answer.body
+
+    def remove(self, keys: Iterable[str]) -> None:
+        names = list(keys)
+        if names:
+            self._call("POST", "/v1/remove", json.dumps(names).encode())
+
+    def keys(self, prefix: str) -> list[str]:
+        names = json.loads(self._call("GET", f"/v1/keys?prefix={quote(prefix)}").body)
+        return [str(name) for name in names]
+
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+        query = [("prefix", prefix) for prefix in prefixes]
+        if seen is not None:
+            query += [("seen", seen), ("timeout_ms", str(max(0, round(1000 * timeout_s))))]
+        position, keys = json.loads(self._call("GET", f"/v1/changes?{urlencode(query)}").body)
+        return Changes(seen=position, keys=keys)
+
+    def close(self) -> None:
+        self._calls.close()
+
+    @staticmethod
+    def _path(key: str) -> str:
+        return f"/v1/objects/{quote(key)}"
+
+    def _call(self, method: str, path: str, content: bytes | None = None) -> Answer:
+        answer = self._calls.call(method, path, content)
+        if answer.is_success or (method == "GET" and answer.status == 404):
+            return answer
+        text = answer.body.decode(errors="replace")
+        refused = f"embedded relay refused {method} {path}: {answer.status} {text}"
+        raise RelayFull(refused) if answer.status == _FULL else RelayError(refused)
+
+
+async def serve(host: str, port: int, capacity_bytes: int, key: str | None) -> None:
+    """Serves until SIGTERM or SIGINT; prints {"url": ...} once it listens. Raises: OSError, port taken."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    runner = web.AppRunner(make_app(ObjectStore(capacity_bytes), key), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        bound = runner.addresses[0][1]
+        print(json.dumps({"url": f"embedded://{host}:{bound}"}), flush=True)
+        await stopped.wait()
+    finally:
+        await runner.cleanup()

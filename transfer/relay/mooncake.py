@@ -1,0 +1,257 @@
+"""Mooncake Store as the relay.
+
+Owns: the only import of mooncake, its client, the start of a master process, the probe of its libraries.
+Promises: Relay's contract where Mooncake's own differs: put() on an existing key raises (the store would
+answer 0 without writing), remove() forces past read leases, every object is pinned against eviction.
+Never decides what to store or when to remove it.
+"""
+
+import ctypes
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rose.config import default_variable
+from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable
+from rose.transfer.relay.calls import RelayCalls
+from rose.transfer.relay.protocol import Changes
+
+# Holds one object on its way in or out: a 64 MB frame, with room for the store's own alignment.
+CLIENT_BUFFER_BYTES = 160 << 20
+MASTER_START_TIMEOUT_S = 60.0
+_LOOK_EVERY_S = 0.02
+_RETRIES = 3
+_RETRY_PAUSE_S = 0.2
+INSTALL_LIBRARIES = "apt-get install -y libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2"
+
+
+class MooncakeRelay:
+    """Client of a Mooncake master; see rose.transfer.relay.protocol.Relay.
+
+    segment_bytes: memory this process lends to the store, 0 for trainers and subscribers.
+    admin_port: the master's metrics port, which also lists keys.
+    """
+
+    def __init__(self, host: str, port: int, admin_port: int, segment_bytes: int = 0) -> None:
+        default_variable("GLOG_minloglevel", "2")  # its INFO log prints on every connection
+        try:
+            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+        except ImportError as error:
+            raise RelayError(f"mooncake can't be loaded: {error}; see `rose doctor`") from error
+        self._master = f"{host}:{port}"
+        self._admin = RelayCalls(host, admin_port, None)
+        _require_listener(host, port)
+        self._lock = threading.Lock()
+        self._config: Any = ReplicateConfig()
+        self._config.with_hard_pin = True
+        self._store: Any = MooncakeDistributedStore()
+        code = self._store.setup(
+            _local_address(host, port),
+            "P2PHANDSHAKE",
+            segment_bytes,
+            CLIENT_BUFFER_BYTES,
+            "tcp",
+            "",
+            self._master,
+        )
+        if code != 0:
+            raise RelayError(f"mooncake master {self._master}: set-up answered {code}")
+
+    def put(self, key: str, data: bytes) -> None:
+        if self._exists(key):
+            raise RelayError(f"{key} exists and is immutable")
+        self._write("put", key, data)
+
+    def upsert(self, key: str, data: bytes) -> None:
+        self._write("upsert", key, data)
+
+    def get(self, key: str) -> bytes | None:
+        for attempt in range(_RETRIES):
+            if not self._exists(key):  # which a dead master answers at once, and get() after 4 s and more
+                return None
+            with self._lock:
+                data = bytes(self._store.get(key))
+            if data:
+                return data
+            # An upsert or a removal between the two calls, or an expired lease: all pass.
+            time.sleep(_RETRY_PAUSE_S * (attempt + 1))
+        raise RelayUnreachable(f"mooncake master {self._master}: get {key} failed {_RETRIES} times")
+
+    def lacking(self, keys: Sequence[str]) -> list[str]:
+        """Those that are not there, asked for in one call. Raises: RelayUnreachable."""
+        codes = self._store.batch_is_exist(list(keys))
+        failed = [(key, code) for key, code in zip(keys, codes, strict=True) if code not in (0, 1)]
+        if failed:
+            raise RelayUnreachable(f"mooncake master {self._master}: batch_is_exist failed: {failed[:3]}")
+        return [key for key, code in zip(keys, codes, strict=True) if code == 0]
+
+    def remove(self, keys: Iterable[str]) -> None:
+        names = list(keys)
+        codes = self._store.batch_remove(names, True) if names else []
+        # -704: no such key
+        failed = [(name, code) for name, code in zip(names, codes, strict=True) if code not in (0, -704)]
+        if failed:
+            raise RelayUnreachable(f"mooncake master {self._master}: remove failed: {failed[:3]}")
+
+    def keys(self, prefix: str) -> list[str]:
+        try:
+            answer = self._admin.call("GET", "/get_all_keys")
+        except RelayUnreachable as error:
+            raise RelayUnreachable(f"{error}; give the master's metrics port as ?admin=PORT") from error
+        if not answer.is_success:
+            raise RelayUnreachable(f"mooncake master {self._master}: get_all_keys answered {answer.status}")
+        return sorted(name for name in answer.body.decode().split("\n") if name.startswith(prefix) and name)
+
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+        """The store tells nobody of changes: waits for as long as it is polite to look again after."""
+        if seen is not None:
+            time.sleep(min(timeout_s, _LOOK_EVERY_S))
+        return Changes(seen="", keys=None)
+
+    def _exists(self, key: str) -> bool:
+        """Raises: RelayUnreachable."""
+        code = self._store.is_exist(key)
+        if code not in (0, 1):
+            raise RelayUnreachable(f"mooncake master {self._master}: is_exist {key} answered {code}")
+        return bool(code)
+
+    def close(self) -> None:
+        self._admin.close()
+        self._store.close()
+
+    def _write(self, verb: str, key: str, data: bytes) -> None:
+        if not data:
+            raise ValueError(f"{key}: Mooncake can't tell an empty object from none")
+        with self._lock:
+            code = getattr(self._store, verb)(key, data, self._config)
+        if code != 0:
+            failed = f"mooncake {verb} {key} of {len(data)} bytes answered {code}"
+            raise RelayFull(f"{failed}: the store is full") if code == -200 else RelayUnreachable(failed)
+
+
+class MooncakeMaster:
+    """A running mooncake_master process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], host: str, port: int, admin_port: int) -> None:
+        self.process = process
+        self.host = host
+        self.port = port
+        self.admin_port = admin_port
+
+    @property
+    def url(self) -> str:
+        return f"mooncake://{self.host}:{self.port}?admin={self.admin_port}"
+
+    def stop(self) -> None:
+        """Ends the process, which has nothing to put away; SIGTERM would take it a second."""
+        self.process.kill()
+        self.process.wait()
+
+
+def start_mooncake_master(host: str, port: int = 0, admin_port: int = 0) -> MooncakeMaster:
+    """Starts the wheel's mooncake_master and waits until it listens; it dies with this process.
+
+    Port 0 picks a free one. Raises: ConfigError: a port is taken; RelayError: the master ends at once.
+    """
+    port = _free_port(host, port)
+    admin_port = _free_port(host, admin_port)
+    command = [
+        str(_master_binary()),
+        f"--rpc_address={host}",
+        f"--rpc_port={port}",
+        f"--metrics_port={admin_port}",
+        "--logtostderr",
+        "--minloglevel=2",
+    ]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent
+    )
+    deadline = time.monotonic() + MASTER_START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RelayError(f"mooncake_master ended with status {process.returncode}: {command}")
+        if _listens(host, port) and _listens(host, admin_port):
+            return MooncakeMaster(process, host, port, admin_port)
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    raise RelayError(f"mooncake_master did not listen on {host}:{port} within {MASTER_START_TIMEOUT_S} s")
+
+
+def mooncake_available() -> tuple[bool, str]:
+    """Whether Mooncake loads here; if not, what is missing and the command that installs it.
+
+    Probes in a child process: a library clash inside Mooncake ends the process that imports it.
+    """
+    if importlib.util.find_spec("mooncake") is None:
+        return False, "Python package missing: pip install 'vllm-rose[mooncake]'"
+    probe = subprocess.run(
+        [sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True, timeout=300
+    )
+    if probe.returncode == 0:
+        return True, "Mooncake Store loads"
+    return False, explain_import_failure(probe.stderr, probe.returncode)
+
+
+def explain_import_failure(stderr: str, status: int) -> str:
+    """One line from what the probe printed: the missing library and the command, or its last line."""
+    missing = re.search(r"(lib\S+\.so\S*): cannot open shared object file", stderr)
+    if missing is not None:
+        return f"system library {missing.group(1)} missing: {INSTALL_LIBRARIES}"
+    last = (stderr.strip().splitlines() or [f"ended with status {status}"])[-1]
+    return f"import mooncake.store failed: {last}"
+
+
+def _master_binary() -> Path:
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or spec.origin is None:
+        raise RelayError("Python package mooncake missing: pip install 'vllm-rose[mooncake]'")
+    binary = Path(spec.origin).with_name("mooncake_master")
+    if not os.access(binary, os.X_OK):
+        binary.chmod(binary.stat().st_mode | 0o111)  # wheels don't always keep the bit
+    return binary
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    # A parent that waits for its stop signals has them blocked, and a child inherits that.
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+
+
+def _free_port(host: str, port: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"--port: {host}:{port}: {error.strerror}; choose another port") from error
+        return int(probe.getsockname()[1])
+
+
+def _listens(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, port)) == 0
+
+
+def _require_listener(host: str, port: int) -> None:
+    # Mooncake's own set-up would retry for long and print.
+    if not _listens(host, port):
+        raise RelayUnreachable(f"mooncake master {host}:{port}: nothing listens there")
+
+
+def _local_address(host: str, port: int) -> str:
+    """The address by which others on the way to the master can reach this process."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])

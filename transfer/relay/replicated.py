@@ -1,0 +1,197 @@
+"""Several relays that hold the same objects: one may die, and nothing is lost.
+
+Owns: the choice of the copy to talk to, writing to all of them, bringing one up to date that missed writes.
+Promises: an object is written when every copy that answers has it, and at least one does; it is read from
+any. An embedded relay hands objects on to its peers itself, so that they cross the link from the trainer
+once; a Mooncake store beside another one copies its frames (nearby_copies.py), which are looked for before
+their version counts (owed_frames.py).
+Other copies are written one by one. A copy that does not answer rests for a while instead of
+slowing every call.
+Never decides which objects are needed: the publisher says so in repair().
+
+A copy that comes back may still hold an older HEAD. Followers never go back within a run (follower.py), and
+the next publish brings it up to date.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from rose.errors import RelayUnreachable
+from rose.transfer.format import manifest
+from rose.transfer.relay.copies import RelayCopy
+from rose.transfer.relay.owed_frames import MOST_OWED_BYTES, pair_up
+from rose.transfer.relay.protocol import Changes, Relay
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+
+class ReplicatedRelay:
+    """See rose.transfer.relay.protocol.Relay; `copies` are (URL, how to open it) in order of preference.
+
+    Raises: RelayUnreachable when none answers.
+    """
+
+    def __init__(self, copies: Iterable[tuple[str, Callable[[], Relay]]]) -> None:
+        self._copies = [RelayCopy(url, open_copy) for url, open_copy in copies]
+        self._owed = pair_up(self._copies)
+        self._all(lambda relay: relay.keys("rose/HEAD_RUN"))
+
+    def put(self, key: str, data: bytes) -> None:
+        self._write(key, data, is_replacing=False)
+
+    def upsert(self, key: str, data: bytes) -> None:
+        self._write(key, data, is_replacing=True)
+
+    def get(self, key: str) -> bytes | None:
+        failures: list[RelayUnreachable] = []
+        for copy in self._in_order():
+            try:
+                data = copy.call(lambda relay: relay.get(key))
+            except RelayUnreachable as error:
+                failures.append(error)
+                continue
+            # One that came back empty has nothing to say about what the others hold.
+            if data is not None:
+                return data
+        if len(failures) == len(self._copies):
+            raise failures[0]
+        return None
+
+    def remove(self, keys: Iterable[str]) -> None:
+        names = list(keys)
+        for owed in self._owed:
+            owed.drop(names)
+        self._all(lambda relay: relay.remove(names))
+
+    def keys(self, prefix: str) -> list[str]:
+        return sorted({name for names in self._all(lambda relay: relay.keys(prefix)) for name in names})
+
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+        """Waits at the copy that get() asks first; to another one `seen` means nothing, and ends the wait."""
+        return self._first(lambda relay: relay.wait(prefixes, seen, timeout_s))
+
+    def close(self) -> None:
+        for copy in self._copies:
+            copy.close()
+
+    def repair(
+        self, prefix: str, versions: Iterable[str], newest: Sequence[str], spared: tuple[str, ...] = ()
+    ) -> None:
+        """Gives every copy that is in use these objects of versions, and what any copy has beside versions.
+
+        Takes away other objects of versions, but those that others may be writing now: prefixes in `spared`.
+        newest: those of `versions` that were written last, also by others. Where all copies have them and
+        never failed to answer, nothing is missing, and listings, which grow with the chain, need not cross
+        the link.
+        """
+        if not any(self._is_behind(copy, newest) for copy in self._copies):
+            return
+        held: dict[RelayCopy, set[str]] = {}
+        followed: dict[RelayCopy, bytes | None] = {}
+        for copy in self._copies:
+            if not copy.is_resting:  # or it is still behind when it is back, then mended by the next one
+                with suppress(RelayUnreachable):
+                    followed[copy] = copy.call(lambda relay: relay.get(manifest.HEAD_RUN_KEY))
+                    held[copy] = set(copy.call(lambda relay: relay.keys(prefix)))
+        others = {name for names in held.values() for name in names if not manifest.is_version_key(name)}
+        wanted = {*versions, *others}
+        newest_run = next((run for run in followed.values() if run is not None), None)
+        for copy, names in held.items():
+            with suppress(RelayUnreachable):
+                missing = wanted - names
+                fetched = {name for name in missing if self._fetches(copy, name)}
+                for name in sorted(missing - fetched):
+                    self._give(copy, name, self.get(name))
+                surplus = sorted(name for name in names - wanted if not name.startswith(spared))
+                copy.call(lambda relay, surplus=surplus: relay.remove(surplus))  # type: ignore[misc]
+                if followed[copy] != newest_run:
+                    self._give(copy, manifest.HEAD_RUN_KEY, newest_run)
+                copy.is_behind = bool(fetched)  # looked at again, until they are there
+
+    @staticmethod
+    def _is_behind(copy: RelayCopy, newest: Sequence[str]) -> bool:
+        if copy.is_resting:
+            return False
+        with suppress(RelayUnreachable):
+            return copy.is_behind or bool(copy.lacking(newest))
+        return False
+
+    def _fetches(self, copy: RelayCopy, name: str) -> bool:
+        """Whether the copy gets this object by itself from another one."""
+        is_frame = manifest.bucket_of(name) is not None
+        return is_frame and any(owed.copy is copy and owed.is_fetching for owed in self._owed)
+
+    @staticmethod
+    def _give(copy: RelayCopy, name: str, data: bytes | None) -> None:
+        if data is not None:
+            logger.info("relay copy gets what it missed: url=%s key=%s", copy.url, name)
+            copy.call(lambda relay: relay.upsert(name, data))
+
+    def _first(self, work: Callable[[Relay], Answer]) -> Answer:
+        """What the first copy that answers says. Raises: RelayUnreachable when none does."""
+        failures: list[RelayUnreachable] = []
+        for copy in self._in_order():
+            try:
+                return copy.call(work)
+            except RelayUnreachable as error:
+                failures.append(error)
+        raise failures[0]
+
+    def _in_order(self) -> list[RelayCopy]:
+        """Those that rest come last: they are asked only when nobody else can answer."""
+        return sorted(self._copies, key=lambda copy: copy.is_resting)
+
+    def _all(self, work: Callable[[Relay], Answer]) -> list[Answer]:
+        """What the copies that answer say. Raises: RelayUnreachable when none does."""
+        answers: list[Answer] = []
+        failures: list[RelayUnreachable] = []
+        for copy in self._in_order():
+            if copy.is_resting and answers:
+                continue
+            try:
+                answers.append(copy.call(work))
+            except RelayUnreachable as error:
+                failures.append(error)
+        if not answers:
+            raise failures[0]
+        return answers
+
+    def _write(self, key: str, data: bytes, *, is_replacing: bool) -> None:
+        """What comes after a version's frames waits until every copy has them.
+
+        Before it is written anywhere: a copy that is full then fails nothing but a first try.
+        """
+        is_frame = manifest.bucket_of(key) is not None
+        if manifest.is_version_key(key):
+            for owed in self._owed:
+                owed.settle(MOST_OWED_BYTES if is_frame else 0)
+        failures: list[RelayUnreachable] = []
+        is_written = False
+        pending = self._in_order()
+        while pending:
+            copy = pending.pop(0)
+            if copy.is_resting and is_written:
+                continue
+            peers = [peer for peer in pending if not peer.is_resting]
+            try:
+                done = copy.write(key, data, peers, is_replacing=is_replacing)
+            except RelayUnreachable as error:
+                failures.append(error)
+                continue
+            is_written = True
+            if is_frame:
+                done += self._leave_to_them(copy, key, data)
+            pending = [peer for peer in pending if peer not in done]
+        if not is_written:
+            raise failures[0]
+
+    def _leave_to_them(self, written: RelayCopy, key: str, data: bytes) -> list[RelayCopy]:
+        """The copies that fetch this frame themselves from the one that has it."""
+        fetching = [owed for owed in self._owed if owed.source is written and owed.is_fetching]
+        for owed in fetching:
+            owed.add(key, data)
+        return [owed.copy for owed in fetching]

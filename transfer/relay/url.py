@@ -1,0 +1,42 @@
+"""Relay URLs: ``embedded://HOST:PORT`` and ``mooncake://HOST:PORT?admin=PORT``."""
+
+from urllib.parse import parse_qs, urlsplit
+
+
+def parse_relay_url(url: str) -> tuple[str, str, int, dict[str, str]]:
+    """(kind, host, port, options) of "embedded://host:port" or "mooncake://host:port?admin=PORT".
+
+    Raises: ValueError on anything else.
+    """
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"relay URL {url!r}: {error}") from error
+    if parts.scheme not in ("embedded", "mooncake") or not parts.hostname or port is None or parts.path:
+        raise ValueError(f"relay URL {url!r} must be embedded://HOST:PORT or mooncake://HOST:PORT")
+    options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    return parts.scheme, parts.hostname, port, options
+
+
+def require_mooncake(url: str) -> None:
+    """Raises: ValueError unless it is the URL of one Mooncake store."""
+    if parse_relay_url(url)[0] != "mooncake":
+        raise ValueError(f"relay URL {url!r} is not of the form mooncake://HOST:PORT")
+
+
+def address_of(url: str) -> str:
+    """host:port of a relay."""
+    _, host, port, _ = parse_relay_url(url)
+    return f"{host}:{port}"
+
+
+def add_beside(url: str, other: str) -> str:
+    """The URL of a Mooncake store that says of which other one it copies the frames."""
+    return f"{url}{'&' if '?' in url else '?'}beside={address_of(other)}"
+
+
+def beside_of(url: str) -> str | None:
+    """host:port of the store whose frames this one copies, if it does."""
+    kind, _, _, options = parse_relay_url(url)
+    return options.get("beside") if kind == "mooncake" else None
