@@ -9,6 +9,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker
 
 from rose.admission.board import MAGIC, Word
@@ -17,6 +18,7 @@ from rose.errors import BoardError, ConfigError
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
 from rose.memory.slabs.backend import BackendKind
+from rose.types import Role
 
 
 def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +47,11 @@ def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_p
         patches._check_parallelism(EngineArgs(model, pipeline_parallel_size=2))
     with pytest.raises(ConfigError, match="--nnodes 2: a slab pool is on one host"):
         patches._check_parallelism(EngineArgs(model, tensor_parallel_size=2, nnodes=2))
+
+
+@pytest.mark.parametrize("role", Role)
+def test_both_roles_have_a_scheduler_class_that_loads(role: Role) -> None:
+    assert issubclass(resolve_obj_by_qualname(patches._scheduler(role)), Scheduler)
 
 
 def test_both_platforms_have_a_worker_class_that_loads_anywhere() -> None:

@@ -17,6 +17,7 @@ from rose.engine.hooks.compatibility import check_arguments, check_config, resol
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import BoardError, ConfigError, PoolError
 from rose.memory.slabs.backend import BackendKind
+from rose.types import Role
 
 _MARK = "_rose_patched"
 
@@ -120,7 +121,6 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     from vllm.v1.executor import UniProcExecutor
 
     from rose.engine.hooks.executor import RanksExecutor
-    from rose.types import Role
 
     num_ranks = _check_parallelism(engine_args)
     check_arguments(engine_args)
@@ -130,7 +130,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
         CONFIG_KEY: settings.model_dump(mode="json"),
     }
     engine_args.worker_cls, backend = _platform()
-    engine_args.scheduler_cls = f"rose.engine.{settings.role}_scheduler.{settings.role.title()}Scheduler"
+    engine_args.scheduler_cls = _scheduler(settings.role)
     # Each step's end must mean a drained GPU, so that a turn can be handed over (notes: admission).
     engine_args.async_scheduling = False
     # The CPU platform turns "uni" into "mp", whose message queues spin for a second after every step on the
@@ -160,6 +160,11 @@ def _check_parallelism(engine_args: Any) -> int:
         )
     num_ranks: int = engine_args.tensor_parallel_size
     return num_ranks
+
+
+def _scheduler(role: Role) -> str:
+    """The scheduler class of engines with this role, by its qualified name."""
+    return f"rose.engine.scheduling.{role}_scheduler.{role.title()}Scheduler"
 
 
 def _platform() -> tuple[str, BackendKind]:
