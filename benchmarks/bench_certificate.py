@@ -75,7 +75,7 @@ def _is_broken(seed: int) -> bool:
     all_worst = rng.random() < 0.1
 
     def times_of(permit: Permit, iteration: int) -> PhaseTimes:
-        worst_s = certificate.durations_s[permit.turn % num_steps]
+        worst_s = certificate.durations_s[permit.step_number % num_steps]
         return PhaseTimes(
             done_s=worst_s if all_worst else worst_s * rng.choice((0.0, rng.random(), 1.0, 1.0))
         )

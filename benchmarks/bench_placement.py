@@ -21,11 +21,11 @@ from importlib.util import find_spec
 from harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure, percentile
+from rose.scheduler.cluster.candidates import own_limit_s
 from rose.scheduler.cluster.exact import optimum
 from rose.scheduler.cluster.groups import Cluster, Plan
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job
-from rose.scheduler.cluster.placements import own_limit_s
 from rose.scheduler.cluster.policies import Policy, Weave
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.sim.workloads import Workload, generate_trace, submissions

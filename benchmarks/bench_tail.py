@@ -35,9 +35,9 @@ from harness import run_benchmark
 from tail_real import RealGroup, measured_gain
 
 from rose.demo.figures import Figure
-from rose.scheduler.cluster.model import Group, Job, Member, SloKind
+from rose.scheduler.cluster.model import Group, Job, Member, Phase, SloKind
 from rose.scheduler.group.certificate import certify
-from rose.scheduler.group.order import PhaseKind, round_robin
+from rose.scheduler.group.order import round_robin
 from rose.scheduler.group.permits import Permit
 from rose.scheduler.group.replay import PhaseTimes, replay
 from rose.scheduler.group.tail import (
@@ -168,7 +168,7 @@ class _Model:
         self._tails: dict[str, Tail] = {}
 
     def times(self, permit: Permit, iteration: int) -> PhaseTimes:
-        if permit.kind is PhaseKind.TRAIN:
+        if permit.kind is Phase.TRAIN:
             return PhaseTimes(done_s=self._pair.jobs[permit.job].train_s)
         job = self._pair.jobs[permit.job]
         lengths = self._pair.lengths[permit.job][iteration]

@@ -21,7 +21,7 @@ import yaml
 from rose.errors import WorkerError
 from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.channel.client import ControlClient
-from rose.scheduler.runtime.channel.messages import Reply, Status, Submit
+from rose.scheduler.runtime.channel.messages import Answer, Status, Submit
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 
 JOB = Path(__file__).with_name("phase_job.py")
@@ -104,7 +104,7 @@ class ClusterRig:
     def ask(self, call: Status | Submit) -> dict[str, Any]:
         """Raises: WorkerError for what the scheduler refuses."""
         reply = self.client.ask(call, START_S)
-        assert isinstance(reply, Reply), reply
+        assert isinstance(reply, Answer), reply
         if reply.error is not None:
             raise WorkerError(reply.error)
         return reply.body

@@ -78,5 +78,5 @@ class CacheFull(RoseError):
     """A phase's working set does not fit in the host memory that the job was given."""
 
 
-class PlacementError(RoseError):
+class PoolsFull(RoseError):
     """The cluster's pools have no room for a job."""

@@ -17,6 +17,7 @@ from rose.errors import ConfigError
 from rose.jobs.runner import Offer, Runner
 from rose.jobs.serve import START_S, cache_root
 from rose.node.signals import StopOnSignals
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser(settings).parse_args(argv)
     offer = Offer(
         host=arguments.host,
-        num_nodes={"rollout": arguments.rollout_nodes, "train": arguments.train_nodes},
+        num_nodes={Phase.ROLLOUT: arguments.rollout_nodes, Phase.TRAIN: arguments.train_nodes},
     )
     if min(offer.num_nodes.values()) < 0 or not any(offer.num_nodes.values()):
         raise ConfigError(

@@ -20,8 +20,17 @@ import msgspec
 
 from rose.config import parse_config
 from rose.node.processes import ServerProcess
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
-from rose.scheduler.runtime.channel.messages import Alive, AnyAnswer, Exited, Hello, Reply, Start, Stop
+from rose.scheduler.runtime.channel.messages import (
+    Alive,
+    Answer,
+    Exited,
+    Hello,
+    SchedulerMessage,
+    Start,
+    Stop,
+)
 from rose.scheduler.runtime.job.job import JobFile
 from rose.scheduler.runtime.job.recording import Recording
 from rose.scheduler.runtime.job.spec import RunSpec
@@ -51,7 +60,7 @@ class Offer:
     """A host's nodes, by kind, for groups to use."""
 
     host: str
-    num_nodes: dict[str, int]
+    num_nodes: dict[Phase, int]
 
 
 class Runner:
@@ -123,9 +132,9 @@ class Runner:
             hello = msgspec.structs.replace(hello, host=self._offer.host, num_nodes=self._offer.num_nodes)
         self._client.tell(hello)
 
-    def _follow(self, order: AnyAnswer | None) -> None:
+    def _follow(self, order: SchedulerMessage | None) -> None:
         match order:
-            case None | Reply():  # orders may have been missed; or the scheduler holds us for dead
+            case None | Answer():  # orders may have been missed; or the scheduler holds us for dead
                 self._hello()
             case Start():
                 self._start(order)

@@ -22,7 +22,7 @@ from rose.jobs.runner import Runner
 from rose.node.processes import ServerProcess
 from rose.node.signals import StopOnSignals
 from rose.scheduler.runtime.channel.client import ControlClient
-from rose.scheduler.runtime.channel.messages import Reply, Status
+from rose.scheduler.runtime.channel.messages import Answer, Status
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.channel.protocol import ClientSide
 from rose.scheduler.runtime.job.spec import ServeSpec
@@ -39,7 +39,13 @@ class ScheduledNode:
     def __init__(self, channel: str, cluster: Path | None, log_path: Path | None = None) -> None:
         """Checks both, starts nothing. log_path: where the scheduler's log goes; None: on this terminal."""
         ChannelUrl.parse(channel)
-        self._argv = [sys.executable, "-m", "rose.scheduler.runtime.command.process", "--channel", channel]
+        self._argv = [
+            sys.executable,
+            "-m",
+            "rose.scheduler.runtime.command.scheduler_process",
+            "--channel",
+            channel,
+        ]
         if cluster is not None:
             load_yaml(cluster, ServeSpec)
             self._argv += ["--cluster", str(cluster)]
@@ -78,7 +84,7 @@ class ScheduledNode:
                 reply = client.ask(Status(seq=client.next_seq()), timeout_s=POLL_S)
             except ChannelError:  # not there yet
                 continue
-            if isinstance(reply, Reply) and reply.body["scheduler_pid"] == self.scheduler_pid:
+            if isinstance(reply, Answer) and reply.body["scheduler_pid"] == self.scheduler_pid:
                 return
             time.sleep(POLL_S)
         raise WorkerError(f"the scheduler, pid {self.scheduler_pid}, does not answer after {START_S:.0f} s")

@@ -24,7 +24,7 @@ from rose.jobs.serve import START_S, ScheduledNode, cache_root, joined
 from rose.node.processes import LOG_TAIL_LINES
 from rose.node.watcher import group_members
 from rose.scheduler.runtime.channel.client import ControlClient
-from rose.scheduler.runtime.channel.messages import Reply, Status, Submit
+from rose.scheduler.runtime.channel.messages import Answer, Status, Submit
 from rose.scheduler.runtime.job.profile import (
     JobProfile,
     Sample,
@@ -86,7 +86,7 @@ class _Run:
         deadline = time.monotonic() + timeout_s
         spec = to_be_profiled(self.spec, self.num_iterations, GROUP)
         reply = self.client.ask(Submit(seq=self.client.next_seq(), spec=spec), START_S)
-        assert isinstance(reply, Reply), reply
+        assert isinstance(reply, Answer), reply
         if reply.error is not None:
             raise ConfigError(reply.error)
         job = self._look()
@@ -113,7 +113,7 @@ class _Run:
             self.samples.append(Sample(at_s=time.monotonic(), resident_bytes=resident_bytes(pid)))
         check_phases(self.spec, read_recording(self.recording))
         reply = self.client.ask(Status(seq=self.client.next_seq(), job=self.spec.name), START_S)
-        assert isinstance(reply, Reply) and reply.error is None, reply
+        assert isinstance(reply, Answer) and reply.error is None, reply
         job: dict[str, Any] = reply.body["jobs"][0]
         return job
 

@@ -1,7 +1,7 @@
 """The third pool: serving GPUs that rollouts may borrow.
 
 Owns: who gets how many. Promises: no GPU goes to two jobs, no more than the pool has; nothing else depends on
-the answer, so all of them can be taken back at any time: placements are certified without them, and they cost
+the answer, so all of them can be taken back at any time: candidates are certified without them, and they cost
 nothing. Never: talks to the serving side (scheduler/rollout does).
 """
 

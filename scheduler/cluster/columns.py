@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rose.scheduler.cluster.candidates import EPSILON
 from rose.scheduler.cluster.model import Job
-from rose.scheduler.cluster.placements import EPSILON
 from rose.scheduler.cluster.pools import Pools
 
 Floats = npt.NDArray[np.float64]

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from rose.errors import PlacementError
+from rose.errors import PoolsFull
+from rose.scheduler.cluster.candidates import EPSILON, Candidate, LimitOf
 from rose.scheduler.cluster.columns import Columns, Floats, Ints, enumerate_columns
-from rose.scheduler.cluster.groups import Cluster, Plan
+from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.model import Group, Job, Member
-from rose.scheduler.cluster.placements import EPSILON, LimitOf, Placement
 from rose.scheduler.cluster.policies import alone
 from rose.scheduler.cluster.pools import Pools
 
@@ -41,11 +41,11 @@ class Exact:
         self._seen: frozenset[Job] = frozenset()
         self._new: set[str] = set()
 
-    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Candidate:
         self._new.add(job.name)
         return alone(cluster, job)
 
-    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
+    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Rearrangement | None:
         jobs = [resident.job for resident in cluster.residents.values()]
         if frozenset(jobs) == self._seen:
             return None
@@ -64,7 +64,7 @@ class Exact:
             for group in cluster.groups.values()
             if group.name not in names
         )
-        return Plan(groups=(*groups, *empty), moved=tuple(moved) if self._charges_moves else ())
+        return Rearrangement(groups=(*groups, *empty), moved=tuple(moved) if self._charges_moves else ())
 
 
 def _matched(cluster: Cluster, groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
@@ -85,7 +85,7 @@ def _matched(cluster: Cluster, groups: Sequence[Group]) -> tuple[list[Group], li
 def optimum(jobs: Sequence[Job], pools: Pools, limit_of: LimitOf) -> list[Group]:
     """Groups that cost least in all.
 
-    Raises PlacementError where a job can't even run alone, ValueError for jobs on several rollout nodes.
+    Raises PoolsFull where a job can't even run alone, ValueError for jobs on several rollout nodes.
     """
     if not jobs:
         return []
@@ -93,7 +93,7 @@ def optimum(jobs: Sequence[Job], pools: Pools, limit_of: LimitOf) -> list[Group]
     covered = np.unique(columns.jobs)
     for number, job in enumerate(jobs):
         if number not in covered:
-            raise PlacementError(
+            raise PoolsFull(
                 f"job {job.name} keeps its limit of {limit_of(job):.1f} s in no group, not even alone"
             )
     chosen = _cover(columns, len(jobs))
@@ -144,7 +144,7 @@ def _solve(columns: Columns, active: set[int], num_jobs: int, *, whole: bool) ->
     try:
         from ortools.linear_solver import pywraplp
     except ModuleNotFoundError as error:
-        raise PlacementError("the optimum needs OR-tools; run: pip install 'vllm-rose[cluster]'") from error
+        raise PoolsFull("the optimum needs OR-tools; run: pip install 'vllm-rose[cluster]'") from error
     solver: Any = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
     objective = solver.Objective()
     rows = [solver.Constraint(1.0, solver.infinity()) for _ in range(num_jobs)]

@@ -1,6 +1,6 @@
 """Which groups run, and on which nodes: the state that policies read and plans change.
 
-Owns: groups, running jobs, free nodes, the index. Promises: a plan is applied whole or refused whole, and
+Owns: groups, running jobs, free nodes, the index. Promises: a change is applied whole or refused whole, and
 what `place` put somewhere is there until it is removed. Never: chooses, or reads a clock. Not thread-safe:
 one scheduler owns it.
 """
@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from rose.errors import PlacementError
+from rose.errors import PoolsFull
+from rose.scheduler.cluster.candidates import certified
 from rose.scheduler.cluster.cycle import promised_s
 from rose.scheduler.cluster.index import GroupIndex
 from rose.scheduler.cluster.model import Group, Job, Member, SloKind
-from rose.scheduler.cluster.placements import certified
 from rose.scheduler.cluster.pools import Pool, Pools
 from rose.scheduler.cluster.residents import Resident
 
@@ -22,7 +22,7 @@ PAUSE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Rearrangement:
     """A change: groups as they shall be (without members: given back), and who is paused for it."""
 
     groups: tuple[Group, ...]
@@ -70,15 +70,15 @@ class Cluster:
     def num_free_train_nodes(self) -> int | None:
         return _free(self.pools.train, self._num_train_nodes)
 
-    def has_nodes_for(self, plan: Plan) -> bool:
+    def has_nodes_for(self, change: Rearrangement) -> bool:
         """Whether the pools are large enough for it."""
-        rollout, train = self._more_nodes(plan)
+        rollout, train = self._more_nodes(change)
         free, free_train = self.num_free_rollout_nodes, self.num_free_train_nodes
         return (free is None or rollout <= free) and (free_train is None or train <= free_train)
 
-    def _more_nodes(self, plan: Plan) -> tuple[int, int]:
-        old = [self.groups[group.name] for group in plan.groups if group.name in self.groups]
-        return _sum_rollout(plan.groups) - _sum_rollout(old), _sum_train(plan.groups) - _sum_train(old)
+    def _more_nodes(self, change: Rearrangement) -> tuple[int, int]:
+        old = [self.groups[group.name] for group in change.groups if group.name in self.groups]
+        return _sum_rollout(change.groups) - _sum_rollout(old), _sum_train(change.groups) - _sum_train(old)
 
     def without(self, name: str) -> Group:
         """A job's group if it left. Those who stay may go faster then; if not, their timetable has a hole."""
@@ -92,7 +92,7 @@ class Cluster:
     # Changes --------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, now_s: float, work_s: float | None = None) -> None:
-        """A job is about to be placed: the next plan has to bring it, or it is withdrawn.
+        """A job is about to be placed: the next change has to bring it, or it is withdrawn.
 
         `work_s`: solo seconds that are left.
         Raises ValueError for a name that runs already.
@@ -112,22 +112,22 @@ class Cluster:
             raise ValueError(f"job {name} runs in group {self._group_of[name]}; remove it instead")
         del self.residents[name]
 
-    def apply(self, plan: Plan, now_s: float) -> None:
-        """Raises PlacementError, and changes nothing, if a pool has too few nodes."""
-        rollout, train = self._more_nodes(plan)
+    def apply(self, change: Rearrangement, now_s: float) -> None:
+        """Raises PoolsFull, and changes nothing, if a pool has too few nodes."""
+        rollout, train = self._more_nodes(change)
         _refuse_shortage(self.pools.rollout, self._num_rollout_nodes + rollout)
         _refuse_shortage(self.pools.train, self._num_train_nodes + train)
         self._num_rollout_nodes += rollout
         self._num_train_nodes += train
-        for name in plan.moved:
+        for name in change.moved:
             self.residents[name] = self.residents[name].at(now_s).paused(self.pause_s)
-        for group in plan.groups:
+        for group in change.groups:
             self._put(group, now_s)
 
     def remove(self, name: str, now_s: float) -> Group | None:
         """A job has ended. Its group without it and without unused rollout nodes; None: given back."""
         group = self.without(name)
-        self.apply(Plan(groups=(group,)), now_s)
+        self.apply(Rearrangement(groups=(group,)), now_s)
         del self.residents[name], self._group_of[name]
         return group if group.members else None
 
@@ -228,7 +228,7 @@ def _free(pool: Pool, num_used: int) -> int | None:
 
 def _refuse_shortage(pool: Pool, num_needed: int) -> None:
     if pool.num_nodes is not None and num_needed > pool.num_nodes:
-        raise PlacementError(
+        raise PoolsFull(
             f"pool {pool.name}: {num_needed} nodes needed, {pool.num_nodes} there; "
             f"wait for a job to end or give the pool more nodes"
         )

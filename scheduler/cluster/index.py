@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rose.scheduler.cluster.candidates import EPSILON, rollout_load_s
 from rose.scheduler.cluster.model import Group, Job
-from rose.scheduler.cluster.placements import EPSILON, rollout_load_s
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
 

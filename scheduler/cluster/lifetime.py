@@ -1,6 +1,6 @@
 """The policy `lifetime`: the group where a job adds the fewest dollars until all its members have left.
 
-Owns: that cost as the rule for arrivals, and the few moves that pay for themselves. Promises: every placement
+Owns: that cost as the rule for arrivals, and the few moves that pay for themselves. Promises: every candidate
 is certified; a move's pause is within the job's SLO budget and its time in the bill; a move gains at least
 `least_gain_dollars` (hysteresis), and an event sees no more moves than it is asked for. Never: changes the
 cluster. Ours; WEAVE looks at dollars an hour now, and never moves.
@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rose.scheduler.cluster.candidates import Candidate, Kind, candidates, check
 from rose.scheduler.cluster.dollars import lifetime_dollars
-from rose.scheduler.cluster.groups import Cluster, Plan, residents_of
+from rose.scheduler.cluster.groups import Cluster, Rearrangement, residents_of
 from rose.scheduler.cluster.model import Group, Job, Member
-from rose.scheduler.cluster.placements import Kind, Placement, check, placements
 from rose.scheduler.cluster.policies import alone
 from rose.scheduler.cluster.residents import Resident
 
@@ -28,14 +28,14 @@ _MAX_MOVERS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """A certified placement and what it adds until the end."""
+    """A certified candidate and what it adds until the end."""
 
     dollars: float
-    placement: Placement
+    candidate: Candidate
 
 
 class Lifetime:
-    """`multi_rate`: groups may leave the common cycle. `num_candidates`: placements that are walked."""
+    """`multi_rate`: groups may leave the common cycle. `num_candidates`: candidates that are walked."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class Lifetime:
         self._least_gain_dollars = least_gain_dollars
         self._num_candidates = num_candidates
 
-    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Candidate:
         newcomer = cluster.residents.get(job.name) or _newcomer(cluster, job, now_s)
         own_s = newcomer.end_s - now_s
         own = cluster.pools.price(job.num_rollout_nodes, job.num_train_nodes) * own_s / 3600
         best = self._best(cluster, newcomer, now_s, own)
-        return best.placement if best is not None else alone(cluster, job)
+        return best.candidate if best is not None else alone(cluster, job)
 
-    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
+    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Rearrangement | None:
         best_gain, best = self._least_gain_dollars, None
         for group in _movable(cluster):
             members = list(residents_of(cluster, group, now_s))
@@ -80,17 +80,17 @@ class Lifetime:
                 targets.append(target)
                 if saved - target.dollars > best_gain:
                     best_gain = saved - target.dollars
-                    best = Plan(
-                        groups=(target.placement.group, rest),
+                    best = Rearrangement(
+                        groups=(target.candidate.group, rest),
                         moved=(mover.job.name,),
                         gain_dollars=best_gain,
                     )
             if is_pair and len(targets) == 2 and cost - sum(each.dollars for each in targets) > best_gain:
-                after = [target.placement.group for target in targets]
+                after = [target.candidate.group for target in targets]
                 given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0, periods_s=())
-                moved = tuple(target.placement.job.name for target in targets)
+                moved = tuple(target.candidate.job.name for target in targets)
                 gain = cost - sum(each.dollars for each in targets)
-                pair = Plan(groups=(*after, given_back), moved=moved, gain_dollars=gain)
+                pair = Rearrangement(groups=(*after, given_back), moved=moved, gain_dollars=gain)
                 if after[0].name != after[1].name and cluster.has_nodes_for(pair):
                     best_gain, best = gain, pair
         return best
@@ -100,24 +100,24 @@ class Lifetime:
     def _best(
         self, cluster: Cluster, newcomer: Resident, now_s: float, most: float, leave: str | None = None
     ) -> _Target | None:
-        """The certified placement that adds the fewest dollars, below `most`; none in the group `leave`."""
+        """The certified candidate that adds the fewest dollars, below `most`; none in the group `leave`."""
         job = newcomer.job
 
         def limit_s(one: Job) -> float:
             return newcomer.limit_s if one.name == job.name else cluster.limit_s(one)
 
         best: _Target | None = None
-        for least, placement in self._promising(cluster, newcomer, now_s, leave):
+        for least, candidate in self._promising(cluster, newcomer, now_s, leave):
             if least >= most:
                 break
             found = check(
-                placement,
+                candidate,
                 cluster.pools,
                 limit_s,
                 multi_rate=self._multi_rate,
                 num_free=cluster.num_free_rollout_nodes,
             )
-            if not isinstance(found, Placement):
+            if not isinstance(found, Candidate):
                 continue
             before = cluster.groups[found.group.name]
             residents = {one.job.name: one for one in residents_of(cluster, before, now_s)}
@@ -126,13 +126,13 @@ class Lifetime:
             members = [residents[member.job.name] for member in found.group.members]
             more = lifetime_dollars(found.group, members, now_s, cluster.pools) - cost
             if more < most:
-                most, best = more, _Target(dollars=more, placement=found)
+                most, best = more, _Target(dollars=more, candidate=found)
         return best
 
     def _promising(
         self, cluster: Cluster, newcomer: Resident, now_s: float, leave: str | None
-    ) -> Iterator[tuple[float, Placement]]:
-        """The placements that look cheapest, with what they add at least: as if nobody were slowed."""
+    ) -> Iterator[tuple[float, Candidate]]:
+        """The candidates that look cheapest, with what they add at least: as if nobody were slowed."""
         index, job, pools = cluster.index, newcomer.job, cluster.pools
         fit = index.fit(job, newcomer.limit_s, prune_saturated=False, multi_rate=self._multi_rate)
         rows = fit.rows
@@ -161,11 +161,11 @@ class Lifetime:
                 yield flat[entry], _on_node(cluster, group, job, node)
             elif row not in seen:
                 seen.add(row)
-                for placement in placements(group, job, pools):
-                    yield flat[entry], placement
+                for candidate in candidates(group, job, pools):
+                    yield flat[entry], candidate
 
 
-def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Placement:
+def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Candidate:
     """On one rollout node; the one past the last is a new one."""
     num_new = int(node == group.num_rollout_nodes)
     grown = replace(
@@ -173,7 +173,7 @@ def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Placement:
         num_rollout_nodes=group.num_rollout_nodes + num_new,
         members=(*group.members, Member(job=job, rollout_nodes=(node,))),
     )
-    return Placement(
+    return Candidate(
         job=job,
         kind=Kind.SCALED if num_new else Kind.DIRECT,
         group=grown,

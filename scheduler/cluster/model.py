@@ -1,7 +1,7 @@
 """What the cluster scheduler reasons about: jobs, their phases' worst-case times, groups that share nodes.
 
 Owns: the nouns of inter- and intra-group scheduling, and the formulas that follow from them alone. Promises:
-values that never change, so that a policy can try a placement by making another group. Never: chooses.
+values that never change, so that a policy can try a candidate by making another group. Never: chooses.
 
 Source: WEAVE §4.1 and §4.2. A *node* has eight GPUs; a *group* is one set of training nodes, used by all its
 jobs, with rollout nodes of which each job is pinned to some. In one *cycle* (the papers' meta-iteration)
@@ -10,6 +10,19 @@ every job runs one rollout and one training phase.
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """The phases of one iteration."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    SYNC = "sync"
+    """The transfer of weights after training. It holds no nodes and needs no permit."""
+
+
+POOL_PHASES = (Phase.ROLLOUT, Phase.TRAIN)
+"""The phases that hold nodes, each of the pool of the same name."""
 
 
 class SloKind(StrEnum):

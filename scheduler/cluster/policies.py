@@ -1,7 +1,7 @@
 """Where an arriving job goes: WEAVE's algorithm, and the simple policies beside it.
 
 Owns: the interface of all policies; `weave`, `random`, `greedy`, `solo`. Promises: `weave` never returns a
-placement that breaks a limit; `random` and `greedy` look at memory alone, as the paper's do. Never: changes
+candidate that breaks a limit; `random` and `greedy` look at memory alone, as the paper's do. Never: changes
 the cluster.
 
 WEAVE leaves ties open: ours go to the group with the first row. The paper says little about Random and
@@ -13,21 +13,21 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from rose.errors import PlacementError
-from rose.scheduler.cluster.groups import Cluster, Plan
-from rose.scheduler.cluster.model import Group, Job
-from rose.scheduler.cluster.placements import (
+from rose.errors import PoolsFull
+from rose.scheduler.cluster.candidates import (
+    Candidate,
     Constraint,
     Kind,
-    Placement,
     Rejection,
+    candidates,
     check,
     is_saturated,
     isolated,
     memory_shortage,
-    placements,
     rollout_load_s,
 )
+from rose.scheduler.cluster.groups import Cluster, Rearrangement
+from rose.scheduler.cluster.model import Group, Job
 
 
 class Policy(Protocol):
@@ -37,11 +37,11 @@ class Policy(Protocol):
     max_moves: int
     """At one event."""
 
-    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
-        """Where the job goes. Raises PlacementError where no pool has the nodes."""
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Candidate:
+        """Where the job goes. Raises PoolsFull where no pool has the nodes."""
         ...
 
-    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
+    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Rearrangement | None:
         """After every event: a better arrangement of what runs, if there is one, with so few moves."""
         ...
 
@@ -51,7 +51,7 @@ class _Static:
 
     max_moves = 0
 
-    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Plan | None:
+    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Rearrangement | None:
         return None
 
 
@@ -65,12 +65,12 @@ class Weave(_Static):
         self.name = "weave" if prune_saturated else "weave-unpruned"
         self.prune_saturated = prune_saturated
 
-    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Candidate:
         limit_s = cluster.limit_s(job)
         fit = cluster.index.fit(job, limit_s, prune_saturated=self.prune_saturated, multi_rate=False)
         direct = fit.nodes.any(axis=1)
         has_direct = bool(direct.any())
-        best: Placement | None = None
+        best: Candidate | None = None
         rows = fit.rows[direct] if has_direct and job.num_rollout_nodes == 1 else fit.rows
         for row in rows:
             group = cluster.groups[cluster.index.name(row)]
@@ -88,7 +88,7 @@ class Solo(_Static):
 
     name = "solo"
 
-    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Candidate:
         return alone(cluster, job)
 
 
@@ -100,7 +100,7 @@ class Random(_Static):
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
 
-    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Candidate:
         groups = [cluster.groups[name] for name in cluster.index.names()]
         self._chance.shuffle(groups)
         for group in groups:
@@ -115,55 +115,55 @@ class Greedy(_Static):
 
     name = "greedy"
 
-    def place(self, cluster: Cluster, job: Job, now_s: float) -> Placement:
+    def place(self, cluster: Cluster, job: Job, now_s: float) -> Candidate:
         for group in sorted(map(cluster.groups.__getitem__, cluster.index.names()), key=_busy_share):
             # The first is on the least loaded nodes.
-            for placement in _with_memory(cluster, group, job):
-                return placement
+            for candidate in _with_memory(cluster, group, job):
+                return candidate
         return alone(cluster, job)
 
 
-def first_fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool = False) -> Placement | None:
-    """The cheapest placement in a group that keeps every constraint."""
+def first_fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool = False) -> Candidate | None:
+    """The cheapest candidate in a group that keeps every constraint."""
     return next(fitting(cluster, group, job, multi_rate=multi_rate), None)
 
 
-def fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool) -> Iterator[Placement]:
-    """The placements in a group that keep every constraint, cheapest first."""
-    for placement in placements(group, job, cluster.pools):
+def fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool) -> Iterator[Candidate]:
+    """The candidates in a group that keep every constraint, cheapest first."""
+    for candidate in candidates(group, job, cluster.pools):
         found = check(
-            placement,
+            candidate,
             cluster.pools,
             cluster.limit_s,
             multi_rate=multi_rate,
             num_free=cluster.num_free_rollout_nodes,
         )
-        if isinstance(found, Placement):
+        if isinstance(found, Candidate):
             yield found
 
 
-def alone(cluster: Cluster, job: Job) -> Placement:
-    """A new group. Raises PlacementError where a pool lacks the nodes, and memory that no node has."""
-    placement = isolated(job, cluster.new_name(), cluster.pools)
-    if (shortage := memory_shortage(placement.group, cluster.pools)) is not None:
-        raise PlacementError(f"job {job.name} fits no host: {shortage}; use more nodes or a smaller state")
+def alone(cluster: Cluster, job: Job) -> Candidate:
+    """A new group. Raises PoolsFull where a pool lacks the nodes, and memory that no node has."""
+    candidate = isolated(job, cluster.new_name(), cluster.pools)
+    if (shortage := memory_shortage(candidate.group, cluster.pools)) is not None:
+        raise PoolsFull(f"job {job.name} fits no host: {shortage}; use more nodes or a smaller state")
     for pool, needed, free in (
         (cluster.pools.rollout, job.num_rollout_nodes, cluster.num_free_rollout_nodes),
         (cluster.pools.train, job.num_train_nodes, cluster.num_free_train_nodes),
     ):
         if free is not None and needed > free:
-            raise PlacementError(
+            raise PoolsFull(
                 f"job {job.name} fits no group, and a new one needs {needed} nodes of pool {pool.name}, "
                 f"{free} of {pool.num_nodes} free; wait for a job to end or give the pool more nodes"
             )
-    return placement
+    return candidate
 
 
 def explain(
     cluster: Cluster, job: Job, *, prune_saturated: bool, multi_rate: bool
-) -> list[Placement | Rejection]:
+) -> list[Candidate | Rejection]:
     """What every group says to a job, in the rows' order: for people, not for deciding."""
-    verdicts: list[Placement | Rejection] = []
+    verdicts: list[Candidate | Rejection] = []
     for name in cluster.index.names():
         group = cluster.groups[name]
         if prune_saturated and is_saturated(group):
@@ -172,10 +172,10 @@ def explain(
                 Rejection(group=name, kind=Kind.DIRECT, constraint=Constraint.SATURATED, text=text)
             )
             continue
-        for placement in placements(group, job, cluster.pools):
+        for candidate in candidates(group, job, cluster.pools):
             verdicts.append(
                 check(
-                    placement,
+                    candidate,
                     cluster.pools,
                     cluster.limit_s,
                     multi_rate=multi_rate,
@@ -185,12 +185,12 @@ def explain(
     return verdicts
 
 
-def _with_memory(cluster: Cluster, group: Group, job: Job) -> Iterable[Placement]:
+def _with_memory(cluster: Cluster, group: Group, job: Job) -> Iterable[Candidate]:
     if len(group.members) >= cluster.pools.max_residents:
         return
-    for placement in placements(group, job, cluster.pools):
-        if placement.kind is Kind.DIRECT and memory_shortage(placement.group, cluster.pools) is None:
-            yield placement
+    for candidate in candidates(group, job, cluster.pools):
+        if candidate.kind is Kind.DIRECT and memory_shortage(candidate.group, cluster.pools) is None:
+            yield candidate
 
 
 def _busy_share(group: Group) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from rose.errors import ChannelError
 from rose.scheduler.dashboard.view import state_view
 from rose.scheduler.runtime.channel.client import ControlClient
-from rose.scheduler.runtime.channel.messages import Call, History, Overview, Reply
+from rose.scheduler.runtime.channel.messages import Answer, Call, History, Overview
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Feed:
             self._client, self._num_answers = ControlClient(channel, CONNECT_S), 0
         reply = self._client.ask(kind(seq=self._client.next_seq(), **fields), ASK_AGAIN_S)
         self._num_answers += 1
-        if not isinstance(reply, Reply) or reply.error is not None:
+        if not isinstance(reply, Answer) or reply.error is not None:
             raise ChannelError(f"the scheduler answered {reply}")
         return reply.body
 

@@ -76,14 +76,16 @@ def build_app(feed: Feed) -> web.Application:
     """The three routes."""
     page = resources.files("rose.scheduler.dashboard").joinpath("page.html").read_text()
     page = page.replace("{{example}}", html.escape(EXAMPLE))
-    headers = {"Content-Security-Policy": _policy(page), "Cache-Control": "no-store"}
+    headers = {"Content-Security-Policy": _policy(page), "Cache-ClusterScheduler": "no-store"}
 
     async def show(_: web.Request) -> web.Response:
         return web.Response(text=page, content_type="text/html", headers=headers)
 
     async def state(_: web.Request) -> web.Response:
         body = msgspec.json.encode(await feed.state())
-        return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
+        return web.Response(
+            body=body, content_type="application/json", headers={"Cache-ClusterScheduler": "no-store"}
+        )
 
     async def metrics(_: web.Request) -> web.Response:
         seen = await feed.state()

@@ -12,7 +12,7 @@ from typing import Any
 from rose.scheduler.cluster.model import Group, Job, Member, SloKind
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.group.order import TRAIN_POOL, round_robin
-from rose.scheduler.runtime.command.gantt import Bar, turns
+from rose.scheduler.runtime.command.gantt import Bar, repeated_bars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,9 @@ def _bars(group: Group, found: Certificate) -> dict[str, tuple[Bar, ...]]:
     }
     for step, start_s, length_s in zip(found.order.steps, found.starts_s, found.durations_s, strict=True):
         for resource in step.resources:
-            rows[node_name(resource)] += turns(step.job, start_s, length_s, found.cycle_s, found.cycle_s)
+            rows[node_name(resource)] += repeated_bars(
+                step.job, start_s, length_s, found.cycle_s, found.cycle_s
+            )
     return {row: tuple(sorted(each, key=lambda bar: bar[1])) for row, each in rows.items()}
 
 

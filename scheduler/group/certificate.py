@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rose.errors import RoseError
-from rose.scheduler.cluster.model import Group, Job, SloKind
+from rose.scheduler.cluster.model import Group, Job, Phase, SloKind
 from rose.scheduler.group.maxplus import Constraint, NoTimetable, shortest_cycle
-from rose.scheduler.group.order import CyclicOrder, PhaseKind
+from rose.scheduler.group.order import CyclicOrder
 
 TICKS_PER_S = 1_000_000
 """Whole numbers, so that a check is exact. Durations are rounded up."""
@@ -102,7 +102,7 @@ def certify(group: Group, order: CyclicOrder) -> Certificate:
             f"group {group.name} has {', '.join(jobs)}, the order {', '.join(order.steps_of_job)}"
         )
     durations_s = tuple(_duration_s(group, jobs[step.job], step.kind) for step in order.steps)
-    syncs_s = tuple(jobs[step.job].sync_s if step.kind is PhaseKind.TRAIN else 0.0 for step in order.steps)
+    syncs_s = tuple(jobs[step.job].sync_s if step.kind is Phase.TRAIN else 0.0 for step in order.steps)
     ticks = [_ticks(duration) for duration in durations_s]
     after = [_ticks(each + sync) for each, sync in zip(durations_s, syncs_s, strict=True)]
     precedence = [*_precedence(order, ticks, after)]
@@ -133,8 +133,8 @@ def limit_s(job: Job) -> float:
     return job.slo * job.solo_s
 
 
-def _duration_s(group: Group, job: Job, kind: PhaseKind) -> float:
-    return job.rollout_s if kind is PhaseKind.ROLLOUT else job.train_s_on(group.num_train_nodes)
+def _duration_s(group: Group, job: Job, kind: Phase) -> float:
+    return job.rollout_s if kind is Phase.ROLLOUT else job.train_s_on(group.num_train_nodes)
 
 
 def _ticks(seconds: float) -> int:
@@ -168,7 +168,7 @@ def _slo(order: CyclicOrder, job: Job) -> Iterator[Constraint]:
 
 
 def _rollouts(order: CyclicOrder, job: str) -> list[int]:
-    return [index for index in order.steps_of_job[job] if order.steps[index].kind is PhaseKind.ROLLOUT]
+    return [index for index in order.steps_of_job[job] if order.steps[index].kind is Phase.ROLLOUT]
 
 
 def _bound(group: Group, order: CyclicOrder, job: Job, starts: list[int], cycle: int) -> JobBound:

@@ -8,7 +8,8 @@ nobody's turn comes out of order. Pure: `until_s` is only kept here. Never: gran
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rose.scheduler.group.order import CyclicOrder, PhaseKind, Step
+from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.order import CyclicOrder, Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Place:
 
     name: str
     position: int
-    wants: PhaseKind | None = None
+    wants: Phase | None = None
     """What it waits for; None as well while it holds a permit."""
     freed: tuple[int, ...] = ()
     """Of its permit's resources, those that its tail has left."""
@@ -92,17 +93,17 @@ class Line:
         steps = self.order.steps_of_job[place.name]
         return self.order.steps[steps[place.position % len(steps)]]
 
-    def turn_of(self, place: Place) -> int:
+    def number_of(self, place: Place) -> int:
         """Of the same step, over all hyper-cycles and jobs."""
-        return self._turn_at(place.name, place.position)
+        return self._number_at(place.name, place.position)
 
     def sequence(self) -> list[str]:
         """The jobs by the iteration that they are in: the order from here on, those that are gone last."""
 
         def begins(name: str) -> tuple[bool, int]:
             place = self.places[name]
-            rollout = place.position - (self.step_of(place).kind is PhaseKind.TRAIN)
-            return place.until_s is None, self._turn_at(name, rollout)
+            rollout = place.position - (self.step_of(place).kind is Phase.TRAIN)
+            return place.until_s is None, self._number_at(name, rollout)
 
         return sorted(self.places, key=begins)
 
@@ -148,7 +149,7 @@ class Line:
         place.position += 1
         place.freed = ()
 
-    def _turn_at(self, name: str, position: int) -> int:
+    def _number_at(self, name: str, position: int) -> int:
         cycle, rank = divmod(position, len(self.order.steps_of_job[name]))
         return cycle * len(self.order.steps) + self.order.steps_of_job[name][rank]
 

@@ -11,23 +11,15 @@ jobs sit on different rollout nodes).
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from typing import TypeVar
 
-from rose.scheduler.cluster.model import Group
+from rose.scheduler.cluster.model import Group, Phase
 
 K = TypeVar("K", str, int)
 
 TRAIN_POOL = -1
 """The resource that all of a group's training nodes are: they work for one job at a time."""
-
-
-class PhaseKind(StrEnum):
-    """The phases that hold nodes. Weights move between them without any."""
-
-    ROLLOUT = "rollout"
-    TRAIN = "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +30,7 @@ class Step:
     """
 
     job: str
-    kind: PhaseKind
+    kind: Phase
     resources: tuple[int, ...]
 
 
@@ -86,8 +78,8 @@ def order_of(group: Group, iterations: Sequence[int]) -> CyclicOrder:
     for index in iterations:
         member = group.members[index]
         name = member.job.name
-        steps.append(Step(job=name, kind=PhaseKind.ROLLOUT, resources=member.rollout_nodes))
-        steps.append(Step(job=name, kind=PhaseKind.TRAIN, resources=(TRAIN_POOL,)))
+        steps.append(Step(job=name, kind=Phase.ROLLOUT, resources=member.rollout_nodes))
+        steps.append(Step(job=name, kind=Phase.TRAIN, resources=(TRAIN_POOL,)))
     return CyclicOrder(steps=tuple(steps))
 
 

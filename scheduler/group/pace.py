@@ -12,7 +12,7 @@ job may be ahead of the timetable by what its SLO leaves over its certified long
 the timetable itself moves up with the slowest job of the group, so nobody waits for worst cases that did not
 happen.
 
-A job that joins, or returns, would move the anchor to a later time if its turn came while the others are
+A job that joins, or returns, would move the anchor to a later time if its number came while the others are
 ahead: it takes the first pass in which none of them is late for its own next iteration. With a job that joins
 the timetable is a new one, and the group may be late in it from the start: then the new job is not let in
 before each of the others has begun an iteration in it. What this cannot mend: an iteration in progress while
@@ -23,8 +23,8 @@ no slack: its successor's place in the new timetable can be later than in the ol
 import math
 from dataclasses import dataclass, field
 
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.certificate import Certificate
-from rose.scheduler.group.order import PhaseKind
 
 MAX_PASSES_LATER = 2
 """For a job that joins: by then it comes after all iterations that the others are in, and nobody starves."""
@@ -37,7 +37,7 @@ class PaceState:
     """What the next scheduler needs. Times are of the clock that `now` was read from."""
 
     on: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """By resource, time and turn: see `_Last`."""
+    """By resource, time and number: see `_Last`."""
     of: dict[str, tuple[float, int]] = field(default_factory=dict)
     """By job, as well."""
     began_s: dict[str, float] = field(default_factory=dict)
@@ -48,11 +48,11 @@ class PaceState:
 class _Last:
     """What began last on a resource, or of a job, and until when it keeps the next waiting at worst.
 
-    `turn` counts steps over all passes; -1: nothing yet.
+    `number` counts steps over all passes; -1: nothing yet.
     """
 
     time_s: float
-    turn: int = -1
+    number: int = -1
 
 
 class Pace:
@@ -65,8 +65,8 @@ class Pace:
         self._on = {key: _Last(now) for key in self._order.steps_on}
         self._of = {name: _Last(now) for name in self._order.steps_of_job}
         for name, steps in self._order.steps_of_job.items():
-            if self._order.steps[steps[0]].kind is PhaseKind.TRAIN:
-                self._of[name].turn = steps[0]  # its first pass begins with a rollout, later in the order
+            if self._order.steps[steps[0]].kind is Phase.TRAIN:
+                self._of[name].number = steps[0]  # its first pass begins with a rollout, later in the order
         self._began_s: dict[str, float] = {}
         """When each job's latest rollout did."""
         self._awaited: dict[str, dict[str, float]] = {}
@@ -76,39 +76,39 @@ class Pace:
     def state(self) -> PaceState:
         """For `restore`."""
         return PaceState(
-            on={key: (last.time_s, last.turn) for key, last in self._on.items()},
-            of={name: (last.time_s, last.turn) for name, last in self._of.items()},
+            on={key: (last.time_s, last.number) for key, last in self._on.items()},
+            of={name: (last.time_s, last.number) for name, last in self._of.items()},
             began_s=dict(self._began_s),
             gone=sorted(self._gone),
         )
 
     def restore(self, state: PaceState, later_s: float) -> None:
         """From `state` of a pace with the same certificate, its times so much later."""
-        self._on = {key: _Last(time_s + later_s, turn) for key, (time_s, turn) in state.on.items()}
-        self._of = {name: _Last(time_s + later_s, turn) for name, (time_s, turn) in state.of.items()}
+        self._on = {key: _Last(time_s + later_s, number) for key, (time_s, number) in state.on.items()}
+        self._of = {name: _Last(time_s + later_s, number) for name, (time_s, number) in state.of.items()}
         self._began_s = {name: time_s + later_s for name, time_s in state.began_s.items()}
         self._gone = set(state.gone)
 
-    def take_over(self, old: "Pace", job: str, turn: int, started_s: float | None) -> None:
-        """A member of an earlier order is in this turn since `started_s`, or it is its next one (None)."""
+    def take_over(self, old: "Pace", job: str, number: int, started_s: float | None) -> None:
+        """A member of an earlier order is in this number since `started_s`, or it is its next one (None)."""
         ready_s = old._of[job].time_s if started_s is None else started_s
         self._gone.discard(job)
-        self._of[job] = _Last(ready_s, max(-1, turn - 1))
+        self._of[job] = _Last(ready_s, max(-1, number - 1))
         if started_s is not None:
-            self._note(turn, started_s + self._certificate.durations_s[turn % len(self._order.steps)])
+            self._note(number, started_s + self._certificate.durations_s[number % len(self._order.steps)])
         if job in old._began_s:
             self._began_s[job] = old._began_s[job]
 
     def anchor_s(self, now: float) -> float:
         """When the timetable's first pass begins, for all that is still to start: later than now."""
         anchors = [
-            max(last.time_s, now) - self._planned_s(self._following(self._order.steps_on[key], last.turn))
+            max(last.time_s, now) - self._planned_s(self._following(self._order.steps_on[key], last.number))
             for key, last in self._on.items()
             if not self._gone.issuperset(self._order.steps[step].job for step in self._order.steps_on[key])
         ]
         anchors += [
             max(last.time_s, now)
-            - self._planned_s(self._following(self._order.steps_of_job[name], last.turn))
+            - self._planned_s(self._following(self._order.steps_of_job[name], last.number))
             for name, last in self._of.items()
             if name not in self._gone
         ]
@@ -119,55 +119,55 @@ class Pace:
         case. Above zero, the certificate no longer holds: profile again, certify again or move a job."""
         return max(0.0, self.anchor_s(now) - self._lowest_anchor_s)
 
-    def not_before_s(self, turn: int, now: float) -> float:
+    def not_before_s(self, number: int, now: float) -> float:
         """When a step may start. Only rollouts, which begin an iteration, ever wait.
 
         None waits so long that the iteration before becomes too long.
         """
-        step = self._order.steps[turn % len(self._order.steps)]
-        if step.kind is PhaseKind.TRAIN:
+        step = self._order.steps[number % len(self._order.steps)]
+        if step.kind is Phase.TRAIN:
             return float("-inf")
-        earliest_s = self.anchor_s(now) + self._planned_s(turn) - self._certificate.bounds[step.job].lead_s
+        earliest_s = self.anchor_s(now) + self._planned_s(number) - self._certificate.bounds[step.job].lead_s
         return min(earliest_s, self._due_s(step.job))
 
-    def start(self, turn: int, now: float) -> None:
+    def start(self, number: int, now: float) -> None:
         """A phase began; it may take what the certificate was made with."""
         self._lowest_anchor_s = min(self._lowest_anchor_s, self.anchor_s(now))
-        step = self._order.steps[turn % len(self._order.steps)]
-        if step.kind is PhaseKind.ROLLOUT:
+        step = self._order.steps[number % len(self._order.steps)]
+        if step.kind is Phase.ROLLOUT:
             self._began_s[step.job] = now
-        self._note(turn, now + self._certificate.durations_s[turn % len(self._order.steps)])
+        self._note(number, now + self._certificate.durations_s[number % len(self._order.steps)])
 
-    def end(self, turn: int, now: float) -> None:
+    def end(self, number: int, now: float) -> None:
         """It ended, or was given up."""
-        self._note(turn, now)
+        self._note(number, now)
 
-    def free(self, turn: int, resource: int, now: float) -> None:
+    def free(self, number: int, resource: int, now: float) -> None:
         """A tail was moved aside: the next on this resource waits no longer."""
-        if self._on[resource].turn == turn:
+        if self._on[resource].number == number:
             self._on[resource].time_s = now
 
-    def ready(self, turn: int, now: float) -> int | None:
+    def ready(self, number: int, now: float) -> int | None:
         """A job asks for this step: late, if that is after the worst case of what it did before.
 
         By how many passes later it must come, if the job was gone: 0 for all others. None: it may not join
         yet, and has to ask again.
         """
-        job = self._order.steps[turn % len(self._order.steps)].job
+        job = self._order.steps[number % len(self._order.steps)].job
         last = self._of[job]
         if job in self._gone:
-            return self._join(job, turn, now)
-        if self._following(self._order.steps_of_job[job], last.turn) != turn:
-            last.turn = max(-1, turn - 1)
+            return self._join(job, number, now)
+        if self._following(self._order.steps_of_job[job], last.number) != number:
+            last.number = max(-1, number - 1)
             last.time_s = now
         last.time_s = max(last.time_s, now)
         return 0
 
-    def _join(self, job: str, turn: int, now: float) -> int | None:
+    def _join(self, job: str, number: int, now: float) -> int | None:
         before = self._of[job]
         self._gone.discard(job)
         for passes in range(MAX_PASSES_LATER):
-            self._of[job] = _Last(now, max(-1, turn + passes * len(self._order.steps) - 1))
+            self._of[job] = _Last(now, max(-1, number + passes * len(self._order.steps) - 1))
             anchor_s = self.anchor_s(now)
             if all(
                 anchor_s + self._planned_s(self._next_rollout(other)) <= self._due_s(other) + ROUNDING_S
@@ -183,7 +183,7 @@ class Pace:
             self._of[job] = before
             return None
         del self._awaited[job]
-        self._of[job] = _Last(now, turn + MAX_PASSES_LATER * len(self._order.steps) - 1)
+        self._of[job] = _Last(now, number + MAX_PASSES_LATER * len(self._order.steps) - 1)
         return MAX_PASSES_LATER
 
     def leave(self, job: str) -> None:
@@ -198,27 +198,29 @@ class Pace:
 
     def _next_rollout(self, job: str) -> int:
         steps = self._order.steps_of_job[job]
-        rollouts = tuple(step for step in steps if self._order.steps[step].kind is PhaseKind.ROLLOUT)
-        return self._following(rollouts, self._of[job].turn)
+        rollouts = tuple(step for step in steps if self._order.steps[step].kind is Phase.ROLLOUT)
+        return self._following(rollouts, self._of[job].number)
 
-    def _note(self, turn: int, time_s: float) -> None:
-        step = self._order.steps[turn % len(self._order.steps)]
+    def _note(self, number: int, time_s: float) -> None:
+        step = self._order.steps[number % len(self._order.steps)]
         for key in step.resources:
-            if self._on[key].turn <= turn:  # a resource that a tail freed may be further
-                self._on[key] = _Last(time_s, turn)
-        self._of[step.job] = _Last(time_s + self._certificate.syncs_s[turn % len(self._order.steps)], turn)
+            if self._on[key].number <= number:  # a resource that a tail freed may be further
+                self._on[key] = _Last(time_s, number)
+        self._of[step.job] = _Last(
+            time_s + self._certificate.syncs_s[number % len(self._order.steps)], number
+        )
 
-    def _following(self, steps: tuple[int, ...], turn: int) -> int:
-        """The next turn in a chain of steps, without those of jobs that are gone, or that gave it up."""
-        cycle, index = divmod(turn, len(self._order.steps))
+    def _following(self, steps: tuple[int, ...], number: int) -> int:
+        """The next number in a chain of steps, without those of jobs that are gone, or that gave it up."""
+        cycle, index = divmod(number, len(self._order.steps))
         while True:
             for step in steps:
                 job = self._order.steps[step].job
                 following = cycle * len(self._order.steps) + step
-                if step > index and job not in self._gone and following > self._of[job].turn:
+                if step > index and job not in self._gone and following > self._of[job].number:
                     return following
             cycle, index = cycle + 1, -1
 
-    def _planned_s(self, turn: int) -> float:
-        cycle, step = divmod(turn, len(self._order.steps))
+    def _planned_s(self, number: int) -> float:
+        cycle, step = divmod(number, len(self._order.steps))
         return self._certificate.starts_s[step] + cycle * self._certificate.cycle_s

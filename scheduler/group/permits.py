@@ -6,7 +6,7 @@ order requests come in; a job that dies holds nobody up for longer than a lease;
 epoch than all before. Never: reads a clock, does I/O, or knows how long a phase takes (`Pace` does).
 
     book = PermitBook(certificate.order, lease_s=2.0)
-    book.request("a", PhaseKind.ROLLOUT, now)      # repeat it to renew it
+    book.request("a", Phase.ROLLOUT, now)      # repeat it to renew it
     permit = book.permit_of("a")                   # nodes, epoch
     book.heartbeat("a", permit.epoch, now)         # several times per lease, also during the warm-start copy
     book.release("a", permit.epoch, now)           # offloaded: the next one in order gets the nodes
@@ -23,8 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rose.errors import RoseError
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.line import BookState, Line, Place
-from rose.scheduler.group.order import CyclicOrder, PhaseKind
+from rose.scheduler.group.order import CyclicOrder
 from rose.scheduler.group.pace import ROUNDING_S, Pace
 
 
@@ -41,10 +42,10 @@ class Permit:
     """
 
     job: str
-    kind: PhaseKind
+    kind: Phase
     resources: tuple[int, ...]
     epoch: int
-    turn: int
+    step_number: int
     granted_s: float
     expires_s: float
     guests: tuple[str, ...] = ()
@@ -92,13 +93,15 @@ class PermitBook:
             place.wants, place.until_s, place.freed = was.wants, was.until_s, was.freed
             if self._line.step_of(place).kind is not old._line.step_of(was).kind:
                 place.position += 1
-            turn, permit = self._line.turn_of(place), old._permits.get(name)
+            number, permit = self._line.number_of(place), old._permits.get(name)
             if permit is not None:
-                self._permits[name] = replace(permit, turn=turn)
+                self._permits[name] = replace(permit, step_number=number)
             if self._pace is not None and old._pace is not None:
-                self._pace.take_over(old._pace, name, turn, permit.granted_s if permit is not None else None)
+                self._pace.take_over(
+                    old._pace, name, number, permit.granted_s if permit is not None else None
+                )
                 for key in place.freed:
-                    self._pace.free(turn, key, now)
+                    self._pace.free(number, key, now)
 
     def state(self) -> BookState:
         """For `restore`; the permits are their owner's to keep."""
@@ -130,7 +133,7 @@ class PermitBook:
         """Whether the order waits for this job's turn."""
         return self._line.place(job).until_s is not None
 
-    def request(self, job: str, kind: PhaseKind, now: float) -> None:
+    def request(self, job: str, kind: Phase, now: float) -> None:
         """The job is ready for its next phase of this kind; repeating it renews the request's lease, and is
         needed of a job that joins.
 
@@ -145,7 +148,7 @@ class PermitBook:
         if place.wants is not kind:
             if self._line.step_of(place).kind is not kind:
                 place.position += 1
-            passes = self._pace.ready(self._line.turn_of(place), now) if self._pace is not None else 0
+            passes = self._pace.ready(self._line.number_of(place), now) if self._pace is not None else 0
             if passes is None:
                 return
             place.wants = kind
@@ -164,13 +167,13 @@ class PermitBook:
         """
         permit, place = self._held(job, epoch), self._line.place(job)
         foreign = [each for each in resources if each not in permit.resources]
-        if permit.kind is not PhaseKind.ROLLOUT or foreign:
+        if permit.kind is not Phase.ROLLOUT or foreign:
             held = f"{permit.kind} on {permit.resources}"
             raise ValueError(f"job {job} holds {held}: a tail can't free {foreign}")
         place.freed = tuple(dict.fromkeys((*place.freed, *resources)))
         if self._pace is not None:
             for key in resources:
-                self._pace.free(permit.turn, key, now)
+                self._pace.free(permit.step_number, key, now)
         self._renewed(permit, now)
 
     def release(self, job: str, epoch: int, now: float) -> None:
@@ -214,7 +217,7 @@ class PermitBook:
         times = [place.until_s for place in self._line.places.values() if place.until_s is not None]
         if self._pace is not None:
             times += [
-                self._pace.not_before_s(self._line.turn_of(place), now)
+                self._pace.not_before_s(self._line.number_of(place), now)
                 for place in self._line.places.values()
                 if self._line.is_first(place)
             ]
@@ -248,7 +251,7 @@ class PermitBook:
             return False
         if self._pace is None:
             return True
-        return self._pace.not_before_s(self._line.turn_of(place), now) <= now + ROUNDING_S
+        return self._pace.not_before_s(self._line.number_of(place), now) <= now + ROUNDING_S
 
     def _grant(self, place: Place, now: float) -> Permit:
         self._epoch += 1
@@ -256,7 +259,7 @@ class PermitBook:
         place.until_s = now + self._lease_s
         permit = self._permits[place.name] = self._permit(place, self._epoch, now, now)
         if self._pace is not None:
-            self._pace.start(permit.turn, now)
+            self._pace.start(permit.step_number, now)
         return permit
 
     def _permit(self, place: Place, epoch: int, granted_s: float, now: float) -> Permit:
@@ -266,7 +269,7 @@ class PermitBook:
             kind=step.kind,
             resources=step.resources,
             epoch=epoch,
-            turn=self._line.turn_of(place),
+            step_number=self._line.number_of(place),
             granted_s=granted_s,
             expires_s=now + self._lease_s,
             guests=self._line.guests_of(place),
@@ -274,6 +277,6 @@ class PermitBook:
 
     def _end(self, place: Place, now: float) -> None:
         if self._pace is not None:
-            self._pace.end(self._line.turn_of(place), now)
+            self._pace.end(self._line.number_of(place), now)
         self._line.end(place)
         del self._permits[place.name]

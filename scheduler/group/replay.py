@@ -9,9 +9,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rose.scheduler.cluster.model import SloKind
+from rose.scheduler.cluster.model import Phase, SloKind
 from rose.scheduler.group.certificate import SLO_TOLERANCE, Certificate
-from rose.scheduler.group.order import PhaseKind
 from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import Permit, PermitBook
 
@@ -138,12 +137,12 @@ class _Replay:
             self._book.release(name, permit.epoch, now)
             self._after(permit, now)
         elif what == "rollout":
-            self._book.request(name, PhaseKind.ROLLOUT, now)
+            self._book.request(name, Phase.ROLLOUT, now)
 
     def _begin(self, permit: Permit, now: float) -> None:
         name = permit.job
         iteration = len(self._history.ends_s[name])
-        if permit.kind is PhaseKind.ROLLOUT:
+        if permit.kind is Phase.ROLLOUT:
             self._history.starts_s[name].append(now)
         times = self._times_of(permit, iteration)
         if times.freed_s is not None:
@@ -153,10 +152,10 @@ class _Replay:
 
     def _after(self, permit: Permit, now: float) -> None:
         name = permit.job
-        if permit.kind is PhaseKind.ROLLOUT:
-            self._book.request(name, PhaseKind.TRAIN, now)
+        if permit.kind is Phase.ROLLOUT:
+            self._book.request(name, Phase.TRAIN, now)
             return
-        sync_s = self._certificate.syncs_s[permit.turn % len(self._certificate.order.steps)]
+        sync_s = self._certificate.syncs_s[permit.step_number % len(self._certificate.order.steps)]
         self._history.ends_s[name].append(now + sync_s)
         self._left[name] -= 1
         if self._left[name] > 0:

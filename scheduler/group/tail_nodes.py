@@ -13,9 +13,8 @@ whose tail may move.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rose.scheduler.cluster.model import Group
+from rose.scheduler.cluster.model import Group, Phase
 from rose.scheduler.group.certificate import Certificate
-from rose.scheduler.group.order import PhaseKind
 from rose.scheduler.group.permits import Permit
 from rose.scheduler.group.replay import PhaseTimes, replay
 from rose.scheduler.group.tail import MIN_PREDICTED_GAIN, THRESHOLDS, RolloutSpeed, play_rollout, workers_kept
@@ -97,9 +96,9 @@ class _Past:
         self._thresholds = thresholds
 
     def times_of(self, permit: Permit, iteration: int) -> PhaseTimes:
-        worst_s = self._certificate.durations_s[permit.turn % len(self._certificate.order.steps)]
+        worst_s = self._certificate.durations_s[permit.step_number % len(self._certificate.order.steps)]
         known = self._tails.get(permit.job)
-        if permit.kind is PhaseKind.TRAIN or known is None:
+        if permit.kind is Phase.TRAIN or known is None:
             return PhaseTimes(done_s=worst_s)
         lengths = known.past[iteration % len(known.past)]
         tail = play_rollout(lengths, known.speed, self._thresholds.get(permit.job))

@@ -1,1 +1,1 @@
-"""A simulator of whole RL jobs on a cluster: drives the shipped placement policies over a trace."""
+"""Simulation of whole RL jobs on a cluster: the shipped policies place the jobs of a trace."""

@@ -14,11 +14,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rose.errors import PlacementError
+from rose.errors import PoolsFull
+from rose.scheduler.cluster.candidates import EPSILON, Kind
 from rose.scheduler.cluster.cycle import promised_s
-from rose.scheduler.cluster.groups import PAUSE_S, Cluster, Plan
+from rose.scheduler.cluster.groups import PAUSE_S, Cluster, Rearrangement
 from rose.scheduler.cluster.model import Job, SloKind
-from rose.scheduler.cluster.placements import EPSILON, Kind
 from rose.scheduler.cluster.policies import Policy
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
@@ -160,7 +160,7 @@ class Simulation:
             return leaver.job.name
         if not self._events:
             names = ", ".join(job.name for job, _, _ in self._waiting)
-            raise PlacementError(f"the pools have too few nodes for {names}, even when nothing else runs")
+            raise PoolsFull(f"the pools have too few nodes for {names}, even when nothing else runs")
         time_s, _, event = heapq.heappop(self._events)
         self._advance(time_s)
         return event
@@ -190,13 +190,13 @@ class Simulation:
         if resident is not None:
             self.cluster.residents[job.name] = resident
         try:
-            placement = self._policy.place(self.cluster, job, self._now_s)
-        except PlacementError:
+            candidate = self._policy.place(self.cluster, job, self._now_s)
+        except PoolsFull:
             self.cluster.withdraw(job.name)
             self._waiting.append((job, work_s, resident))
             return
-        self._kinds[placement.kind] += 1
-        self.cluster.apply(Plan(groups=(placement.group,)), self._now_s)
+        self._kinds[candidate.kind] += 1
+        self.cluster.apply(Rearrangement(groups=(candidate.group,)), self._now_s)
 
     def _leave(self, name: str) -> None:
         self.cluster.remove(name, self._now_s)
@@ -209,12 +209,12 @@ class Simulation:
         left = self._policy.max_moves
         while left > 0:
             self._refresh()
-            plan = self._policy.rearrange(self.cluster, self._now_s, left)
-            if plan is None:
+            change = self._policy.rearrange(self.cluster, self._now_s, left)
+            if change is None:
                 return
-            self.cluster.apply(plan, self._now_s)
-            left -= max(1, len(plan.moved))
-            for name in plan.moved:
+            self.cluster.apply(change, self._now_s)
+            left -= max(1, len(change.moved))
+            for name in change.moved:
                 self._pause(name)
 
     def _pause(self, name: str) -> None:

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from rose.errors import ChannelError
-from rose.scheduler.runtime.channel.messages import AnyAnswer, Call, Grant, Reply, decode_answer, encode
+from rose.scheduler.runtime.channel.messages import (
+    Answer,
+    Call,
+    Granted,
+    SchedulerMessage,
+    decode_scheduler_message,
+    encode,
+)
 from rose.scheduler.runtime.channel.protocol import ClientSide
 
 logger = logging.getLogger(__name__)
@@ -26,7 +33,7 @@ RECONNECT_S = 0.02
 class _Waiting:
     call: Call
     is_answered: threading.Event = field(default_factory=threading.Event)
-    answer: Reply | Grant | None = None
+    answer: Answer | Granted | None = None
 
 
 class ControlClient:
@@ -34,7 +41,7 @@ class ControlClient:
 
     def __init__(self, channel: ClientSide, connect_timeout_s: float) -> None:
         """Connects. Raises: ChannelError if there is no scheduler within ``connect_timeout_s``."""
-        self.unasked: queue.SimpleQueue[AnyAnswer | None] = queue.SimpleQueue()
+        self.unasked: queue.SimpleQueue[SchedulerMessage | None] = queue.SimpleQueue()
         """What the scheduler sent of its own; None: a new connection, orders may have been missed."""
         self._channel = channel
         self._waiting: dict[int, _Waiting] = {}
@@ -51,7 +58,7 @@ class ControlClient:
             self._last_seq += 1
             return self._last_seq
 
-    def ask(self, call: Call, timeout_s: float | None = None) -> Reply | Grant:
+    def ask(self, call: Call, timeout_s: float | None = None) -> Answer | Granted:
         """The answer. Raises: ChannelError when none comes in ``timeout_s`` or the client is closed."""
         waiting = _Waiting(call)
         with self._lock:
@@ -110,7 +117,7 @@ class ControlClient:
     def _read(self) -> None:
         while not self._closed.is_set():
             try:
-                self._dispatch(decode_answer(self._channel.receive()))
+                self._dispatch(decode_scheduler_message(self._channel.receive()))
             except ConnectionError as error:
                 if self._closed.is_set():
                     return
@@ -118,8 +125,8 @@ class ControlClient:
                 self._connect(None)
                 self._resend()
 
-    def _dispatch(self, answer: AnyAnswer) -> None:
-        if isinstance(answer, Reply | Grant) and answer.seq:
+    def _dispatch(self, answer: SchedulerMessage) -> None:
+        if isinstance(answer, Answer | Granted) and answer.seq:
             with self._lock:
                 waiting = self._waiting.pop(answer.seq, None)
             if waiting is not None:  # else a second answer, to a call that was sent again

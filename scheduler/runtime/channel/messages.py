@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from rose.errors import ChannelError
+from rose.scheduler.cluster.model import Phase
 
 NUM_EVENTS = 10_000
 """A channel keeps; a group of five jobs with phases of minutes makes these in a week."""
@@ -72,7 +73,7 @@ class Hello(Call, frozen=True, kw_only=True):
     running: dict[str, int]
     log_folder: str
     host: str = "local"
-    num_nodes: dict[str, Count] | None = None
+    num_nodes: dict[Phase, Count] | None = None
 
 
 class Alive(Call, frozen=True, kw_only=True):
@@ -90,11 +91,11 @@ class Exited(Call, frozen=True, kw_only=True):
 
 
 class Request(Call, frozen=True, kw_only=True):
-    """A phase asks for its nodes. Answered by a Grant, as soon as the group's order allows."""
+    """A phase asks for its nodes. Answered by a Granted, as soon as the group's order allows."""
 
     job: str
     attempt: int
-    phase: str
+    phase: Phase
     iteration: int
 
 
@@ -103,7 +104,7 @@ class Heartbeat(Call, frozen=True, kw_only=True):
 
     job: str
     attempt: int
-    phase: str
+    phase: Phase
     epoch: int
 
 
@@ -112,9 +113,9 @@ class Release(Call, frozen=True, kw_only=True):
 
     job: str
     attempt: int
-    phase: str
+    phase: Phase
     epoch: int
-    next_phase: str | None = None
+    next_phase: Phase | None = None
     next_iteration: int = 0
 
 
@@ -126,7 +127,7 @@ class Report(Call, frozen=True, kw_only=True):
 
     job: str
     attempt: int
-    phase: str
+    phase: Phase
     num_done: Count
     num_total: Count
     num_tokens: Count | None = None
@@ -156,7 +157,7 @@ class Completed(Call, frozen=True, kw_only=True):
     iteration: int
 
 
-class Reply(Message, frozen=True, kw_only=True):
+class Answer(Message, frozen=True, kw_only=True):
     """The answer to one call; ``error``: why it was refused."""
 
     seq: int
@@ -164,13 +165,13 @@ class Reply(Message, frozen=True, kw_only=True):
     body: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Grant(Message, frozen=True, kw_only=True):
+class Granted(Message, frozen=True, kw_only=True):
     """The permit that a request asked for. ``epoch`` fences: a later holder's is higher."""
 
     seq: int
     job: str
     attempt: int
-    phase: str
+    phase: Phase
     iteration: int
     epoch: int
     lease_s: float
@@ -216,10 +217,10 @@ AnyCall = (
     | Moved
     | Completed
 )
-AnyAnswer = Reply | Grant | Start | Stop
+SchedulerMessage = Answer | Granted | Start | Stop
 
 _calls: msgspec.json.Decoder[AnyCall] = msgspec.json.Decoder(AnyCall)
-_answers: msgspec.json.Decoder[AnyAnswer] = msgspec.json.Decoder(AnyAnswer)
+_answers: msgspec.json.Decoder[SchedulerMessage] = msgspec.json.Decoder(SchedulerMessage)
 
 
 def encode(message: Message) -> bytes:
@@ -235,7 +236,7 @@ def decode_call(data: bytes) -> AnyCall:
         raise ChannelError(f"not a call of the control channel ({error}): {data[:200]!r}") from error
 
 
-def decode_answer(data: bytes) -> AnyAnswer:
+def decode_scheduler_message(data: bytes) -> SchedulerMessage:
     """What the scheduler has sent. Raises: ChannelError."""
     try:
         return _answers.decode(data)

@@ -22,11 +22,11 @@ from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import (
     NUM_EVENTS,
+    Answer,
     Call,
     Cancel,
     Drain,
     History,
-    Reply,
     Status,
     Submit,
 )
@@ -179,7 +179,7 @@ def _client(channel: str) -> ControlClient:
 def _ask(client: ControlClient, call: Call) -> dict[str, Any]:
     """Raises: ConfigError for a refusal, ChannelError without an answer."""
     reply = client.ask(call, ANSWER_S)
-    if not isinstance(reply, Reply):
+    if not isinstance(reply, Answer):
         raise ChannelError(f"the scheduler answered {reply}")
     if reply.error is not None:
         raise ConfigError(reply.error)

@@ -11,11 +11,11 @@ from rose.arguments import CommandParser
 from rose.config import Settings, load_yaml
 from rose.errors import ConfigError
 from rose.scheduler.cluster.borrowed import lend
+from rose.scheduler.cluster.candidates import Candidate, Rejection
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.cycle import promised_s
-from rose.scheduler.cluster.groups import Cluster, Plan
+from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.model import Job
-from rose.scheduler.cluster.placements import Placement, Rejection
 from rose.scheduler.cluster.policies import explain
 from rose.scheduler.cluster.spec import ClusterSpec
 
@@ -63,35 +63,35 @@ def explanation(cluster: Cluster, jobs: Sequence[Job], policy_name: str) -> dict
     *earlier, job = jobs
     for one in earlier:
         cluster.submit(one, 0.0)
-        cluster.apply(Plan(groups=(policy.place(cluster, one, 0.0).group,)), 0.0)
+        cluster.apply(Rearrangement(groups=(policy.place(cluster, one, 0.0).group,)), 0.0)
     verdicts = explain(
         cluster, job, prune_saturated=policy_name == "weave", multi_rate=policy_name == "lifetime-multirate"
     )
-    placement = policy.place(cluster, job, 0.0)
-    promises = promised_s(placement.group)
-    mine = next(k for k, member in enumerate(placement.group.members) if member.job.name == job.name)
+    candidate = policy.place(cluster, job, 0.0)
+    promises = promised_s(candidate.group)
+    mine = next(k for k, member in enumerate(candidate.group.members) if member.job.name == job.name)
     return {
         "job": job.name,
         "policy": policy_name,
-        "group": placement.group.name,
-        "kind": placement.kind.value,
-        "rollout_nodes": placement.group.members[mine].rollout_nodes,
-        "beside": [member.job.name for member in placement.group.members if member.job.name != job.name],
-        "dollars_per_hour_more": round(placement.dollars_per_hour, 2),
+        "group": candidate.group.name,
+        "kind": candidate.kind.value,
+        "rollout_nodes": candidate.group.members[mine].rollout_nodes,
+        "beside": [member.job.name for member in candidate.group.members if member.job.name != job.name],
+        "dollars_per_hour_more": round(candidate.dollars_per_hour, 2),
         "iteration_s": round(promises[mine], 1),
         "limit_s": round(cluster.limit_s(job), 1),
-        "borrowed_serving_gpus": _borrowed(cluster, placement),
+        "borrowed_serving_gpus": _borrowed(cluster, candidate),
         "considered": [_verdict(verdict) for verdict in verdicts],
     }
 
 
-def _borrowed(cluster: Cluster, placement: Placement) -> int:
+def _borrowed(cluster: Cluster, candidate: Candidate) -> int:
     """What the job would get of the serving GPUs; its promise does not count on them."""
-    others = [group for group in cluster.groups.values() if group.name != placement.group.name]
-    return lend([*others, placement.group], cluster.pools).get(placement.job.name, 0)
+    others = [group for group in cluster.groups.values() if group.name != candidate.group.name]
+    return lend([*others, candidate.group], cluster.pools).get(candidate.job.name, 0)
 
 
-def _verdict(verdict: Placement | Rejection) -> dict[str, object]:
+def _verdict(verdict: Candidate | Rejection) -> dict[str, object]:
     if isinstance(verdict, Rejection):
         return {
             "group": verdict.group,

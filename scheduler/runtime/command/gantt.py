@@ -12,7 +12,7 @@ from typing import Any
 from rose.arguments import CommandParser
 from rose.config import load_yaml
 from rose.scheduler.cluster.choice import POLICIES
-from rose.scheduler.cluster.groups import Cluster, Plan
+from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.model import Group
 from rose.scheduler.cluster.rates import slots_of
 from rose.scheduler.cluster.spec import ClusterSpec
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     cluster, policy = Cluster(spec.pools.to_pools()), POLICIES[arguments.policy](0)
     for job in spec.to_jobs():
         cluster.submit(job, 0.0)
-        cluster.apply(Plan(groups=(policy.place(cluster, job, 0.0).group,)), 0.0)
+        cluster.apply(Rearrangement(groups=(policy.place(cluster, job, 0.0).group,)), 0.0)
     if arguments.output is not None:
         _draw(list(cluster.groups.values()), arguments.output)
     else:
@@ -56,14 +56,16 @@ def bars(group: Group) -> dict[str, list[Bar]]:
         job = member.job
         train_s = job.train_s_on(group.num_train_nodes)
         for node in member.rollout_nodes:
-            rows[f"rollout {node}"] += turns(
+            rows[f"rollout {node}"] += repeated_bars(
                 job.name, slot.rollout_at_s, job.rollout_s, slot.period_s, horizon_s
             )
-        rows["train"] += turns(job.name, slot.train_at_s, train_s, slot.period_s, horizon_s)
+        rows["train"] += repeated_bars(job.name, slot.train_at_s, train_s, slot.period_s, horizon_s)
     return rows
 
 
-def turns(name: str, at_s: float, length_s: float, period_s: float, horizon_s: float) -> Iterator[Bar]:
+def repeated_bars(
+    name: str, at_s: float, length_s: float, period_s: float, horizon_s: float
+) -> Iterator[Bar]:
     """A phase that comes again after each period, within the horizon; one that wraps is two bars."""
     start_s = at_s % period_s - period_s
     while start_s < horizon_s:

@@ -17,13 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 from rose.config import parse_config
-from rose.errors import ConfigError, PlacementError
+from rose.errors import ConfigError, PoolsFull
+from rose.scheduler.cluster.model import POOL_PHASES, Phase
 from rose.scheduler.group.certificate import CertificateError
 from rose.scheduler.runtime.channel.messages import Completed, Release
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
 from rose.scheduler.runtime.decide.state import State
-from rose.scheduler.runtime.job.job import POOL_PHASES
 from rose.scheduler.runtime.job.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -42,14 +42,14 @@ class DriftCalls:
         self._state = state
         self._permits = permits
         self._jobs = jobs
-        self._holds: dict[str, dict[str, deque[float]]] = {}
+        self._holds: dict[str, dict[Phase, deque[float]]] = {}
         """By job and phase, in seconds."""
 
     def releasing(self, call: Release, now: float) -> None:
         """A phase is about to give its nodes back."""
         if self._permits.why_not(call.job, call.attempt) is not None:
             return
-        held_s = self._state.turns_of(call.job).held_s(call.job, call.epoch, now)
+        held_s = self._state.permits_of(call.job).held_s(call.job, call.epoch, now)
         if held_s is not None:
             last = self._holds.setdefault(call.job, defaultdict(lambda: deque(maxlen=NUM_HOLDS)))
             last[call.phase].append(held_s)
@@ -70,7 +70,7 @@ class DriftCalls:
         measured = parse_config(content, RunSpec, "job")
         try:
             where = self._stay(measured, now) or self._go(measured, now)
-        except (ConfigError, PlacementError, CertificateError) as error:
+        except (ConfigError, PoolsFull, CertificateError) as error:
             self._say(call.job, "drift_refused", f"{said}; with that {error}")
             return
         self._state.jobs[call.job].spec, self._state.specs[call.job] = content, measured
@@ -80,7 +80,7 @@ class DriftCalls:
         """Its attempt has ended, or another job has the name."""
         self._holds.pop(job, None)
 
-    def _drifted(self, job: str) -> dict[str, float]:
+    def _drifted(self, job: str) -> dict[Phase, float]:
         """The phases that were too long, with the longest of their last times."""
         times = {}
         for phase, last in self._holds.get(job, {}).items():
@@ -124,7 +124,7 @@ class DriftCalls:
         self._state.event(event, job, reason=note)
 
 
-def _with_times(content: Mapping[str, Any], times: Mapping[str, float]) -> dict[str, Any]:
+def _with_times(content: Mapping[str, Any], times: Mapping[Phase, float]) -> dict[str, Any]:
     phases = content["phases"]
     changed = {phase: {**phases[phase], "seconds": seconds} for phase, seconds in times.items()}
     return {**content, "phases": {**phases, **changed}}

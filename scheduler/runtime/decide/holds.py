@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rose.scheduler.cluster.model import Group
+from rose.scheduler.cluster.model import Group, Phase
 from rose.scheduler.group.line import BookState
 from rose.scheduler.group.pace import PaceState
 
@@ -17,7 +17,7 @@ class Hold:
     """A permit that is out."""
 
     job: str
-    phase: str
+    phase: Phase
     iteration: int
     epoch: int
     expires_s: float
@@ -25,26 +25,17 @@ class Hold:
     """Its lease ran out, and its process has been told to end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A phase that waits."""
-
-    job: str
-    phase: str
-    iteration: int
-
-
 class HoldRow(msgspec.Struct, kw_only=True):
     """A permit that is out, for the next scheduler."""
 
     job: str
-    phase: str
+    phase: Phase
     iteration: int
     epoch: int
     granted_s: float
 
 
-class TurnsRow(msgspec.Struct, kw_only=True):
+class PermitsRow(msgspec.Struct, kw_only=True):
     """What changes with every grant. Times are of ``clock``; ``at_s`` is the last one before the row."""
 
     clock: str

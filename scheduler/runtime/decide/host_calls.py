@@ -9,8 +9,9 @@ import logging
 
 import msgspec
 
+from rose.scheduler.cluster.model import POOL_PHASES
 from rose.scheduler.runtime.channel.messages import Alive, Hello, Stop
-from rose.scheduler.runtime.decide.hosts import KINDS, Host
+from rose.scheduler.runtime.decide.hosts import Host
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.records import JobState
 from rose.scheduler.runtime.decide.state import State
@@ -28,14 +29,16 @@ class HostCalls:
     def hello(self, client: str, call: Hello, now: float) -> None:
         """A runner is there: jobs that it does not have are started, what it should not have is stopped."""
         num_nodes = (
-            {kind: call.num_nodes.get(kind, 0) for kind in KINDS} if call.num_nodes is not None else None
+            {kind: call.num_nodes.get(kind, 0) for kind in POOL_PHASES}
+            if call.num_nodes is not None
+            else None
         )
         host = Host(client=client, log_folder=call.log_folder, num_nodes=num_nodes)
         self._state.hosts.by_name[call.host] = host
         self._state.hosts.heard_s[call.host] = now
         self._state.keep(f"host:{call.host}", msgspec.json.encode(host))
         self._state.settle()
-        self._state.reply(client, call.seq)
+        self._state.answer(client, call.seq)
         for name, attempt in call.running.items():
             record = self._state.jobs.get(name)
             is_its_own = record is not None and (record.host, record.attempt) == (call.host, attempt)
@@ -52,10 +55,10 @@ class HostCalls:
 
     def alive(self, client: str, call: Alive, now: float) -> None:
         """An agent's heartbeat; one that counts as dead has to say what it runs."""
-        self._state.reply(client, call.seq)
+        self._state.answer(client, call.seq)
         host = self._state.hosts.by_name.get(call.host)
         if host is None or host.client != client or not host.is_alive:
-            self._state.reply(client, 0)
+            self._state.answer(client, 0)
             return
         self._state.hosts.heard_s[call.host] = now
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rose.scheduler.cluster.model import Group
-
-KINDS = ("rollout", "train")
+from rose.scheduler.cluster.model import POOL_PHASES, Group, Phase
 
 
 class Host(msgspec.Struct, kw_only=True):
@@ -24,7 +22,7 @@ class Host(msgspec.Struct, kw_only=True):
 
     client: str
     log_folder: str
-    num_nodes: dict[str, int] | None
+    num_nodes: dict[Phase, int] | None
     """By kind; None: no limit, and no heartbeat."""
     is_alive: bool = True
 
@@ -48,7 +46,7 @@ class Hosts:
             and now - self.heard_s.setdefault(name, now) > lease_s
         ]
 
-    def total(self, kind: str) -> int | None:
+    def total(self, kind: Phase) -> int | None:
         """Nodes that the living offer; None: no end of them, or nobody has said so yet."""
         alive = [host for host in self.by_name.values() if host.is_alive]
         if not self.by_name or any(host.num_nodes is None for host in alive):
@@ -84,7 +82,7 @@ class Hosts:
         free = {name: self._free(name) for name, host in self.by_name.items() if host.is_alive}
         by_room = sorted(free, key=lambda name: (name not in known, -sum(free[name].values()), name))
         for name in by_room:
-            if all(_count(nodes, kind) <= free[name][kind] for kind in KINDS):
+            if all(_count(nodes, kind) <= free[name][kind] for kind in POOL_PHASES):
                 return dict.fromkeys(nodes, name)
         found: dict[str, str] = {}
         for node in nodes:
@@ -101,7 +99,7 @@ class Hosts:
         used = [node for homes in self.homes.values() for node, host in homes.items() if host == name]
         return {
             kind: offered[kind] - _count(used, kind) if offered is not None else float("inf")
-            for kind in KINDS
+            for kind in POOL_PHASES
         }
 
 

@@ -6,7 +6,7 @@ Pure: takes ``now``. Never: starts a process; it tells a runner to.
 """
 
 from rose.config import parse_config
-from rose.errors import ConfigError, JobRefused, PlacementError
+from rose.errors import ConfigError, JobRefused, PoolsFull
 from rose.scheduler.group.certificate import Certificate, CertificateError
 from rose.scheduler.runtime.channel.messages import Cancel, Exited, Start, Stop, Submit
 from rose.scheduler.runtime.decide import accounts
@@ -32,15 +32,15 @@ class JobCalls:
         name = call.spec.get("name")
         earlier = self._state.jobs.get(name) if isinstance(name, str) else None
         if earlier is not None and earlier.submitted_by == caller:
-            self._state.reply(client, call.seq, body={"job": name, "state": earlier.state})
+            self._state.answer(client, call.seq, body={"job": name, "state": earlier.state})
             return
         try:
             spec = parse_config(call.spec, RunSpec, "job")
             if earlier is not None and not earlier.state.is_over:
                 raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
             placed, certificate = self.place(spec, now)
-        except (ConfigError, PlacementError, CertificateError) as error:
-            self._state.reply(client, call.seq, str(error))
+        except (ConfigError, PoolsFull, CertificateError) as error:
+            self._state.answer(client, call.seq, str(error))
             return
         member = next(each for each in placed.group.members if each.job.name == spec.name)
         body = {
@@ -52,7 +52,7 @@ class JobCalls:
             "limit_s": certificate.bounds[spec.name].limit_s,
         }
         if call.dry_run:
-            self._state.reply(client, call.seq, body={**body, "state": "would run"})
+            self._state.answer(client, call.seq, body={**body, "state": "would run"})
             return
         record = JobRecord(
             spec=call.spec,
@@ -69,12 +69,12 @@ class JobCalls:
         self._state.event("submitted", spec.name, group=placed.group.name)
         self._start(spec.name, now)
         self._moves.rearrange(now)
-        self._state.reply(client, call.seq, body={**body, "state": record.state})
+        self._state.answer(client, call.seq, body={**body, "state": record.state})
 
     def place(self, spec: RunSpec, now: float, avoid: str | None = None) -> tuple[Placed, Certificate]:
         """A group whose order is certified, with what is held in it now held in turn; never the one to avoid.
 
-        Raises: ConfigError, PlacementError, CertificateError.
+        Raises: ConfigError, PoolsFull, CertificateError.
         """
         residents, closed = self._state.residents(now), dict(self._state.drained)
         if avoid is not None:
@@ -140,7 +140,7 @@ class JobCalls:
 
     def _free(self, name: str, now: float) -> None:
         """Nobody of this attempt runs: its nodes go to the next."""
-        self._state.turns_of(name).drop(name, now)
+        self._state.permits_of(name).drop(name, now)
         self._state.meter.dropped(name)
         self._state.jobs[name].waiting = None
         self._state.progress.pop(name, None)
@@ -150,7 +150,7 @@ class JobCalls:
 
     def exited(self, client: str, call: Exited, now: float) -> None:
         """A process has ended: the job is over, or starts again."""
-        self._state.reply(client, call.seq)
+        self._state.answer(client, call.seq)
         record = self._state.jobs.get(call.job)
         if record is None or record.attempt != call.attempt or record.state.is_over:
             return
@@ -189,15 +189,15 @@ class JobCalls:
         """Ends a job, as soon as its process has."""
         record = self._state.jobs.get(call.job)
         if record is None:
-            self._state.reply(client, call.seq, self._state.unknown(call.job))
+            self._state.answer(client, call.seq, self._state.unknown(call.job))
             return
         if record.state is JobState.RUNNING:
             record.state = JobState.CANCELLING
             record.waiting = None
             self._state.changed(call.job)
-            if call.job not in self._state.turns_of(call.job).holds:
-                self._state.turns_of(call.job).drop(call.job, now)  # what it waits for
+            if call.job not in self._state.permits_of(call.job).holds:
+                self._state.permits_of(call.job).drop(call.job, now)  # what it waits for
             self._state.order(Stop(job=call.job, attempt=record.attempt))
             if record.host is None:
                 self.end(call.job, JobState.CANCELLED, "", now)
-        self._state.reply(client, call.seq, body={"job": call.job, "state": record.state})
+        self._state.answer(client, call.seq, body={"job": call.job, "state": record.state})

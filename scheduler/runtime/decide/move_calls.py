@@ -13,13 +13,13 @@ crashes before is between two iterations as well.
 
 import logging
 
+from rose.scheduler.cluster.candidates import EPSILON
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.model import Group, SloKind
-from rose.scheduler.cluster.placements import EPSILON
 from rose.scheduler.group.certificate import Certificate, CertificateError
 from rose.scheduler.runtime.channel.messages import Completed, Request, Stop
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
-from rose.scheduler.runtime.decide.placing import Rearranged, Residents, Target
+from rose.scheduler.runtime.decide.placing import Moves, Residents, Target
 from rose.scheduler.runtime.decide.records import MoveRecord
 from rose.scheduler.runtime.decide.state import State
 
@@ -47,7 +47,7 @@ class MoveCalls:
         """An iteration is safe: the answer says where the job is from here on."""
         refusal = self._permits.completed(call, now)
         if refusal is not None:
-            self._state.reply(client, call.seq, refusal)
+            self._state.answer(client, call.seq, refusal)
             return
         record = self._state.jobs[call.job]
         if record.num_done < self._state.specs[call.job].iterations:
@@ -57,7 +57,7 @@ class MoveCalls:
             "rollout_nodes": list(record.rollout_nodes),
             "ends": record.is_leaving,
         }
-        self._state.reply(client, call.seq, body=body)
+        self._state.answer(client, call.seq, body=body)
 
     def _leave(self, job: str, now: float) -> None:
         """A process stays on its host: on another one, the job's next attempt goes on."""
@@ -78,7 +78,7 @@ class MoveCalls:
         place, old = record.next_place, record.group
         if place is None:
             return
-        self._state.turns_of(job).drop(job, now)
+        self._state.permits_of(job).drop(job, now)
         rest = self._state.groups.remove(job, old)
         record.moves.append(
             MoveRecord(
@@ -127,7 +127,7 @@ class MoveCalls:
             self._state.groups.remove(job, record.next_place.group)
             record.next_place = None
 
-    def _reserve(self, found: Rearranged, residents: Residents, now: float) -> bool:
+    def _reserve(self, found: Moves, residents: Residents, now: float) -> bool:
         """Takes the places of moves that pay together, all or none. Whether they are taken."""
         issued: list[tuple[Target, Certificate]] = []
         for target in found.targets:

@@ -51,7 +51,7 @@ def _pool(pool: Pool) -> dict[str, Any]:
 
 
 def _group(state: State, name: str) -> dict[str, Any]:
-    return {**state.describe_group(name), "order": state.turns_in(name).order_of_jobs}
+    return {**state.describe_group(name), "order": state.permits_in(name).order_of_jobs}
 
 
 def _job(state: State, job: Job, now: float) -> dict[str, Any]:

@@ -4,15 +4,12 @@ Owns: the answers to these calls. Promises: only the present attempt of a runnin
 under the epoch of its permit. Pure: takes ``now``. Never: starts or ends a job.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from rose.scheduler.runtime.channel.messages import Completed, Grant, Heartbeat, Release, Request
+from rose.scheduler.cluster.model import POOL_PHASES
+from rose.scheduler.runtime.channel.messages import Completed, Granted, Heartbeat, Release, Request
 from rose.scheduler.runtime.decide import accounts
 from rose.scheduler.runtime.decide.holds import Hold
-from rose.scheduler.runtime.decide.records import JobState
-from rose.scheduler.runtime.decide.state import State, ask_of
-from rose.scheduler.runtime.job.job import POOL_PHASES
+from rose.scheduler.runtime.decide.records import JobState, PermitRequest
+from rose.scheduler.runtime.decide.state import State
 
 
 class PermitCalls:
@@ -28,27 +25,27 @@ class PermitCalls:
         if refusal is None and call.phase not in POOL_PHASES:
             refusal = f"phase {call.phase!r} needs no permit"
         if refusal is not None:
-            self._state.reply(client, call.seq, refusal)
+            self._state.answer(client, call.seq, refusal)
             return
-        turns, record = self._state.turns_of(call.job), self._state.jobs[call.job]
-        hold = turns.holds.get(call.job)
+        permits, record = self._state.permits_of(call.job), self._state.jobs[call.job]
+        hold = permits.holds.get(call.job)
         if hold is not None and (hold.phase, hold.iteration) != (call.phase, call.iteration):
-            self._state.reply(client, call.seq, f"holds {hold.phase} of iteration {hold.iteration} still")
+            self._state.answer(client, call.seq, f"holds {hold.phase} of iteration {hold.iteration} still")
             return
-        request = {"phase": call.phase, "iteration": call.iteration, "client": client, "seq": call.seq}
+        request = PermitRequest(phase=call.phase, iteration=call.iteration, client=client, seq=call.seq)
         if hold is not None:  # asked again, or queued by the phase before
             self._send_grant(hold, request)
             return
         record.waiting = request
         self._state.changed(call.job)
-        turns.ask(ask_of(call.job, request))
+        permits.ask(call.job, call.phase, call.iteration)
         self._state.meter.asked(call.job, call.phase, now)
         self._state.changed_group(record.group)
         self.grant(self._state.jobs[call.job].group, now)
 
     def grant(self, group: str, now: float) -> None:
         """Lets the phases begin that may."""
-        for hold in self._state.turns[group].grant(now):
+        for hold in self._state.permits[group].grant(now):
             record = self._state.jobs[hold.job]
             self._state.meter.granted(hold.job, hold.phase, now)
             assert record.waiting is not None, hold
@@ -60,9 +57,9 @@ class PermitCalls:
                 "granted", hold.job, phase=hold.phase, iteration=hold.iteration, epoch=hold.epoch
             )
 
-    def _send_grant(self, hold: Hold, request: Mapping[str, Any]) -> None:
-        grant = Grant(
-            seq=request["seq"],
+    def _send_grant(self, hold: Hold, request: PermitRequest) -> None:
+        grant = Granted(
+            seq=request.seq,
             job=hold.job,
             attempt=self._state.jobs[hold.job].attempt,
             phase=hold.phase,
@@ -70,42 +67,39 @@ class PermitCalls:
             epoch=hold.epoch,
             lease_s=self._lease_s,
         )
-        self._state.send(request["client"], grant)
+        self._state.send(request.client, grant)
 
     def heartbeat(self, client: str, call: Heartbeat, now: float) -> None:
         """A holder lives."""
         refusal = self.why_not(call.job, call.attempt)
-        if refusal is None and not self._state.turns_of(call.job).beat(call.job, call.epoch, now):
+        if refusal is None and not self._state.permits_of(call.job).beat(call.job, call.epoch, now):
             refusal = _fenced(call.phase, call.epoch)
-        self._state.reply(client, call.seq, refusal)
+        self._state.answer(client, call.seq, refusal)
 
     def release(self, client: str, call: Release, now: float) -> None:
         """A holder is done; the next phases may begin."""
         refusal = self.why_not(call.job, call.attempt)
         if refusal is not None:
-            self._state.reply(client, call.seq, refusal)
+            self._state.answer(client, call.seq, refusal)
             return
-        turns, record = self._state.turns_of(call.job), self._state.jobs[call.job]
-        if turns.release(call.job, call.epoch, now):
+        permits, record = self._state.permits_of(call.job), self._state.jobs[call.job]
+        if permits.release(call.job, call.epoch, now):
             record.released_epoch = call.epoch
             self._state.meter.released(call.job, now)
             self._state.event("released", call.job, phase=call.phase, epoch=call.epoch)
             self._state.progress.pop(call.job, None)
             if call.next_phase is not None:
-                record.waiting = {
-                    "phase": call.next_phase,
-                    "iteration": call.next_iteration,
-                    "client": client,
-                    "seq": 0,
-                }
-                turns.ask(ask_of(call.job, record.waiting))
+                record.waiting = PermitRequest(
+                    phase=call.next_phase, iteration=call.next_iteration, client=client, seq=0
+                )
+                permits.ask(call.job, call.next_phase, call.next_iteration)
                 self._state.meter.asked(call.job, call.next_phase, now)
             self._state.changed(call.job)
             self._state.changed_group(self._state.jobs[call.job].group)
             self.grant(self._state.jobs[call.job].group, now)
         elif record.released_epoch != call.epoch:
             refusal = _fenced(call.phase, call.epoch)
-        self._state.reply(client, call.seq, refusal)
+        self._state.answer(client, call.seq, refusal)
 
     def completed(self, call: Completed, now: float) -> str | None:
         """An iteration is safe. Why the call is refused, if so; answering it is the caller's."""

@@ -2,7 +2,7 @@
 the policies of rose.scheduler.cluster, asked live.
 
 Owns: the groups' nodes and members, those who are to leave included. Promises: a job that can't be placed
-raises JobRefused or PlacementError with the numbers; the policy puts none into a group with a drained node;
+raises JobRefused or PoolsFull with the numbers; the policy puts none into a group with a drained node;
 members keep their nodes' numbers. Pure. Never: decides when a job moves.
 
 Policies see the groups as they shall be: without the jobs that are to leave and without the nodes that nobody
@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from rose.errors import JobRefused
+from rose.scheduler.cluster.candidates import Kind, memory_shortage
 from rose.scheduler.cluster.choice import POLICIES
-from rose.scheduler.cluster.groups import Cluster, Plan, compact
+from rose.scheduler.cluster.groups import Cluster, Rearrangement, compact
 from rose.scheduler.cluster.model import Group, Job, Member
-from rose.scheduler.cluster.placements import Kind, memory_shortage
 from rose.scheduler.cluster.policies import alone
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
@@ -46,7 +46,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rearranged:
+class Moves:
     """Moves that pay together, by so many dollars."""
 
     targets: tuple[Target, ...]
@@ -76,7 +76,7 @@ class Groups:
             )
 
     def place(self, spec: RunSpec, drained: Drained, residents: Residents, now: float) -> Placed:
-        """Where the job would go. Raises: JobRefused, PlacementError; ConfigError for what fits no node."""
+        """Where the job would go. Raises: JobRefused, PoolsFull; ConfigError for what fits no node."""
         job = spec.to_job(self.spec.pools.to_pools())
         if spec.group is not None:
             return Placed(group=self._pinned(spec, job, drained.get(spec.group, ())), why="named by the job")
@@ -84,35 +84,35 @@ class Groups:
         while True:
             cluster = self._cluster(names, residents, now)
             cluster.submit(job, now)
-            placement = POLICIES[self.spec.policy](0).place(cluster, job, now)
-            why = f"{placement.kind} by {self.spec.policy}, ${placement.dollars_per_hour:.2f}/h more"
-            if placement.kind is Kind.ISOLATED:
-                return Placed(group=replace(placement.group, name=self._new_name()), why=why)
-            group = self._joined(placement.group, job.name)
+            candidate = POLICIES[self.spec.policy](0).place(cluster, job, now)
+            why = f"{candidate.kind} by {self.spec.policy}, ${candidate.dollars_per_hour:.2f}/h more"
+            if candidate.kind is Kind.ISOLATED:
+                return Placed(group=replace(candidate.group, name=self._new_name()), why=why)
+            group = self._joined(candidate.group, job.name)
             if not self._is_too_large(group):
                 return Placed(group=group, why=why)
             names.remove(group.name)
 
     def place_alone(self, spec: RunSpec, residents: Residents, now: float) -> Placed:
-        """Nodes of its own, for a job whose shared order can't be certified. Raises: PlacementError."""
+        """Nodes of its own, for a job whose shared order can't be certified. Raises: PoolsFull."""
         job = spec.to_job(self.spec.pools.to_pools())
         group = alone(self._cluster(list(self.by_name), residents, now), job).group
         return Placed(group=replace(group, name=self._new_name()), why="alone: no shared order is certified")
 
-    def rearranged(
-        self, drained: Drained, residents: Residents, now: float, max_moves: int
-    ) -> Rearranged | None:
+    def rearranged(self, drained: Drained, residents: Residents, now: float, max_moves: int) -> Moves | None:
         """What the policy would move, among the groups that jobs brought about; None: nothing that pays."""
         names = [name for name in self.by_name if name not in self.spec.groups and not drained.get(name)]
         cluster = self._cluster(names, residents, now)
-        plan = POLICIES[self.spec.policy](0).rearrange(cluster, now, max_moves)
-        if plan is None:
+        change = POLICIES[self.spec.policy](0).rearrange(cluster, now, max_moves)
+        if change is None:
             return None
         targets = []
-        for job in plan.moved:
-            [group] = [each for each in plan.groups if job in _names(each) and each.name != self.of(job).name]
+        for job in change.moved:
+            [group] = [
+                each for each in change.groups if job in _names(each) and each.name != self.of(job).name
+            ]
             targets.append(Target(job=job, group=self._joined(group, job)))
-        return Rearranged(targets=tuple(targets), gain_dollars=plan.gain_dollars)
+        return Moves(targets=tuple(targets), gain_dollars=change.gain_dollars)
 
     def put(self, group: Group) -> None:
         """The group as it is from now on."""
@@ -154,7 +154,7 @@ class Groups:
                 cluster.submit(member.job, now)
                 cluster.residents[member.job.name] = residents[member.job.name]
             if group.members:
-                cluster.apply(Plan(groups=(compact(group),)), now)
+                cluster.apply(Rearrangement(groups=(compact(group),)), now)
         return cluster
 
     def _pools(self) -> Pools:

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from rose.scheduler.cluster.model import Phase
+
 
 class JobState(StrEnum):
     """A job's way: running (from its submission on, through crashes), then one of the others for good."""
@@ -24,6 +26,16 @@ class JobState(StrEnum):
     def is_over(self) -> bool:
         """Nothing of the job runs any more."""
         return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
+
+
+class PermitRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that no permit answers yet."""
+
+    phase: Phase
+    iteration: int
+    client: str
+    seq: int
+    """0: the release of the phase before queued it, and nobody waits for an answer yet."""
 
 
 class NextPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +72,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     rollout_nodes: tuple[int, ...]
     """In the group."""
     why: str
-    """Of the placement."""
+    """Of the candidate."""
     submitted_by: str
     """Client and number of the call, so that asking again is not a second job."""
     number: int
@@ -81,8 +93,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """Why it is in this state."""
     released_epoch: int = 0
     """The last permit that was given back: giving it back again changes nothing."""
-    waiting: dict[str, Any] | None = None
-    """The request that has no grant yet: phase, iteration, client, seq."""
+    waiting: PermitRequest | None = None
     next_place: NextPlace | None = None
     """It is being moved."""
     moves: list[MoveRecord] = msgspec.field(default_factory=list)

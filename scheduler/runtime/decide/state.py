@@ -13,18 +13,18 @@ import msgspec
 
 from rose.config import parse_config
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import Group, Member
+from rose.scheduler.cluster.model import POOL_PHASES, Group, Member
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate, certify
-from rose.scheduler.runtime.channel.messages import Message, Reply, Start, Stop, encode
+from rose.scheduler.runtime.channel.messages import Answer, Message, Start, Stop, encode
 from rose.scheduler.runtime.channel.protocol import Batch, Outgoing
 from rose.scheduler.runtime.decide import accounts
-from rose.scheduler.runtime.decide.holds import Ask, OrderRow, TurnsRow
-from rose.scheduler.runtime.decide.hosts import KINDS, Host, Hosts
+from rose.scheduler.runtime.decide.group_permits import GroupPermits
+from rose.scheduler.runtime.decide.holds import OrderRow, PermitsRow
+from rose.scheduler.runtime.decide.hosts import Host, Hosts
 from rose.scheduler.runtime.decide.meter import Meter
 from rose.scheduler.runtime.decide.placing import Groups
 from rose.scheduler.runtime.decide.records import JobRecord, NextPlace
-from rose.scheduler.runtime.decide.turns import Turns
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
 
@@ -36,7 +36,7 @@ class State:
         self.cluster = cluster
         self.clock = clock
         self.groups = Groups(cluster)
-        self.turns: dict[str, Turns] = {}
+        self.permits: dict[str, GroupPermits] = {}
         self.jobs: dict[str, JobRecord] = {}
         self.specs: dict[str, RunSpec] = {}
         self.drained: dict[str, list[str]] = {}
@@ -75,14 +75,14 @@ class State:
             self._adopt(name, record)
         self.settle()
         for group in list(self.groups.by_name.values()):
-            turns = self.turns_in(group.name)
+            permits = self.permits_in(group.name)
             if f"group:{group.name}" in rows:
                 order = msgspec.json.decode(rows[f"order:{group.name}"], type=OrderRow)
-                turns.restore(order, msgspec.json.decode(rows[f"group:{group.name}"], type=TurnsRow), now)
+                permits.restore(order, msgspec.json.decode(rows[f"group:{group.name}"], type=PermitsRow), now)
             for member in group.members:
                 record = self.jobs[member.job.name]
                 if record.waiting is not None and record.group == group.name:
-                    turns.ask(ask_of(member.job.name, record.waiting))
+                    permits.ask(member.job.name, record.waiting.phase, record.waiting.iteration)
 
     def _adopt(self, name: str, record: JobRecord) -> None:
         """A job of an earlier scheduler, where it was placed."""
@@ -133,7 +133,7 @@ class State:
         """Nodes that groups use get hosts, and those that they don't use lose theirs."""
         if self.hosts.settle(self.groups.by_name):
             self.keep("homes:", msgspec.json.encode(self.hosts.homes))
-        self.groups.offered = {kind: self.hosts.total(kind) for kind in KINDS}
+        self.groups.offered = {kind: self.hosts.total(kind) for kind in POOL_PHASES}
 
     def hosts_of(self, group: str, rollout_nodes: tuple[int, ...]) -> list[str] | None:
         """Of a member's nodes, that of its process first; None: some of the nodes have none."""
@@ -141,7 +141,7 @@ class State:
 
     def certify(self, group: Group) -> Certificate:
         """Of the order in which its members would follow each other. Raises: CertificateError."""
-        return certify(group, self.turns_in(group.name).order_for(group))
+        return certify(group, self.permits_in(group.name).order_for(group))
 
     def reserve(self, job: str, group: Group, certificate: Certificate, why: str, now: float) -> None:
         """A running job's next place: taken and certified from now on. The group has it as a member."""
@@ -159,8 +159,8 @@ class State:
         self._nodes[group.name] = nodes
         self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
         self.settle()
-        self.turns_in(group.name).form(group, certificate, now)
-        self._batch.rows[f"order:{group.name}"] = msgspec.json.encode(self.turns[group.name].rows()[0])
+        self.permits_in(group.name).form(group, certificate, now)
+        self._batch.rows[f"order:{group.name}"] = msgspec.json.encode(self.permits[group.name].rows()[0])
         self.changed_group(group.name)
 
     def take_batch(self) -> Batch:
@@ -169,17 +169,17 @@ class State:
         for name in self._dirty:
             batch.rows[f"job:{name}"] = self.jobs[name].to_row()
         for group in self._dirty_groups:
-            batch.rows[f"group:{group}"] = msgspec.json.encode(self.turns[group].rows()[1])
+            batch.rows[f"group:{group}"] = msgspec.json.encode(self.permits[group].rows()[1])
         self._dirty, self._dirty_groups = set(), set()
         return batch
 
-    def turns_of(self, job: str) -> Turns:
+    def permits_of(self, job: str) -> GroupPermits:
         """Of the job's group."""
-        return self.turns_in(self.jobs[job].group)
+        return self.permits_in(self.jobs[job].group)
 
-    def turns_in(self, group: str) -> Turns:
+    def permits_in(self, group: str) -> GroupPermits:
         """A group's permits."""
-        return self.turns.setdefault(group, Turns(self.cluster.lease_s, self.clock))
+        return self.permits.setdefault(group, GroupPermits(self.cluster.lease_s, self.clock))
 
     def residents(self, now: float) -> dict[str, Resident]:
         """The jobs that run, as policies see them. A job that named its group stays there."""
@@ -204,13 +204,13 @@ class State:
             "num_rollout_nodes": group.num_rollout_nodes,
             "num_train_nodes": group.num_train_nodes,
             "jobs": {each.job.name: list(each.rollout_nodes) for each in group.members},
-            "holders": {each.job: each.phase for each in self.turns_in(name).holds.values()},
+            "holders": {each.job: each.phase for each in self.permits_in(name).holds.values()},
             "drained": self.drained.get(name, []),
         }
 
     def describe(self, name: str) -> dict[str, Any]:
         record, spec = self.jobs[name], self.specs[name]
-        hold = self.turns_of(name).holds.get(name)
+        hold = self.permits_of(name).holds.get(name)
         progress = self.progress.get(name)
         return {
             "name": name,
@@ -225,8 +225,8 @@ class State:
             "attempt": record.attempt,
             "restarts": record.num_restarts,
             "holds": hold.phase if hold is not None else None,
-            "waits_for": record.waiting["phase"] if record.waiting is not None else None,
-            "behind": self.turns_of(name).holders_before(name),
+            "waits_for": record.waiting.phase if record.waiting is not None else None,
+            "behind": self.permits_of(name).holders_before(name),
             "progress": list(progress) if progress is not None else None,
             "moving_to": record.next_place.group if record.next_place is not None else None,
             "moves": [
@@ -249,10 +249,10 @@ class State:
     def unknown(self, job: str) -> str:
         return f"no job {job!r}; there are {', '.join(self.jobs) or 'none'}"
 
-    def reply(
+    def answer(
         self, client: str, seq: int, error: str | None = None, body: dict[str, Any] | None = None
     ) -> None:
-        self.send(client, Reply(seq=seq, error=error, body=body if body is not None else {}))
+        self.send(client, Answer(seq=seq, error=error, body=body if body is not None else {}))
 
     def order(self, order: Start | Stop) -> None:
         """To the runner that has the job's process."""
@@ -269,8 +269,3 @@ class State:
         self._batch.events.append(
             msgspec.json.encode({"event": event, "job": job, "at": time.time(), **more})
         )
-
-
-def ask_of(job: str, request: Mapping[str, Any]) -> Ask:
-    """A waiting request, as the group's permits see it."""
-    return Ask(job=job, phase=request["phase"], iteration=request["iteration"])

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.certificate import Certificate
-from rose.scheduler.group.order import PhaseKind
 from rose.scheduler.group.tail_nodes import NUM_PASSES, NodeTail, choose_threshold, kept_now
 from rose.scheduler.runtime.channel.messages import Moved, Report
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
@@ -40,26 +40,26 @@ class TailCalls:
         """Progress; the answer says where to move, if to move."""
         refusal = self._permits.why_not(call.job, call.attempt)
         if refusal is not None:
-            self._state.reply(client, call.seq, refusal)
+            self._state.answer(client, call.seq, refusal)
             return
         self._state.progress[call.job] = (call.num_done, call.num_total)
         if call.lengths:
             self._learn(call.job, call.lengths)
         keep = self._keep(call, now)
-        self._state.reply(client, call.seq, body={"keep": list(keep)} if keep is not None else {})
+        self._state.answer(client, call.seq, body={"keep": list(keep)} if keep is not None else {})
 
     def moved(self, client: str, call: Moved, now: float) -> None:
         """The tail runs on fewer nodes: the others may go on."""
         refusal = self._permits.why_not(call.job, call.attempt)
         if refusal is None:
-            turns = self._state.turns_of(call.job)
-            refusal = turns.begin_tail(call.job, call.epoch, call.keep, now)
+            permits = self._state.permits_of(call.job)
+            refusal = permits.begin_tail(call.job, call.epoch, call.keep, now)
         if refusal is None:
             group = self._state.jobs[call.job].group
             self._state.changed_group(group)
             self._state.event("moved", call.job, keep=call.keep, epoch=call.epoch)
             self._permits.grant(group, now)
-        self._state.reply(client, call.seq, refusal)
+        self._state.answer(client, call.seq, refusal)
 
     def _learn(self, job: str, lengths: list[int]) -> None:
         past = [*self._state.past.get(job, []), lengths][-NUM_PAST:]
@@ -69,15 +69,15 @@ class TailCalls:
             self._thresholds.pop(member.job.name, None)
 
     def _keep(self, call: Report, now: float) -> tuple[int, ...] | None:
-        turns, speed = self._state.turns_of(call.job), self._state.specs[call.job].speed
-        hold = turns.holds.get(call.job)
-        is_tail = hold is not None and hold.phase == PhaseKind.ROLLOUT and not turns.has_moved(call.job)
+        permits, speed = self._state.permits_of(call.job), self._state.specs[call.job].speed
+        hold = permits.holds.get(call.job)
+        is_tail = hold is not None and hold.phase is Phase.ROLLOUT and not permits.has_moved(call.job)
         if speed is None or not is_tail or call.num_tokens is None or call.num_done >= call.num_total:
             return None
         threshold = self._threshold(call.job)
         if threshold is None or call.num_done < threshold * call.num_total:
             return None
-        group = turns.present()
+        group = permits.present()
         [job] = [member.job for member in group.members if member.job.name == call.job]
         return kept_now(
             group,
@@ -85,12 +85,12 @@ class TailCalls:
             speed,
             num_left=call.num_total - call.num_done,
             reached_tokens=call.num_tokens,
-            left_s=job.rollout_s - (now - turns.granted_s(call.job)),
+            left_s=job.rollout_s - (now - permits.granted_s(call.job)),
         )
 
     def _threshold(self, job: str) -> float | None:
-        turns = self._state.turns_of(job)
-        certificate, group = turns.certificate, turns.present()
+        permits = self._state.permits_of(job)
+        certificate, group = permits.certificate, permits.present()
         present = frozenset(member.job.name for member in group.members)
         known = {name: each for name, each in self._thresholds.items() if each[:2] == (certificate, present)}
         if job not in known:

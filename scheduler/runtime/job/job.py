@@ -16,14 +16,15 @@ import msgspec
 
 from rose.config import Settings
 from rose.errors import ChannelError, ConfigError, PermitLost
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import (
+    Answer,
     Completed,
-    Grant,
+    Granted,
     Heartbeat,
     Moved,
     Release,
-    Reply,
     Report,
     Request,
 )
@@ -33,9 +34,6 @@ from rose.scheduler.runtime.job.recording import Recorder, Recording
 
 logger = logging.getLogger(__name__)
 
-POOL_PHASES = ("rollout", "train")
-"""These need nodes; a sync holds neither pool."""
-PHASES = (*POOL_PHASES, "sync")
 HEARTBEATS_A_LEASE = 5
 CONNECT_TIMEOUT_S = 30.0
 REPORT_S = 1.0
@@ -77,12 +75,12 @@ class RunningJob:
         self._client = ControlClient(channel, CONNECT_TIMEOUT_S)
         self.group, self.rollout_nodes = file.group, tuple(file.rollout_nodes)
         """Where it runs; may change with `complete`."""
-        self._held: Grant | None = None
+        self._held: Granted | None = None
         self._is_held = threading.Condition()
         threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
 
     @contextmanager
-    def permit(self, phase: str, iteration: int, next_phase: str | None) -> Iterator[None]:
+    def permit(self, phase: Phase, iteration: int, next_phase: Phase | None) -> Iterator[None]:
         """Holds the phase's nodes; on leaving without an error, `next_phase` is queued at once.
 
         Raises: PermitLost if it was taken back, or is refused.
@@ -98,7 +96,7 @@ class RunningJob:
                 iteration=iteration,
             )
         )
-        if isinstance(grant, Reply):
+        if isinstance(grant, Answer):
             raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {grant.error}")
         self._hold(grant)
         try:
@@ -110,12 +108,12 @@ class RunningJob:
         if reply.error is not None:
             raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {reply.error}")
 
-    def _hold(self, grant: Grant | None) -> None:
+    def _hold(self, grant: Granted | None) -> None:
         with self._is_held:
             self._held = grant
             self._is_held.notify()
 
-    def _release(self, grant: Grant, next_phase: str | None, iteration: int) -> Reply:
+    def _release(self, grant: Granted, next_phase: Phase | None, iteration: int) -> Answer:
         self._hold(None)
         release = Release(
             seq=self._client.next_seq(),
@@ -127,7 +125,7 @@ class RunningJob:
             next_iteration=iteration,
         )
         reply = self._client.ask(release)
-        assert isinstance(reply, Reply), reply
+        assert isinstance(reply, Answer), reply
         return reply
 
     def complete(self, iteration: int) -> None:
@@ -145,7 +143,7 @@ class RunningJob:
                 iteration=iteration,
             )
         )
-        assert isinstance(reply, Reply), reply
+        assert isinstance(reply, Answer), reply
         if reply.error is not None:
             raise PermitLost(f"{self.file.name}: iteration {iteration} is not recorded: {reply.error}")
         group, nodes = reply.body["group"], tuple(reply.body["rollout_nodes"])
@@ -157,7 +155,7 @@ class RunningJob:
 
     def report(
         self,
-        phase: str,
+        phase: Phase,
         num_done: int,
         num_total: int,
         num_tokens: int | None = None,
@@ -182,7 +180,7 @@ class RunningJob:
         except ChannelError as error:
             logger.info("not reported phase=%s num_done=%d reason=%s", phase, num_done, error)
             return None
-        assert isinstance(reply, Reply), reply
+        assert isinstance(reply, Answer), reply
         keep = reply.body.get("keep")
         return tuple(keep) if keep is not None else None
 
@@ -200,11 +198,11 @@ class RunningJob:
                 keep=list(keep),
             )
         )
-        assert isinstance(reply, Reply), reply
+        assert isinstance(reply, Answer), reply
         if reply.error is not None:
             raise PermitLost(f"{self.file.name}: the rollout's tail: {reply.error}")
 
-    def cache(self, phase: str) -> HostCache:
+    def cache(self, phase: Phase) -> HostCache:
         """The phase's state in host memory."""
         return HostCache(
             Path(self.file.cache_folder) / phase,

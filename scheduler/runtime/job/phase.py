@@ -24,8 +24,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+from rose.scheduler.cluster.model import POOL_PHASES, Phase
 from rose.scheduler.runtime.job.cache import WorkingSet
-from rose.scheduler.runtime.job.job import PHASES, POOL_PHASES, RunningJob, running_job
+from rose.scheduler.runtime.job.job import RunningJob, running_job
 from rose.scheduler.runtime.job.recording import PhaseBegan, PhaseRun
 
 logger = logging.getLogger(__name__)
@@ -79,8 +80,9 @@ class Progress:
         job = running_job()
         if job is None:
             return
-        move = _loop.moves.get(phase)
-        keep = job.report(phase, num_done, num_total, num_tokens if move is not None else None, lengths)
+        kind = _phase_named(phase)
+        move = _loop.moves.get(kind)
+        keep = job.report(kind, num_done, num_total, num_tokens if move is not None else None, lengths)
         if keep is not None and move is not None:
             move(keep)
             job.moved(keep)
@@ -90,16 +92,24 @@ class _Loop:
     """The phases of this program and the iteration they are in: one per process, as there is one job."""
 
     def __init__(self) -> None:
-        self.phases: set[str] = set()
-        self.moves: dict[str, MoveTail] = {}
+        self.phases: set[Phase] = set()
+        self.moves: dict[Phase, MoveTail] = {}
         self.iteration = 0
 
-    def after(self, phase: str) -> str | None:
+    def after(self, phase: Phase) -> Phase | None:
         """The next phase, on the other pool. A new iteration asks itself: until then nodes would idle."""
-        return "train" if phase == "rollout" and "train" in self.phases else None
+        return Phase.TRAIN if phase is Phase.ROLLOUT and Phase.TRAIN in self.phases else None
 
 
 _loop = _Loop()
+
+
+def _phase_named(name: str) -> Phase:
+    """Raises: ValueError."""
+    try:
+        return Phase(name)
+    except ValueError:
+        raise ValueError(f"phase {name!r}: expected one of {', '.join(Phase)}") from None
 
 
 def phase(
@@ -112,38 +122,37 @@ def phase(
     the group) onto which the responses that still run are to move; when it returns, the others are unused.
     Raises: ValueError for another name; in the function's calls PermitLost and CacheFull.
     """
-    if name not in PHASES:
-        raise ValueError(f"phase {name!r}: expected one of {', '.join(PHASES)}")
+    kind = _phase_named(name)
 
     def wrap(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        _loop.phases.add(name)
+        _loop.phases.add(kind)
         if move_tail is not None:
-            _loop.moves[name] = move_tail
+            _loop.moves[kind] = move_tail
 
         @functools.wraps(function)
         def shim(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             job = running_job()
             if job is None:
                 return function(*args, **kwargs)
-            if name not in POOL_PHASES:
+            if kind not in POOL_PHASES:
                 return _run(job, lambda: function(*args, **kwargs))
-            with job.permit(name, _loop.iteration, _loop.after(name)):
+            with job.permit(kind, _loop.iteration, _loop.after(kind)):
                 return _run(job, lambda: function(*args, **kwargs))
 
         def _run(job: RunningJob, run: Callable[[], Result]) -> Result:
             if job.recorder is not None:
-                job.recorder.note(PhaseBegan(phase=name))
+                job.recorder.note(PhaseBegan(phase=kind))
             began_s = time.monotonic()
             if working_set is not None:
-                working_set.load(job.cache(name))
+                working_set.load(job.cache(kind))
             loaded_s = time.monotonic()
             result = run()
             ran_s = time.monotonic()
             if working_set is not None:
-                working_set.offload(job.cache(name))
+                working_set.offload(job.cache(kind))
             if job.recorder is not None:
                 times = (began_s, loaded_s, ran_s, time.monotonic())
-                job.recorder.note(_phase_run(name, times, job.cache(name).num_bytes))
+                job.recorder.note(_phase_run(kind, times, job.cache(kind).num_bytes))
             return result
 
         return shim
@@ -151,10 +160,10 @@ def phase(
     return wrap
 
 
-def _phase_run(name: str, times: tuple[float, float, float, float], cached_bytes: int) -> PhaseRun:
+def _phase_run(phase: Phase, times: tuple[float, float, float, float], cached_bytes: int) -> PhaseRun:
     began_s, loaded_s, ran_s, offloaded_s = times
     return PhaseRun(
-        phase=name,
+        phase=phase,
         iteration=_loop.iteration,
         begin_s=began_s,
         load_s=loaded_s - began_s,

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from rose.errors import ProfileError
+from rose.scheduler.cluster.model import POOL_PHASES
 from rose.scheduler.cluster.spec import PhaseSpec
-from rose.scheduler.runtime.job.job import POOL_PHASES
 from rose.scheduler.runtime.job.recording import PhaseRun, Recorded
 from rose.scheduler.runtime.job.spec import RunSpec
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from rose.scheduler.cluster.model import Phase
+
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """In a job's file: this run is a profile."""
@@ -21,7 +23,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 class PhaseRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One phase from its permit to its release."""
 
-    phase: str
+    phase: Phase
     iteration: int
     begin_s: float
     """Of time.monotonic(), which all processes of a host share."""
@@ -48,13 +50,13 @@ class TokensAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class PhaseBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The job has its permit for a phase, or needs none."""
 
-    phase: str
+    phase: Phase
 
 
 class Recorded(NamedTuple):
     """All lines so far."""
 
-    began: list[str]
+    began: list[Phase]
     """Phases, those that have not ended included."""
     runs: list[PhaseRun]
     has_asked_tokens: bool

@@ -1,4 +1,4 @@
-"""Jobs and clusters for the tests of placement."""
+"""Jobs and clusters for the tests of candidate."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from rose.scheduler.cluster.candidates import memory_shortage
 from rose.scheduler.cluster.cycle import promised_s
-from rose.scheduler.cluster.groups import Cluster, Plan
+from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.model import Job, SloKind
-from rose.scheduler.cluster.placements import memory_shortage
 from rose.scheduler.cluster.policies import Policy
 
 HOUR_S = 3600.0
@@ -51,13 +51,13 @@ def named(found: Sequence[Job]) -> list[Job]:
 
 def place(cluster: Cluster, policy: Policy, one: Job, now_s: float = 0.0) -> None:
     cluster.submit(one, now_s)
-    cluster.apply(Plan(groups=(policy.place(cluster, one, now_s).group,)), now_s)
+    cluster.apply(Rearrangement(groups=(policy.place(cluster, one, now_s).group,)), now_s)
 
 
 def assert_kept(cluster: Cluster, now_s: float) -> None:
     """Every promise within its limit, every host's memory, the residency, the pools' sizes."""
     cluster.check_integrity()
-    assert cluster.has_nodes_for(Plan(groups=()))
+    assert cluster.has_nodes_for(Rearrangement(groups=()))
     for group in cluster.groups.values():
         assert memory_shortage(group, cluster.pools) is None
         assert len(group.members) <= cluster.pools.max_residents

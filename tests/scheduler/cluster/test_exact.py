@@ -4,10 +4,10 @@ import pytest
 from cluster_jobs import job, jobs, place
 from hypothesis import given, settings
 
+from rose.scheduler.cluster.candidates import candidates, certified, isolated, memory_shortage, own_limit_s
 from rose.scheduler.cluster.exact import optimum
 from rose.scheduler.cluster.groups import Cluster
 from rose.scheduler.cluster.model import Group, Job
-from rose.scheduler.cluster.placements import certified, isolated, memory_shortage, own_limit_s, placements
 from rose.scheduler.cluster.policies import Weave
 from rose.scheduler.cluster.pools import Pools
 
@@ -31,7 +31,7 @@ def least_cost(members: list[Job]) -> float:
     first, *others = members
     groups: list[Group] = [isolated(first, "g", POOLS).group]
     for one in others:
-        groups = [placement.group for group in groups for placement in placements(group, one, POOLS)]
+        groups = [candidate.group for group in groups for candidate in candidates(group, one, POOLS)]
     costs = [
         POOLS.dollars_per_hour(group)
         for group in groups

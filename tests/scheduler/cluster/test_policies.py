@@ -4,12 +4,12 @@ import pytest
 from cluster_jobs import HOUR_S, assert_kept, job, jobs, place
 from hypothesis import given, settings
 
-from rose.errors import PlacementError
+from rose.errors import PoolsFull
 from rose.scheduler.cluster.borrowed import lend
+from rose.scheduler.cluster.candidates import Constraint, Kind, Rejection
 from rose.scheduler.cluster.groups import Cluster
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job
-from rose.scheduler.cluster.placements import Constraint, Kind, Rejection
 from rose.scheduler.cluster.policies import (
     Greedy,
     Policy,
@@ -85,11 +85,11 @@ def test_lifetime_merges_two_jobs_that_were_left_alone_and_charges_the_pause() -
     cluster = Cluster(Pools())
     for name in ("a", "b"):
         place(cluster, Solo(), job(name, 100, 100, slo=1.9))
-    plan = Lifetime().rearrange(cluster, HOUR_S, 2)
-    assert plan is not None and len(plan.moved) == 1
-    cluster.apply(plan, HOUR_S)
+    change = Lifetime().rearrange(cluster, HOUR_S, 2)
+    assert change is not None and len(change.moved) == 1
+    cluster.apply(change, HOUR_S)
     assert len(cluster.groups) == 1
-    moved = cluster.residents[plan.moved[0]]
+    moved = cluster.residents[change.moved[0]]
     assert moved.since_s == HOUR_S + cluster.pause_s
     assert moved.bank_s == pytest.approx(0.9 * HOUR_S - cluster.pause_s)
     assert Lifetime().rearrange(cluster, HOUR_S, 2) is None
@@ -105,7 +105,7 @@ def test_a_pause_that_a_job_cannot_afford_is_not_taken() -> None:
 def test_a_full_pool_refuses_with_the_numbers_and_loses_nothing() -> None:
     cluster = Cluster(Pools(train=Pool(name="h800", dollars_per_gpu_hour=5.28, num_nodes=1)))
     place(cluster, Weave(), job("a", 500, 600, slo=1.05))
-    with pytest.raises(PlacementError, match="1 nodes of pool h800, 0 of 1 free"):
+    with pytest.raises(PoolsFull, match="1 nodes of pool h800, 0 of 1 free"):
         Weave().place(cluster, job("b", 500, 600, slo=1.05), 0.0)
     assert_kept(cluster, 0.0)
 
@@ -122,9 +122,9 @@ def test_no_certified_policy_breaks_a_limit_or_a_hosts_memory(arriving: list[Job
             assert_kept(cluster, now_s)
             if number % 3 == 2:
                 cluster.remove(arriving[number - 1].name, now_s)
-            plan = policy.rearrange(cluster, now_s, 2)
-            if plan is not None:
-                cluster.apply(plan, now_s)
+            change = policy.rearrange(cluster, now_s, 2)
+            if change is not None:
+                cluster.apply(change, now_s)
             assert_kept(cluster, now_s)
 
 

@@ -29,8 +29,8 @@ def replay(group: Group, slots: tuple[Slot, ...]) -> None:
         train_s = job.train_s_on(group.num_train_nodes)
         assert slot.rollout_at_s + job.rollout_s <= slot.train_at_s + 1e-6
         assert slot.train_at_s + train_s + job.sync_s <= slot.rollout_at_s + slot.period_s + 1e-6
-        for turn in range(int(horizon_s / slot.period_s)):
-            at_s = turn * slot.period_s
+        for repetition in range(int(horizon_s / slot.period_s)):
+            at_s = repetition * slot.period_s
             busy.setdefault("train", []).append((slot.train_at_s + at_s, train_s))
             for node in member.rollout_nodes:
                 busy.setdefault(node, []).append((slot.rollout_at_s + at_s, job.rollout_s))

@@ -8,21 +8,23 @@ import pytest
 from rose.scheduler.dashboard.metrics import prometheus_text
 from rose.scheduler.dashboard.view import state_view
 from rose.scheduler.runtime.channel.messages import (
+    Answer,
     AnyCall,
     Cancel,
     Completed,
     Drain,
     Exited,
-    Grant,
+    Granted,
     Hello,
     Overview,
     Release,
-    Reply,
     Request,
     Submit,
-    decode_answer,
+    decode_call,
+    decode_scheduler_message,
+    encode,
 )
-from rose.scheduler.runtime.decide.control import Control
+from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
 from rose.scheduler.runtime.decide.overview import NUM_ENDED
 from rose.scheduler.runtime.job.spec import ServeSpec
 
@@ -34,13 +36,14 @@ class Watched:
         self.now = 1000.0
         self.seq = 0
         spec = {"groups": {"main": {"num_rollout_nodes": 2}}, **cluster}
-        self.control = Control(ServeSpec.model_validate(spec), {}, self.now, 7, "clock 1")
+        self.control = ClusterScheduler(ServeSpec.model_validate(spec), {}, self.now, 7, "clock 1")
         self.call(Hello, running={}, log_folder="/logs")
 
     def call(self, kind: type[AnyCall], **fields: Any) -> list[Any]:
         self.seq += 1
-        self.control.handle("client", kind(seq=self.seq, **fields), self.now)
-        return [decode_answer(each.body) for each in self.control.take_batch().outgoing]
+        call = decode_call(encode(kind(seq=self.seq, **fields)))
+        self.control.handle("client", call, self.now)
+        return [decode_scheduler_message(each.body) for each in self.control.take_batch().outgoing]
 
     def submit(self, name: str, **fields: Any) -> None:
         phases = {
@@ -56,7 +59,7 @@ class Watched:
             "iterations": 9,
         }
         replies = self.call(Submit, spec={**base, "group": "main", **fields})
-        assert [each.error for each in replies if isinstance(each, Reply)] == [None]
+        assert [each.error for each in replies if isinstance(each, Answer)] == [None]
 
     def iterate(self, job: str, iteration: int, rollout_s: float, train_s: float) -> None:
         """One whole iteration with nobody beside it."""
@@ -65,7 +68,7 @@ class Watched:
             [grant] = [
                 each
                 for each in self.call(Request, iteration=iteration, **fields)
-                if isinstance(each, Grant) and each.job == job
+                if isinstance(each, Granted) and each.job == job
             ]
             self.now += seconds
             self.call(Release, epoch=grant.epoch, **fields)

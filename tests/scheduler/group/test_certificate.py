@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from sim.group.scenario import group_of, random_group, random_order, tightened
 from sim.group.search import best_certificate, best_round_robin
 
-from rose.scheduler.cluster.model import Job, Member, SloKind
+from rose.scheduler.cluster.model import Job, Member, Phase, SloKind
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.group.maxplus import Constraint, NoTimetable, shortest_cycle
-from rose.scheduler.group.order import CyclicOrder, PhaseKind, Step, order_of, round_robin
+from rose.scheduler.group.order import CyclicOrder, Step, order_of, round_robin
 from rose.scheduler.group.permits import Permit
 from rose.scheduler.group.replay import PhaseTimes, replay
 
@@ -106,7 +106,7 @@ def test_no_replay_is_worse_than_its_certificate(seed: int) -> None:
     certificate.check()
 
     def times_of(permit: Permit, iteration: int) -> PhaseTimes:
-        worst_s = certificate.durations_s[permit.turn % len(certificate.order.steps)]
+        worst_s = certificate.durations_s[permit.step_number % len(certificate.order.steps)]
         return PhaseTimes(done_s=worst_s * rng.choice((0.0, rng.random(), 1.0, 1.0)))
 
     leaver = rng.choice(group.members).job.name
@@ -161,7 +161,7 @@ def test_orders_without_alternation_or_without_a_member_are_refused() -> None:
     group = group_of(SPANNING)
     with pytest.raises(ValueError, match="no turn for b"):
         order_of(group, (0, 2))
-    rollout = Step(job="a", kind=PhaseKind.ROLLOUT, resources=(0,))
+    rollout = Step(job="a", kind=Phase.ROLLOUT, resources=(0,))
     with pytest.raises(ValueError, match="must alternate"):
         CyclicOrder(steps=(rollout, rollout))
     with pytest.raises(ValueError, match="the order a"):

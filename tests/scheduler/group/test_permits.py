@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.group.scenario import group_of, random_group, random_order
 
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.certificate import certify
-from rose.scheduler.group.order import TRAIN_POOL, PhaseKind, order_of, round_robin
+from rose.scheduler.group.order import TRAIN_POOL, order_of, round_robin
 from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import Permit, PermitBook, StalePermit
 
 LEASE_S = 2.0
-ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+ROLLOUT, TRAIN = Phase.ROLLOUT, Phase.TRAIN
 SHARED = group_of([(10.0, 5.0, (0,)), (10.0, 5.0, (0,))])
 
 
@@ -23,7 +24,7 @@ def book_of_two() -> PermitBook:
     return PermitBook(round_robin(SHARED), lease_s=LEASE_S)
 
 
-def grant(book: PermitBook, job: str, kind: PhaseKind, now: float) -> Permit:
+def grant(book: PermitBook, job: str, kind: Phase, now: float) -> Permit:
     book.request(job, kind, now)
     (permit,) = book.advance(now)
     assert (permit.job, permit.kind) == (job, kind)
@@ -192,7 +193,7 @@ def test_any_sequence_of_messages_keeps_the_promises(seed: int) -> None:
     order = random_order(group, rng)
     book = PermitBook(order, lease_s=LEASE_S)
     names = list(order.steps_of_job)
-    turns: dict[int, list[int]] = {}
+    numbers: dict[int, list[int]] = {}
     epochs = [0]
     for now in itertools.accumulate(rng.random() for _ in range(120)):
         name = rng.choice(names)
@@ -208,7 +209,7 @@ def test_any_sequence_of_messages_keeps_the_promises(seed: int) -> None:
         for granted in book.advance(now):
             epochs.append(granted.epoch)
             for key in granted.resources:
-                turns.setdefault(key, []).append(granted.turn)
+                numbers.setdefault(key, []).append(granted.step_number)
         book.check_integrity()
     assert epochs == sorted(set(epochs))
-    assert all(each == sorted(set(each)) for each in turns.values())
+    assert all(each == sorted(set(each)) for each in numbers.values())

@@ -3,16 +3,18 @@
 from typing import Any
 
 from rose.scheduler.runtime.channel.messages import (
-    AnyAnswer,
+    Answer,
     AnyCall,
-    Reply,
     Request,
+    SchedulerMessage,
     Status,
     Submit,
-    decode_answer,
+    decode_call,
+    decode_scheduler_message,
+    encode,
 )
 from rose.scheduler.runtime.channel.protocol import Outgoing
-from rose.scheduler.runtime.decide.control import Control
+from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
 from rose.scheduler.runtime.job.spec import ServeSpec
 
 LEASE_S = 10.0
@@ -45,53 +47,53 @@ class Scheduler:
         self.rows: dict[str, bytes] = {}
         self.now = 1000.0
         self.seq = 0
-        self.control = Control(self.cluster, {}, self.now, 1, "clock 1")
+        self.control = ClusterScheduler(self.cluster, {}, self.now, 1, "clock 1")
 
     def restart(self, now: float, clock: str | None = None) -> None:
         """A new scheduler, whose clock may be far from the old one's."""
         self.now = now
-        self.control = Control(
+        self.control = ClusterScheduler(
             self.cluster, self.rows, now, 2, clock if clock is not None else f"clock of {now}"
         )
 
-    def call(self, kind: type[AnyCall], client: str = "job", **fields: Any) -> list[AnyAnswer]:
+    def call(self, kind: type[AnyCall], client: str = "job", **fields: Any) -> list[SchedulerMessage]:
         """What all clients are told."""
         self.seq += 1
         return self.deliver(kind(seq=self.seq, **fields), client)
 
-    def deliver(self, call: AnyCall, client: str = "job") -> list[AnyAnswer]:
-        self.control.handle(client, call, self.now)
+    def deliver(self, call: AnyCall, client: str = "job") -> list[SchedulerMessage]:
+        self.control.handle(client, decode_call(encode(call)), self.now)
         return self._commit()
 
-    def wait(self, seconds: float) -> list[AnyAnswer]:
+    def wait(self, seconds: float) -> list[SchedulerMessage]:
         """Time passes, with ticks as often as the service makes them."""
-        answers: list[AnyAnswer] = []
+        answers: list[SchedulerMessage] = []
         for _ in range(int(seconds / 0.25)):
             self.now += 0.25
             self.control.tick(self.now)
             answers += self._commit()
         return answers
 
-    def _commit(self) -> list[AnyAnswer]:
+    def _commit(self) -> list[SchedulerMessage]:
         batch = self.control.take_batch()
         for key, row in batch.rows.items():
             if row is None:
                 self.rows.pop(key, None)
             else:
                 self.rows[key] = row
-        return [decode_answer(_body(each)) for each in batch.outgoing]
+        return [decode_scheduler_message(_body(each)) for each in batch.outgoing]
 
-    def submit(self, name: str, /, **fields: Any) -> list[AnyAnswer]:
+    def submit(self, name: str, /, **fields: Any) -> list[SchedulerMessage]:
         return self.call(Submit, spec={**spec_of(name), **fields}, client="cli")
 
     def request(
         self, job: str, phase: str = "rollout", iteration: int = 0, attempt: int = 1
-    ) -> list[AnyAnswer]:
+    ) -> list[SchedulerMessage]:
         return self.call(Request, job=job, attempt=attempt, phase=phase, iteration=iteration, client=job)
 
     def job(self, name: str) -> dict[str, Any]:
         [reply] = self.call(Status, job=name)
-        assert isinstance(reply, Reply)
+        assert isinstance(reply, Answer)
         found: dict[str, Any] = reply.body["jobs"][0]
         return found
 
@@ -100,12 +102,12 @@ def _body(outgoing: Outgoing) -> bytes:
     return outgoing.body
 
 
-def only(kind: type[AnyAnswer], answers: list[AnyAnswer]) -> Any:
+def only(kind: type[SchedulerMessage], answers: list[SchedulerMessage]) -> Any:
     [found] = [each for each in answers if isinstance(each, kind)]
     return found
 
 
-def error_of(answers: list[AnyAnswer]) -> str:
-    error = only(Reply, answers).error
+def error_of(answers: list[SchedulerMessage]) -> str:
+    error = only(Answer, answers).error
     assert isinstance(error, str)
     return error

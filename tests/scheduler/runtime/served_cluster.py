@@ -16,7 +16,7 @@ import yaml
 
 from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.channel.client import ControlClient
-from rose.scheduler.runtime.channel.messages import AnyCall, Reply, Status, Submit
+from rose.scheduler.runtime.channel.messages import Answer, AnyCall, Status, Submit
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 
 JOB = Path(__file__).with_name("sleeping_job.py")
@@ -64,9 +64,9 @@ class ServedCluster:
             self._client = ControlClient(ChannelUrl.parse(self.url).join("test"), PATIENCE_S)
         return self._client
 
-    def ask(self, kind: type[AnyCall], **fields: Any) -> Reply:
+    def ask(self, kind: type[AnyCall], **fields: Any) -> Answer:
         reply = self.client.ask(kind(seq=self.client.next_seq(), **fields), PATIENCE_S)
-        assert isinstance(reply, Reply)
+        assert isinstance(reply, Answer)
         return reply
 
     def spec(self, name: str, **fields: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class ServedCluster:
         finally:
             (self.folder / "hold").unlink()
 
-    def submit(self, name: str, **fields: Any) -> Reply:
+    def submit(self, name: str, **fields: Any) -> Answer:
         return self.ask(Submit, spec=self.spec(name, **fields))
 
     def status(self) -> dict[str, Any]:

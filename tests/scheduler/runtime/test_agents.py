@@ -11,12 +11,12 @@ from served_cluster import ServedCluster, kill, wait_until
 from rose.node import watcher
 from rose.scheduler.runtime.channel.messages import (
     Alive,
-    AnyAnswer,
+    Answer,
     Cancel,
     Completed,
     Exited,
     Hello,
-    Reply,
+    SchedulerMessage,
     Start,
     Status,
     Stop,
@@ -25,21 +25,21 @@ from rose.scheduler.runtime.channel.messages import (
 LEASE_S = 20.0
 
 
-def hello(scheduler: Scheduler, host: str, num_nodes: int = 1, **running: int) -> list[AnyAnswer]:
+def hello(scheduler: Scheduler, host: str, num_nodes: int = 1, **running: int) -> list[SchedulerMessage]:
     nodes = {"rollout": num_nodes, "train": num_nodes}
     return scheduler.call(
         Hello, client=host, host=host, num_nodes=nodes, running=running, log_folder=f"/{host}/logs"
     )
 
 
-def silence_of(scheduler: Scheduler, host: str, *others: str) -> list[AnyAnswer]:
+def silence_of(scheduler: Scheduler, host: str, *others: str) -> list[SchedulerMessage]:
     """The others' agents are heard, this one's is not; what everybody is told when its lease ends."""
-    answers: list[AnyAnswer] = []
+    answers: list[SchedulerMessage] = []
     for _ in range(int(LEASE_S) + 1):
         for other in others:
             scheduler.call(Alive, client=other, host=other)
         answers += scheduler.wait(1.0)
-    reply = only(Reply, scheduler.call(Status))
+    reply = only(Answer, scheduler.call(Status))
     assert [name for name, each in reply.body["hosts"].items() if not each["is_alive"]] == [host]
     return answers
 
@@ -79,9 +79,9 @@ def test_a_host_that_comes_back_ends_what_it_should_not_run() -> None:
     scheduler = two_hosts()
     silence_of(scheduler, "one", "two")
     late = scheduler.call(Completed, job="a", attempt=1, iteration=0)
-    assert "attempt 1 was replaced" in str(only(Reply, late).error)
+    assert "attempt 1 was replaced" in str(only(Answer, late).error)
     replies = scheduler.call(Alive, client="one", host="one")
-    assert [each.seq for each in replies if isinstance(each, Reply)][-1] == 0, "it is to say hello"
+    assert [each.seq for each in replies if isinstance(each, Answer)][-1] == 0, "it is to say hello"
     answers = hello(scheduler, "one", a=1)
     stop = only(Stop, answers)
     assert (stop.job, stop.attempt, stop.is_lost) == ("a", 1, True)
@@ -92,7 +92,7 @@ def test_a_host_that_comes_back_ends_what_it_should_not_run() -> None:
 def test_a_host_without_room_is_not_given_jobs() -> None:
     scheduler = two_hosts()
     [reply] = scheduler.submit("c", **{**spec_of("c"), "group": None})
-    assert isinstance(reply, Reply) and "0 of 2 free" in str(reply.error)
+    assert isinstance(reply, Answer) and "0 of 2 free" in str(reply.error)
     phases = {"rollout": {"seconds": 1.0, "nodes": 2}, "train": {"seconds": 1.0}}
     hello(scheduler, "three")
     hello(scheduler, "four")
@@ -111,11 +111,11 @@ def test_a_move_to_another_host_starts_the_job_there_behind_its_last_iteration(i
     [mover] = [name for name in "ab" if scheduler.job(name)["moving_to"] is not None]
     old, [new] = scheduler.job(mover)["host"], {"one", "two"} - {scheduler.job(mover)["host"]}
     answers = scheduler.call(Completed, job=mover, attempt=1, iteration=0)
-    assert only(Reply, answers).body["ends"] and only(Stop, answers).job == mover
+    assert only(Answer, answers).body["ends"] and only(Stop, answers).job == mover
     if is_killed:
         scheduler.restart(5.0)
     again = scheduler.call(Completed, job=mover, attempt=1, iteration=0)
-    assert only(Reply, again).body["ends"], "asked again"
+    assert only(Answer, again).body["ends"], "asked again"
     answers = scheduler.call(Exited, job=mover, attempt=1, exit_status=0, client=old)
     start = only(Start, answers)
     assert (start.job, start.attempt, start.first_iteration) == (mover, 2, 1)

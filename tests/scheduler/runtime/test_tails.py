@@ -7,7 +7,7 @@ from typing import Any
 from lone_scheduler import Scheduler, error_of, only
 from served_cluster import JOB, ServedCluster
 
-from rose.scheduler.runtime.channel.messages import Grant, Hello, Moved, Release, Reply, Report, Start
+from rose.scheduler.runtime.channel.messages import Answer, Granted, Hello, Moved, Release, Report, Start
 
 TAIL = {"step_s": 0.01, "request_s": 0.001, "prompt_tokens": 10, "prefill_tokens_per_s": 1e5, "pause_s": 0.01}
 LENGTHS = [50] * 18 + [1000] * 2
@@ -34,20 +34,20 @@ def report(scheduler: Scheduler, num_done: int, **more: Any) -> list[int] | None
     [reply] = scheduler.call(
         Report, job="a", attempt=1, phase="rollout", num_done=num_done, num_total=20, client="a", **more
     )
-    assert isinstance(reply, Reply) and reply.error is None
+    assert isinstance(reply, Answer) and reply.error is None
     keep: list[int] | None = reply.body.get("keep")
     return keep
 
 
-def rollout_with_known_lengths(scheduler: Scheduler) -> Grant:
+def rollout_with_known_lengths(scheduler: Scheduler) -> Granted:
     """a's second rollout; b waits for its node."""
-    first = only(Grant, scheduler.request("a"))
+    first = only(Granted, scheduler.request("a"))
     assert report(scheduler, 18, num_tokens=50) is None, "nothing is known of its lengths"
     assert report(scheduler, 20, lengths=LENGTHS) is None
     scheduler.call(Release, job="a", attempt=1, phase="rollout", epoch=first.epoch, client="a")
-    train = only(Grant, scheduler.request("a", "train"))
+    train = only(Granted, scheduler.request("a", "train"))
     scheduler.call(Release, job="a", attempt=1, phase="train", epoch=train.epoch, client="a")
-    held = only(Grant, scheduler.request("a", iteration=1))
+    held = only(Granted, scheduler.request("a", iteration=1))
     assert scheduler.request("b") == []
     return held  # type: ignore[no-any-return]
 
@@ -62,20 +62,20 @@ def test_a_tail_moves_where_the_past_says_so_and_what_it_leaves_goes_on() -> Non
     scheduler.restart(scheduler.now)
     assert report(scheduler, 18, num_tokens=50) == [0], "asked again, and of another scheduler"
     answers = scheduler.call(Moved, job="a", attempt=1, epoch=held.epoch, keep=[0], client="a")
-    granted = only(Grant, answers)
+    granted = only(Granted, answers)
     assert granted.job == "b" and granted.epoch > held.epoch
     assert report(scheduler, 19, num_tokens=60) is None, "it has moved"
     again = scheduler.call(Moved, job="a", attempt=1, epoch=held.epoch, keep=[0], client="a")
-    assert only(Reply, again).error is None
+    assert only(Answer, again).error is None
     scheduler.restart(scheduler.now)
     released = scheduler.call(
         Release, job="b", attempt=1, phase="rollout", epoch=granted.epoch, next_phase="train", client="b"
     )
-    assert not [each for each in released if isinstance(each, Grant)], "a trains first"
+    assert not [each for each in released if isinstance(each, Granted)], "a trains first"
     released = scheduler.call(
         Release, job="a", attempt=1, phase="rollout", epoch=held.epoch, next_phase="train", client="a"
     )
-    assert only(Grant, released).job == "a"
+    assert only(Granted, released).job == "a"
 
 
 def test_a_tail_that_could_end_too_late_or_gains_nothing_stays() -> None:
@@ -91,7 +91,7 @@ def test_a_tail_that_could_end_too_late_or_gains_nothing_stays() -> None:
 def test_a_tail_stays_where_nobody_could_use_its_nodes() -> None:
     scheduler = two_nodes()
     held = rollout_with_known_lengths(scheduler)
-    scheduler.control._state.turns_of("b").drop("b", scheduler.now)  # it crashed
+    scheduler.control._state.permits_of("b").drop("b", scheduler.now)  # it crashed
     assert report(scheduler, 18, num_tokens=50) is None
     for keep, words in (([7], r"can't keep \[7\]"), ([], r"can't keep \[\]")):
         error = error_of(scheduler.call(Moved, job="a", attempt=1, epoch=held.epoch, keep=keep, client="a"))
@@ -103,7 +103,7 @@ def test_a_tail_stays_where_nobody_could_use_its_nodes() -> None:
 def test_a_tail_moves_as_soon_as_somebody_can_use_its_nodes() -> None:
     scheduler = two_nodes()
     rollout_with_known_lengths(scheduler)
-    scheduler.control._state.turns_of("b").drop("b", scheduler.now)  # it crashed
+    scheduler.control._state.permits_of("b").drop("b", scheduler.now)  # it crashed
     assert report(scheduler, 18, num_tokens=50) is None
     assert scheduler.request("b") == [], "it is back"
     assert report(scheduler, 18, num_tokens=50) == [0]

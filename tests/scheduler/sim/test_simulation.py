@@ -5,9 +5,9 @@ import pytest
 from sim.drift import drifts
 
 from rose.errors import ConfigError
+from rose.scheduler.cluster.candidates import Kind
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job, SloKind
-from rose.scheduler.cluster.placements import Kind
 from rose.scheduler.cluster.policies import Greedy, Policy, Solo, Weave
 from rose.scheduler.cluster.pools import Pool, Pools
 from rose.scheduler.sim.loop import Change, Failure, Simulation

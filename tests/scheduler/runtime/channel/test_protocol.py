@@ -8,7 +8,7 @@ import pytest
 
 from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel.client import ControlClient
-from rose.scheduler.runtime.channel.messages import Reply, Status, decode_call, encode
+from rose.scheduler.runtime.channel.messages import Answer, Status, decode_call, encode
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.channel.protocol import Batch, Outgoing
 
@@ -28,7 +28,7 @@ def answer(url: ChannelUrl, num_calls: int, *, rows: dict[str, bytes | None]) ->
                 seen.append(call.seq)
                 body = {"keys": sorted({*side.load(), *rows})}
                 batch.outgoing.append(
-                    Outgoing(client=incoming.client, body=encode(Reply(seq=call.seq, body=body)))
+                    Outgoing(client=incoming.client, body=encode(Answer(seq=call.seq, body=body)))
                 )
             side.commit(batch, arrived)
     finally:
@@ -36,9 +36,9 @@ def answer(url: ChannelUrl, num_calls: int, *, rows: dict[str, bytes | None]) ->
     return seen
 
 
-def ask(client: ControlClient) -> Reply:
+def ask(client: ControlClient) -> Answer:
     reply = client.ask(Status(seq=client.next_seq()), PATIENCE_S)
-    assert isinstance(reply, Reply)
+    assert isinstance(reply, Answer)
     return reply
 
 
@@ -49,7 +49,7 @@ def test_rows_and_calls_outlive_a_scheduler(channel_url: str) -> None:
     with ControlClient(url.join("test"), PATIENCE_S) as client:
         assert ask(client).body == {"keys": ["a", "b"]}
         first.join()
-        replies: list[Reply] = []
+        replies: list[Answer] = []
         waiting = threading.Thread(target=lambda: replies.append(ask(client)))
         waiting.start()  # nobody is there to answer it
         second = threading.Thread(target=answer, args=(url, 1), kwargs={"rows": {"a": None, "c": b"3"}})

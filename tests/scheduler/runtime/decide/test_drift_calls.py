@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from lone_scheduler import HOUR_S, Scheduler, long_job, only
 
-from rose.scheduler.runtime.channel.messages import Cancel, Completed, Grant, Hello, Release, Reply, Status
+from rose.scheduler.runtime.channel.messages import Answer, Cancel, Completed, Granted, Hello, Release, Status
 
 NUM_HOLDS = 3
 
@@ -17,7 +17,7 @@ class Drifting:
         self.scheduler = Scheduler(groups={"main": {}} if group is not None else {})
         self.scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
         for name in ("a", "b"):
-            reply = only(Reply, self.scheduler.submit(name, **long_job(name, slo=slo, group=group)))
+            reply = only(Answer, self.scheduler.submit(name, **long_job(name, slo=slo, group=group)))
             assert reply.error is None
         self.first_group = self.group("a")
         assert self.group("b") == self.first_group
@@ -29,18 +29,18 @@ class Drifting:
         return str(self.scheduler.job(name)["note"])
 
     def run_phase(self, phase: str, iteration: int, seconds: float) -> None:
-        grants = [each for each in self.scheduler.request("a", phase, iteration) if isinstance(each, Grant)]
+        grants = [each for each in self.scheduler.request("a", phase, iteration) if isinstance(each, Granted)]
         while not grants:  # its turn in the timetable
             self.scheduler.now += HOUR_S / 4
             self.scheduler.control.tick(self.scheduler.now)
             grants = [
-                each for each in self.scheduler.request("a", phase, iteration) if isinstance(each, Grant)
+                each for each in self.scheduler.request("a", phase, iteration) if isinstance(each, Granted)
             ]
         [grant] = grants
         self.scheduler.now += seconds
         fields: dict[str, Any] = {"job": "a", "attempt": 1, "phase": phase, "epoch": grant.epoch}
         answers = self.scheduler.call(Release, **fields, client="a")
-        assert only(Reply, answers).error is None
+        assert only(Answer, answers).error is None
 
     def iterate(self, first: int, count: int, rollout_s: float) -> dict[str, Any]:
         """What the job is told when the last one is safe."""
@@ -49,7 +49,7 @@ class Drifting:
             self.run_phase("rollout", iteration, rollout_s)
             self.run_phase("train", iteration, HOUR_S)
             answers = self.scheduler.call(Completed, job="a", attempt=1, iteration=iteration, client="a")
-            body = dict(only(Reply, answers).body)
+            body = dict(only(Answer, answers).body)
         return body
 
 
@@ -83,8 +83,8 @@ def test_a_job_that_named_its_group_stays_and_says_what_is_wrong() -> None:
     drifting = Drifting(slo=1.2, group="main")
     assert drifting.iterate(0, NUM_HOLDS, 1.8 * HOUR_S)["group"] == "main"
     assert "rollout takes 6480 s, its file says 3600; with that" in drifting.note("a")
-    only(Reply, drifting.scheduler.call(Cancel, job="b"))
-    assert list(only(Reply, drifting.scheduler.call(Status)).body["groups"]) == ["main"]
+    only(Answer, drifting.scheduler.call(Cancel, job="b"))
+    assert list(only(Answer, drifting.scheduler.call(Status)).body["groups"]) == ["main"]
 
 
 @pytest.mark.parametrize("rollout_s", [0.5 * HOUR_S, 1.09 * HOUR_S])

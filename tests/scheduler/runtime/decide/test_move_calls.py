@@ -7,15 +7,15 @@ import pytest
 from lone_scheduler import HOUR_S, Scheduler, long_job, only
 
 from rose.scheduler.runtime.channel.messages import (
-    AnyAnswer,
+    Answer,
     Cancel,
     Completed,
     Exited,
-    Grant,
+    Granted,
     Hello,
     Overview,
     Release,
-    Reply,
+    SchedulerMessage,
     Start,
     Status,
 )
@@ -30,13 +30,13 @@ class Moving:
         self.scheduler = Scheduler(**{"policy": "lifetime", "groups": {}, "move_pause_s": PAUSE_S, **cluster})
         self.scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
         for name in ("a", "x", "b"):
-            assert only(Reply, self.scheduler.submit(name, **long_job(name))).error is None
+            assert only(Answer, self.scheduler.submit(name, **long_job(name))).error is None
         assert [self.group(name) for name in ("a", "x", "b")] == ["group-1", "group-1", "group-2"]
 
     def group(self, name: str) -> str:
         return str(self.scheduler.job(name)["group"])
 
-    def end_x(self) -> list[AnyAnswer]:
+    def end_x(self) -> list[SchedulerMessage]:
         self.scheduler.call(Cancel, job="x")
         return self.scheduler.call(Exited, job="x", attempt=1, exit_status=-15, client="runner")
 
@@ -45,17 +45,17 @@ class Moving:
         return found
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        reply = only(Reply, self.scheduler.call(Status))
+        reply = only(Answer, self.scheduler.call(Status))
         return {name: each["jobs"] for name, each in reply.body["groups"].items()}
 
     def run_phase(self, job: str, phase: str, iteration: int = 0) -> None:
-        grant = only(Grant, self.scheduler.request(job, phase, iteration))
+        grant = only(Granted, self.scheduler.request(job, phase, iteration))
         reply = self.scheduler.call(Release, job=job, attempt=1, phase=phase, epoch=grant.epoch, client=job)
-        assert only(Reply, [each for each in reply if isinstance(each, Reply)]).error is None
+        assert only(Answer, [each for each in reply if isinstance(each, Answer)]).error is None
 
     def complete(self, job: str, iteration: int = 0) -> dict[str, Any]:
         answers = self.scheduler.call(Completed, job=job, attempt=1, iteration=iteration, client=job)
-        reply = only(Reply, answers)
+        reply = only(Answer, answers)
         assert reply.error is None
         return dict(reply.body)
 
@@ -74,13 +74,13 @@ def test_a_job_ends_its_iteration_where_it_is_and_goes_on_in_the_other_group() -
     assert moving.groups() == {new: {"a": [0], "b": [0]}}, "the other group's nodes are given back"
     moving.scheduler.wait(5.0)
     other = "b" if mover == "a" else "a"
-    only(Grant, moving.scheduler.request(mover, "rollout", 1))
+    only(Granted, moving.scheduler.request(mover, "rollout", 1))
     assert not moving.scheduler.request(other), "now the two take turns"
     [move] = moving.scheduler.job(mover)["moves"]
     assert (move["from"]["group"], move["to"]["group"]) == (old, new)
     assert (move["iteration"], move["is_warm"], move["pause_s"]) == (1, True, 5.0)
     assert "moved by lifetime, $" in move["why"]
-    seen = only(Reply, moving.scheduler.call(Overview)).body["jobs"]
+    seen = only(Answer, moving.scheduler.call(Overview)).body["jobs"]
     assert [each["moves"] for each in seen if each["name"] == mover] == [[move]]
 
 
@@ -101,7 +101,7 @@ def test_a_scheduler_that_is_killed_in_the_middle_of_a_move_goes_on_with_it(
     mover = moving.mover()
     new = moving.scheduler.job(mover)["moving_to"]
     maybe_restart("decided")
-    grant = only(Grant, moving.scheduler.request(mover))
+    grant = only(Granted, moving.scheduler.request(mover))
     maybe_restart("rollout")
     moving.scheduler.call(Release, job=mover, attempt=1, phase="rollout", epoch=grant.epoch, client=mover)
     moving.run_phase(mover, "train")
@@ -112,7 +112,7 @@ def test_a_scheduler_that_is_killed_in_the_middle_of_a_move_goes_on_with_it(
         "asked again"
     )
     moving.scheduler.wait(2.0)
-    only(Grant, moving.scheduler.request(mover, "rollout", 1))
+    only(Granted, moving.scheduler.request(mover, "rollout", 1))
     maybe_restart("arrived")
     job = moving.scheduler.job(mover)
     assert (job["iterations"][0], job["attempt"], job["restarts"]) == (1, 1, 0)
@@ -134,7 +134,7 @@ def test_a_job_that_is_killed_in_the_middle_of_a_move_starts_again_in_the_new_gr
     assert (start.attempt, start.first_iteration, start.group) == (2, int(is_begun), new)
     assert moving.groups() == {new: {"a": [0], "b": [0]}}
     moving.scheduler.wait(1.0)
-    only(Grant, moving.scheduler.request(mover, "rollout", int(is_begun), attempt=2))
+    only(Granted, moving.scheduler.request(mover, "rollout", int(is_begun), attempt=2))
     [move] = moving.scheduler.job(mover)["moves"]
     assert (move["is_warm"], move["pause_s"]) == (is_begun, 1.0)
 
@@ -150,7 +150,7 @@ def test_a_job_that_ends_before_a_move_leaves_nothing_behind(name: str) -> None:
     moving.scheduler.call(Exited, job=ends, attempt=1, exit_status=-15, client="runner")
     if name == "other":
         assert moving.complete(mover)["group"] == new
-        only(Grant, moving.scheduler.request(mover, "rollout", 1))
+        only(Granted, moving.scheduler.request(mover, "rollout", 1))
         assert moving.groups() == {new: {mover: [0]}}
         return
     assert moving.groups() == {new: {({"a": "b", "b": "a"}[mover]): [0]}}
@@ -162,7 +162,7 @@ def test_a_job_that_arrives_finds_the_groups_as_they_will_be() -> None:
     moving.end_x()
     mover = moving.mover()
     old, new = moving.group(mover), moving.scheduler.job(mover)["moving_to"]
-    reply = only(Reply, moving.scheduler.submit("c", **long_job("c")))
+    reply = only(Answer, moving.scheduler.submit("c", **long_job("c")))
     assert reply.body["group"] not in (old, new), "one is given up, the other is full"
 
 
@@ -196,7 +196,7 @@ def test_the_nodes_that_a_job_leaves_in_a_group_are_used_again() -> None:
     assert scheduler.job("b")["group"] == "group-1", "on a rollout node of its own"
     scheduler.call(Cancel, job="a")
     phases = {"rollout": {"seconds": HOUR_S}, "train": train}
-    reply = only(Reply, scheduler.submit("c", **{**long_job("c", 1.01), "phases": phases}))
+    reply = only(Answer, scheduler.submit("c", **{**long_job("c", 1.01), "phases": phases}))
     assert (reply.body["group"], reply.body["rollout_nodes"]) == ("group-1", [0])
 
 
@@ -220,19 +220,19 @@ def num_moves_of(seed: int) -> int:
     scheduler = Scheduler(policy="lifetime", groups={}, move_pause_s=1.0, lease_s=1e7)
     scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
     clients: dict[str, Client] = {}
-    granted: dict[str, Grant] = {}
+    granted: dict[str, Granted] = {}
     completed: dict[str, list[int]] = {}
     num_moves = 0
 
-    def hear(answers: list[AnyAnswer]) -> list[Reply]:
+    def hear(answers: list[SchedulerMessage]) -> list[Answer]:
         for each in answers:
-            if isinstance(each, Grant):
+            if isinstance(each, Granted):
                 granted[each.job] = each
             elif isinstance(each, Start) and each.job in clients:
                 client = clients[each.job]
                 client.attempt, client.iteration, client.phase = each.attempt, each.first_iteration, "rollout"
                 granted.pop(each.job, None)
-        return [each for each in answers if isinstance(each, Reply)]
+        return [each for each in answers if isinstance(each, Answer)]
 
     def step(client: Client) -> None:
         held = granted.get(client.name)
@@ -282,7 +282,7 @@ def num_moves_of(seed: int) -> int:
             scheduler.control.tick(scheduler.now)
             hear(scheduler.wait(0.25))
             step(rng.choice(running))
-        groups = only(Reply, scheduler.call(Status)).body["groups"]
+        groups = only(Answer, scheduler.call(Status)).body["groups"]
         for group in groups.values():
             used = [
                 node if phase == "rollout" else "train"

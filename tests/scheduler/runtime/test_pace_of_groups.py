@@ -11,35 +11,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.group.scenario import group_of, random_group, tightened
 
-from rose.scheduler.cluster.model import Group, SloKind
+from rose.scheduler.cluster.model import POOL_PHASES, Group, Phase, SloKind
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
-from rose.scheduler.group.order import PhaseKind, round_robin
-from rose.scheduler.runtime.decide.holds import Ask, OrderRow, TurnsRow
-from rose.scheduler.runtime.decide.turns import Turns
+from rose.scheduler.group.order import round_robin
+from rose.scheduler.runtime.decide.group_permits import GroupPermits
+from rose.scheduler.runtime.decide.holds import OrderRow, PermitsRow
 
 LEASE_S = 1e6
 """Nobody is silent here."""
 TOLERANCE_S = 1e-4
 
 
-def restarted(turns: Turns, clock: str, now: float) -> Turns:
+def restarted(permits: GroupPermits, clock: str, now: float) -> GroupPermits:
     """As a new scheduler has it, from what the old one kept as JSON."""
-    order, row = map(msgspec.json.encode, turns.rows())
-    fresh = Turns(LEASE_S, clock)
-    fresh.restore(msgspec.json.decode(order, type=OrderRow), msgspec.json.decode(row, type=TurnsRow), now)
+    order, row = map(msgspec.json.encode, permits.rows())
+    fresh = GroupPermits(LEASE_S, clock)
+    fresh.restore(msgspec.json.decode(order, type=OrderRow), msgspec.json.decode(row, type=PermitsRow), now)
     return fresh
 
 
 class Run:
-    """Jobs on one group's turns, with phases as short as they are drawn, and no waiting."""
+    """Jobs on one group's permits, with phases as short as they are drawn, and no waiting."""
 
     def __init__(self, group: Group, certificate: Certificate, rng: random.Random) -> None:
         self.rng = rng
         self.now = 100.0
-        self.turns = Turns(LEASE_S, "clock")
+        self.permits = GroupPermits(LEASE_S, "clock")
         self.starts_s: dict[str, list[float]] = {}
         self._events: list[tuple[float, int, str, str, int]] = []
-        self._asks: dict[str, Ask] = {}
+        self._asks: dict[str, Phase] = {}
         self._number = itertools.count()
         self._attempts: dict[str, int] = {}
         self._crashed_s: dict[str, float] = {}
@@ -48,7 +48,7 @@ class Run:
         self.form(group, certificate)
 
     def form(self, group: Group, certificate: Certificate) -> None:
-        self.turns.form(group, certificate, self.now)
+        self.permits.form(group, certificate, self.now)
         self.jobs = {member.job.name: member.job for member in group.members}
         self.group = group
         for name in self.jobs.keys() - self._attempts.keys():
@@ -57,23 +57,23 @@ class Run:
             self._add(0.0, "rollout", name)
 
     def restart(self) -> None:
-        self.turns = restarted(self.turns, "clock", self.now)
-        for ask in self._asks.values():
-            self.turns.ask(ask)
+        self.permits = restarted(self.permits, "clock", self.now)
+        for name, phase in self._asks.items():
+            self.permits.ask(name, phase, 0)
 
     def crash(self, name: str, away_s: float) -> None:
         """It comes back for a rollout; that iteration's length is its own fault."""
         self._attempts[name] += 1
         self._asks.pop(name, None)
         self.starts_s.pop(name, None)
-        self.turns.drop(name, self.now)
+        self.permits.drop(name, self.now)
         self._add(away_s, "rollout", name)
 
     def until(self, end_s: float) -> None:
-        """Events up to a time; the turns are asked whenever they said that something is due."""
+        """Events up to a time; the permits are asked whenever they said that something is due."""
         while True:
             self._grant()
-            wake_s = self.turns.next_wake_s(self.now)
+            wake_s = self.permits.next_wake_s(self.now)
             times = [self._events[0][0]] if self._events else []
             if wake_s is not None and wake_s < self.now + LEASE_S / 2:
                 times.append(wake_s)
@@ -89,21 +89,21 @@ class Run:
 
     def _happen(self, what: str, name: str) -> None:
         if what == "done":
-            hold = self.turns.holds[name]
-            assert self.turns.release(name, hold.epoch, self.now)
-            if hold.phase == PhaseKind.TRAIN:
+            hold = self.permits.holds[name]
+            assert self.permits.release(name, hold.epoch, self.now)
+            if hold.phase is Phase.TRAIN:
                 self._add(self.jobs[name].sync_s, "rollout", name)
                 return
             what = "train"
-        self._asks[name] = Ask(job=name, phase=what, iteration=0)
-        self.turns.ask(self._asks[name])
+        self._asks[name] = Phase(what)
+        self.permits.ask(name, self._asks[name], 0)
 
     def _grant(self) -> None:
-        for hold in self.turns.grant(self.now):
+        for hold in self.permits.grant(self.now):
             del self._asks[hold.job]
             job = self.jobs[hold.job]
             worst_s = job.rollout_s
-            if hold.phase == PhaseKind.ROLLOUT:
+            if hold.phase is Phase.ROLLOUT:
                 starts = self.starts_s.setdefault(hold.job, [])
                 if starts:
                     self.lengths_s[hold.job].append((starts[-1], self.now - starts[-1]))
@@ -153,7 +153,7 @@ def test_no_iteration_that_begins_after_a_job_was_let_in_is_longer_than_certifie
         run.check(certificate, formed_s)
         joins = replace(group, members=(*group.members, member))
         try:
-            joined = certify(joins, run.turns.order_for(joins))
+            joined = certify(joins, run.permits.order_for(joins))
         except CertificateError:
             continue  # as submitting it would be refused
         group, certificate, formed_s = joins, joined, run.now
@@ -184,87 +184,87 @@ def two_on_two_nodes() -> tuple[Group, Certificate]:
     return group, certify(group, round_robin(group))
 
 
-def begin(turns: Turns, job: str, phase: str, now: float) -> bool:
+def begin(permits: GroupPermits, job: str, phase: Phase, now: float) -> bool:
     """Whether the phase may begin, once asked for."""
-    turns.ask(Ask(job=job, phase=phase, iteration=0))
-    return job in [hold.job for hold in turns.grant(now)]
+    permits.ask(job, phase, 0)
+    return job in [hold.job for hold in permits.grant(now)]
 
 
-def run_through(turns: Turns, job: str, phase: str, now: float) -> None:
-    assert begin(turns, job, phase, now)
-    assert turns.release(job, turns.holds[job].epoch, now)
+def run_through(permits: GroupPermits, job: str, phase: Phase, now: float) -> None:
+    assert begin(permits, job, phase, now)
+    assert permits.release(job, permits.holds[job].epoch, now)
 
 
 @pytest.mark.parametrize(("clock", "now"), [(None, 0.0), ("clock", 0.0), ("another", 5e6), ("another", -5e6)])
 def test_a_job_whose_phases_took_no_time_waits_for_its_turn_in_the_timetable(
     clock: str | None, now: float
 ) -> None:
-    turns = Turns(LEASE_S, "clock")
+    permits = GroupPermits(LEASE_S, "clock")
     group, certificate = two_on_two_nodes()
-    turns.form(group, certificate, 0.0)
-    turns.ask(Ask(job="b", phase="rollout", iteration=0))
-    for phase in ("rollout", "train"):
-        run_through(turns, "a", phase, 0.0)
-    assert not begin(turns, "a", "rollout", 0.0), "else its next one would take 150 s, for b's 50 + 50"
+    permits.form(group, certificate, 0.0)
+    permits.ask("b", Phase.ROLLOUT, 0)
+    for phase in POOL_PHASES:
+        run_through(permits, "a", phase, 0.0)
+    assert not begin(permits, "a", Phase.ROLLOUT, 0.0), "else its next one would take 150 s, for b's 50 + 50"
     if clock is not None:
-        turns = restarted(turns, clock, now)
-        assert not begin(turns, "a", "rollout", now)
-    wake_s = turns.next_wake_s(now)
+        permits = restarted(permits, clock, now)
+        assert not begin(permits, "a", Phase.ROLLOUT, now)
+    wake_s = permits.next_wake_s(now)
     assert wake_s is not None and now < wake_s <= now + 100.0
-    assert [hold.job for hold in turns.grant(wake_s)] == ["a"]
+    assert [hold.job for hold in permits.grant(wake_s)] == ["a"]
 
 
 def test_a_new_scheduler_on_the_same_clock_knows_how_long_phases_have_been_running() -> None:
     waits = []
     for is_restarted in (False, True):
-        turns = Turns(LEASE_S, "clock")
-        turns.form(*two_on_two_nodes(), 0.0)
-        turns.ask(Ask(job="b", phase="rollout", iteration=0))
-        for phase in ("rollout", "train"):
-            run_through(turns, "a", phase, 0.0)
-        assert turns.holds["b"].phase == "rollout"
+        permits = GroupPermits(LEASE_S, "clock")
+        permits.form(*two_on_two_nodes(), 0.0)
+        permits.ask("b", Phase.ROLLOUT, 0)
+        for phase in POOL_PHASES:
+            run_through(permits, "a", phase, 0.0)
+        assert permits.holds["b"].phase is Phase.ROLLOUT
         if is_restarted:
-            turns = restarted(turns, "clock", 20.0)
-        assert not begin(turns, "a", "rollout", 20.0)
-        waits.append(turns.next_wake_s(20.0))
+            permits = restarted(permits, "clock", 20.0)
+        assert not begin(permits, "a", Phase.ROLLOUT, 20.0)
+        waits.append(permits.next_wake_s(20.0))
     assert waits[0] == waits[1]
 
 
 def test_a_job_that_joins_lets_those_pass_that_would_be_late() -> None:
     """Alone, b is in its training when a comes back: a's rollout would end after b's next one is due."""
     group = group_of([(50.0, 50.0, (0,)), (50.0, 50.0, (0,))], slo=1.0)
-    turns = Turns(LEASE_S, "clock")
-    turns.form(group, certify(group, round_robin(group)), 0.0)
-    assert begin(turns, "b", "rollout", 0.0)
-    assert turns.release("b", turns.holds["b"].epoch, 50.0)
-    assert begin(turns, "b", "train", 50.0)
-    assert not begin(turns, "a", "rollout", 75.0)
-    assert turns.release("b", turns.holds["b"].epoch, 100.0)
-    assert begin(turns, "b", "rollout", 100.0)
-    assert turns.release("b", turns.holds["b"].epoch, 150.0)
-    assert [hold.job for hold in turns.grant(150.0)] == ["a"]
+    permits = GroupPermits(LEASE_S, "clock")
+    permits.form(group, certify(group, round_robin(group)), 0.0)
+    assert begin(permits, "b", Phase.ROLLOUT, 0.0)
+    assert permits.release("b", permits.holds["b"].epoch, 50.0)
+    assert begin(permits, "b", Phase.TRAIN, 50.0)
+    assert not begin(permits, "a", Phase.ROLLOUT, 75.0)
+    assert permits.release("b", permits.holds["b"].epoch, 100.0)
+    assert begin(permits, "b", Phase.ROLLOUT, 100.0)
+    assert permits.release("b", permits.holds["b"].epoch, 150.0)
+    assert [hold.job for hold in permits.grant(150.0)] == ["a"]
 
 
 def test_the_order_of_those_that_run_stays_when_another_joins() -> None:
     jobs = [(10.0, 1.0, (0,))] * 4
     three = group_of(jobs[:3])
-    turns = Turns(LEASE_S, "clock")
-    turns.form(three, certify(three, round_robin(three)), 0.0)
+    permits = GroupPermits(LEASE_S, "clock")
+    permits.form(three, certify(three, round_robin(three)), 0.0)
     for job in "abc":
-        turns.ask(Ask(job=job, phase="rollout", iteration=0))
-    turns.grant(0.0)
-    assert turns.release("a", turns.holds["a"].epoch, 10.0)
-    run_through(turns, "a", "train", 10.0)
+        permits.ask(job, Phase.ROLLOUT, 0)
+    permits.grant(0.0)
+    assert permits.release("a", permits.holds["a"].epoch, 10.0)
+    run_through(permits, "a", Phase.TRAIN, 10.0)
     four = group_of(jobs)
-    order = turns.order_for(four)
+    order = permits.order_for(four)
     assert list(order.steps_of_job) == ["b", "c", "a", "d"]
-    turns.form(four, certify(four, order), 12.0)
-    assert turns.holds["b"].phase == "rollout", "what is out stays so"
-    turns.ask(Ask(job="a", phase="rollout", iteration=1))
-    turns.ask(Ask(job="d", phase="rollout", iteration=0))
+    permits.form(four, certify(four, order), 12.0)
+    assert permits.holds["b"].phase is Phase.ROLLOUT, "what is out stays so"
+    permits.ask("a", Phase.ROLLOUT, 1)
+    permits.ask("d", Phase.ROLLOUT, 0)
     granted = []
     for now in (20.0, 30.0, 40.0):
-        holder = next(each for each in turns.holds.values() if each.phase == "rollout")
-        assert turns.release(holder.job, holder.epoch, now)
-        granted += [hold.job for hold in turns.grant(now)]
+        holder = next(each for each in permits.holds.values() if each.phase is Phase.ROLLOUT)
+        assert permits.release(holder.job, holder.epoch, now)
+        granted += [hold.job for hold in permits.grant(now)]
     assert granted == ["c", "a", "d"]

@@ -49,7 +49,7 @@ AWAY_S = 2.0
 """Between two ticks, which come four times a second."""
 
 
-class Control:
+class ClusterScheduler:
     """All jobs of one cluster."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Control:
                 self._status(client, call)
             case Overview():
                 body = overview(self._state, self._pid, now)
-                self._state.reply(client, call.seq, body=body)
+                self._state.answer(client, call.seq, body=body)
             case Cancel():
                 self._jobs.cancel(client, call, now)
             case Drain():
@@ -119,15 +119,15 @@ class Control:
         for host in self._state.hosts.silent(now, self._state.cluster.host_lease_s):
             self._hosts.lose(host, now)
         self._jobs.start_waiting(now)
-        for group, turns in list(self._state.turns.items()):
+        for group, permits in list(self._state.permits.items()):
             if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
-                turns.renew(now)
-            for hold in turns.expired(now):
+                permits.renew(now)
+            for hold in permits.expired(now):
                 if hold.is_stopping:  # and no runner has answered for a whole lease: it is gone as well
                     self._jobs.start_again(hold.job, "lease ran out, and the runner is gone", now)
                     continue
                 hold.is_stopping = True
-                hold.expires_s = now + turns.lease_s
+                hold.expires_s = now + permits.lease_s
                 self._state.event("expired", hold.job, phase=hold.phase, epoch=hold.epoch)
                 self._state.order(
                     Stop(job=hold.job, attempt=self._state.jobs[hold.job].attempt, is_lost=True)
@@ -143,7 +143,7 @@ class Control:
 
     def next_wake_s(self, now: float) -> float | None:
         """When the next `tick` is due though nobody calls: a job that runs ahead is held back until then."""
-        wakes = (turns.next_wake_s(now) for turns in self._state.turns.values())
+        wakes = (permits.next_wake_s(now) for permits in self._state.permits.values())
         return min((each for each in wakes if each is not None), default=None)
 
     def take_batch(self) -> Batch:
@@ -156,11 +156,11 @@ class Control:
         group = self._state.groups.by_name.get(call.group)
         if group is None:
             known = ", ".join(self._state.groups.by_name) or "none"
-            self._state.reply(client, call.seq, f"no group {call.group!r}; there are {known}")
+            self._state.answer(client, call.seq, f"no group {call.group!r}; there are {known}")
             return
         nodes = ["train", *(f"rollout-{number}" for number in range(group.num_rollout_nodes))]
         if call.node not in nodes:
-            self._state.reply(
+            self._state.answer(
                 client, call.seq, f"no node {call.node!r} in group {call.group}: {', '.join(nodes)}"
             )
             return
@@ -173,11 +173,11 @@ class Control:
             for member in group.members
             if call.node == "train" or int(call.node.removeprefix("rollout-")) in member.rollout_nodes
         ]
-        self._state.reply(client, call.seq, body={"drained": sorted(drained), "still_used_by": users})
+        self._state.answer(client, call.seq, body={"drained": sorted(drained), "still_used_by": users})
 
     def _status(self, client: str, call: Status) -> None:
         if call.job is not None and call.job not in self._state.jobs:
-            self._state.reply(client, call.seq, self._state.unknown(call.job))
+            self._state.answer(client, call.seq, self._state.unknown(call.job))
             return
         names = (
             [call.job]
@@ -194,4 +194,4 @@ class Control:
                 name: {"is_alive": host.is_alive, "num_nodes": host.num_nodes}
                 for name, host in self._state.hosts.by_name.items()
             }
-        self._state.reply(client, call.seq, body=body)
+        self._state.answer(client, call.seq, body=body)

@@ -14,15 +14,15 @@ on at once: here its process is ended first.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rose.scheduler.cluster.model import Group
+from rose.scheduler.cluster.model import Group, Phase
 from rose.scheduler.group.certificate import Certificate, certify
-from rose.scheduler.group.order import TRAIN_POOL, CyclicOrder, PhaseKind, order_of
+from rose.scheduler.group.order import TRAIN_POOL, CyclicOrder, order_of
 from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import PermitBook
-from rose.scheduler.runtime.decide.holds import Ask, Hold, HoldRow, OrderRow, TurnsRow
+from rose.scheduler.runtime.decide.holds import Hold, HoldRow, OrderRow, PermitsRow
 
 
-class Turns:
+class GroupPermits:
     """One group. Before `form` it has no members. ``clock`` names the one that all ``now`` are of."""
 
     def __init__(self, lease_s: float, clock: str) -> None:
@@ -31,7 +31,7 @@ class Turns:
         """By job: a job holds one pool at a time."""
         self._clock = clock
         self._now = 0.0
-        self._asks: dict[str, Ask] = {}
+        self._asks: dict[str, tuple[Phase, int]] = {}
         self._group: Group | None = None
         self._certificate: Certificate | None = None
         self._book: PermitBook | None = None
@@ -73,9 +73,9 @@ class Turns:
         if self._book is not None:
             self._book.leave(job, now)
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, job: str, phase: Phase, iteration: int) -> None:
         """Queues a phase; again is the same as once."""
-        self._asks[ask.job] = ask
+        self._asks[job] = phase, iteration
 
     def grant(self, now: float) -> list[Hold]:
         """The permits that go out now. To be called after each change, and from time to time."""
@@ -85,19 +85,19 @@ class Turns:
             return []
         for hold in self.holds.values():
             book.heartbeat(hold.job, hold.epoch, now)
-        for ask in self._asks.values():
-            book.request(ask.job, PhaseKind(ask.phase), now)
+        for job, (phase, _) in self._asks.items():
+            book.request(job, phase, now)
         granted = []
         for permit in book.advance(now):
-            ask = self._asks.pop(permit.job)
+            phase, iteration = self._asks.pop(permit.job)
             hold = Hold(
-                job=ask.job,
-                phase=ask.phase,
-                iteration=ask.iteration,
+                job=permit.job,
+                phase=phase,
+                iteration=iteration,
                 epoch=permit.epoch,
                 expires_s=now + self.lease_s,
             )
-            self.holds[ask.job] = hold
+            self.holds[permit.job] = hold
             granted.append(hold)
         return granted
 
@@ -168,7 +168,7 @@ class Turns:
         hold, permit = self.holds.get(job), self._book.permit_of(job) if self._book is not None else None
         if hold is None or hold.epoch != epoch or permit is None or self._book is None:
             return f"epoch {epoch} is not that of a permit of {job}"
-        if hold.phase != PhaseKind.ROLLOUT or not keep or not set(keep) <= set(permit.resources):
+        if hold.phase is not Phase.ROLLOUT or not keep or not set(keep) <= set(permit.resources):
             return f"{hold.phase} holds {list(permit.resources)}: it can't keep {list(keep)}"
         self._now = now
         freed = [each for each in permit.resources if each not in keep]
@@ -179,10 +179,10 @@ class Turns:
         """Permits whose lease has run out."""
         return [hold for hold in self.holds.values() if hold.expires_s <= now]
 
-    def rows(self) -> tuple[OrderRow, TurnsRow]:
+    def rows(self) -> tuple[OrderRow, PermitsRow]:
         """What the next scheduler needs; there must have been a `form`."""
         assert self._book is not None and self._pace is not None and self._group is not None
-        jobs = [each.job for each in self._book.order.steps if each.kind is PhaseKind.ROLLOUT]
+        jobs = [each.job for each in self._book.order.steps if each.kind is Phase.ROLLOUT]
         holds = [
             HoldRow(
                 job=each.job,
@@ -194,12 +194,12 @@ class Turns:
             for each in self.holds.values()
             if (permit := self._book.permit_of(each.job)) is not None
         ]
-        row = TurnsRow(
+        row = PermitsRow(
             clock=self._clock, at_s=self._now, holds=holds, book=self._book.state(), pace=self._pace.state()
         )
         return OrderRow(group=self._group, jobs=jobs), row
 
-    def restore(self, order: OrderRow, row: TurnsRow, now: float) -> None:
+    def restore(self, order: OrderRow, row: PermitsRow, now: float) -> None:
         """From `rows` of an earlier scheduler; every holder gets a whole lease to be heard of again.
 
         On another clock, the time since the rows were written is unknown, and counts as none.
@@ -222,10 +222,10 @@ class Turns:
 
     def holders_before(self, job: str) -> list[str]:
         """The jobs that hold nodes of a waiting phase."""
-        ask = self._asks.get(job)
-        if ask is None:
+        request = self._asks.get(job)
+        if request is None:
             return []
-        wanted = self._resources(job, ask.phase)
+        wanted = self._resources(job, request[0])
         assert self._book is not None
         return [
             each.job
@@ -233,9 +233,9 @@ class Turns:
             if wanted & self._resources(each.job, each.phase) - set(self._book.freed_by(each.job))
         ]
 
-    def _resources(self, job: str, phase: str) -> set[int]:
+    def _resources(self, job: str, phase: Phase) -> set[int]:
         assert self._group is not None
-        if phase == PhaseKind.TRAIN:
+        if phase is Phase.TRAIN:
             return {TRAIN_POOL}
         return {node for each in self._group.members if each.job.name == job for node in each.rollout_nodes}
 

@@ -17,10 +17,10 @@ import msgspec
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings, load_yaml
 from rose.errors import ChannelError
-from rose.scheduler.runtime.channel.messages import History, Reply, decode_call, encode
+from rose.scheduler.runtime.channel.messages import Answer, History, decode_call, encode
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.channel.protocol import Incoming, Outgoing, SchedulerSide
-from rose.scheduler.runtime.decide.control import Control
+from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
 from rose.scheduler.runtime.job.spec import ServeSpec
 
 logger = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ MIN_WAIT_S = 0.001
 def main(argv: Sequence[str]) -> int:
     """``service --channel URL [--cluster PATH]``; runs until it is killed."""
     parser = CommandParser(
-        "python -m rose.scheduler.runtime.command.process",
+        "python -m rose.scheduler.runtime.command.scheduler_process",
         "The cluster scheduler alone, without a runner for its jobs; rose sched serve starts both.",
-        "python -m rose.scheduler.runtime.command.process --channel redis://127.0.0.1:6379/0",
+        "python -m rose.scheduler.runtime.command.scheduler_process --channel redis://127.0.0.1:6379/0",
     )
     parser.add_argument("--channel", default=Settings.from_environment().channel_url)
     parser.add_argument("--cluster", type=Path, help="nodes and limits; default: one group of two nodes")
@@ -46,10 +46,10 @@ def main(argv: Sequence[str]) -> int:
     channel = ChannelUrl.parse(arguments.channel).serve()
     # What time.monotonic() counts from is the same for all processes until the next boot.
     clock = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    serve(channel, Control(cluster, channel.load(), time.monotonic(), os.getpid(), clock))
+    serve(channel, ClusterScheduler(cluster, channel.load(), time.monotonic(), os.getpid(), clock))
 
 
-def serve(channel: SchedulerSide, control: Control) -> NoReturn:
+def serve(channel: SchedulerSide, control: ClusterScheduler) -> NoReturn:
     """Handles calls until the process ends, or another scheduler takes over (ChannelError)."""
     logger.info("scheduling")
     while True:
@@ -62,12 +62,12 @@ def serve(channel: SchedulerSide, control: Control) -> NoReturn:
         channel.commit(batch, arrived)
 
 
-def _wait_s(control: Control, now: float) -> float:
+def _wait_s(control: ClusterScheduler, now: float) -> float:
     wake_s = control.next_wake_s(now)
     return POLL_S if wake_s is None else max(MIN_WAIT_S, min(POLL_S, wake_s - now))
 
 
-def _handle(control: Control, incoming: Incoming, now: float) -> tuple[str, History] | None:
+def _handle(control: ClusterScheduler, incoming: Incoming, now: float) -> tuple[str, History] | None:
     """Has the call decided upon; one that only reads what the channel keeps is given back."""
     try:
         call = decode_call(incoming.body)
@@ -85,7 +85,7 @@ def _handle(control: Control, incoming: Incoming, now: float) -> tuple[str, Hist
 
 def _history(channel: SchedulerSide, client: str, call: History) -> Outgoing:
     events = [msgspec.json.decode(event) for event in channel.events(call.last)]
-    return Outgoing(client=client, body=encode(Reply(seq=call.seq, body={"events": events})))
+    return Outgoing(client=client, body=encode(Answer(seq=call.seq, body={"events": events})))
 
 
 if __name__ == "__main__":

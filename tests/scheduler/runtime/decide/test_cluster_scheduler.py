@@ -7,21 +7,21 @@ from lone_scheduler import LEASE_S, Scheduler, error_of, only, spec_of
 
 from rose.errors import ConfigError
 from rose.scheduler.runtime.channel.messages import (
+    Answer,
     Cancel,
     Completed,
     Drain,
     Exited,
-    Grant,
+    Granted,
     Heartbeat,
     Hello,
     Release,
-    Reply,
     Start,
     Status,
     Stop,
     Submit,
 )
-from rose.scheduler.runtime.decide.control import Control
+from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
 from rose.scheduler.runtime.job.spec import ServeSpec
 
 
@@ -39,26 +39,26 @@ def scheduler() -> Scheduler:
 def test_a_release_hands_the_nodes_to_the_next_and_queues_the_phase_that_follows(
     scheduler: Scheduler,
 ) -> None:
-    first = only(Grant, scheduler.request("a"))
+    first = only(Granted, scheduler.request("a"))
     assert scheduler.request("b") == [], "waits"
     answers = scheduler.call(
         Release, job="a", attempt=1, phase="rollout", epoch=first.epoch, next_phase="train", client="a"
     )
-    grants = [each for each in answers if isinstance(each, Grant)]
+    grants = [each for each in answers if isinstance(each, Granted)]
     assert {(each.job, each.phase) for each in grants} == {("b", "rollout"), ("a", "train")}
-    assert only(Grant, scheduler.request("a", "train")).epoch in {each.epoch for each in grants}
+    assert only(Granted, scheduler.request("a", "train")).epoch in {each.epoch for each in grants}
 
 
 def test_calls_that_arrive_twice_change_nothing(scheduler: Scheduler) -> None:
     submit = Submit(seq=99, spec={**spec_of("c"), "group": None})
-    assert only(Reply, scheduler.deliver(submit, "cli")).error is None
+    assert only(Answer, scheduler.deliver(submit, "cli")).error is None
     [again] = scheduler.deliver(submit, "cli")
-    assert isinstance(again, Reply) and again.error is None
-    grant = only(Grant, scheduler.request("a"))
-    assert only(Grant, scheduler.request("a")).epoch == grant.epoch
+    assert isinstance(again, Answer) and again.error is None
+    grant = only(Granted, scheduler.request("a"))
+    assert only(Granted, scheduler.request("a")).epoch == grant.epoch
     release = Release(seq=7, job="a", attempt=1, phase="rollout", epoch=grant.epoch)
-    assert only(Reply, scheduler.deliver(release)).error is None
-    assert only(Reply, scheduler.deliver(release)).error is None
+    assert only(Answer, scheduler.deliver(release)).error is None
+    assert only(Answer, scheduler.deliver(release)).error is None
     exited = Exited(seq=8, job="a", attempt=1, exit_status=1)
     assert only(Start, scheduler.deliver(exited, "runner")).attempt == 2
     assert not [each for each in scheduler.deliver(exited, "runner") if isinstance(each, Start)]
@@ -66,14 +66,14 @@ def test_calls_that_arrive_twice_change_nothing(scheduler: Scheduler) -> None:
 
 @pytest.mark.parametrize("now", [0.0, 1e9])
 def test_a_new_scheduler_goes_on_whatever_its_clock_says(scheduler: Scheduler, now: float) -> None:
-    held = only(Grant, scheduler.request("a"))
+    held = only(Granted, scheduler.request("a"))
     assert scheduler.request("b") == []
     scheduler.restart(now)
     assert scheduler.wait(LEASE_S / 2) == [], "holders have a whole lease to be heard of again"
     beat = scheduler.call(Heartbeat, job="a", attempt=1, phase="rollout", epoch=held.epoch)
-    assert only(Reply, beat).error is None
+    assert only(Answer, beat).error is None
     answers = scheduler.call(Release, job="a", attempt=1, phase="rollout", epoch=held.epoch)
-    granted = only(Grant, answers)
+    granted = only(Granted, answers)
     assert granted.job == "b" and granted.epoch > held.epoch, (
         "b's request is remembered, and fences a's permit"
     )
@@ -81,12 +81,12 @@ def test_a_new_scheduler_goes_on_whatever_its_clock_says(scheduler: Scheduler, n
 
 
 def test_a_silent_holder_is_ended_before_its_nodes_go_on(scheduler: Scheduler) -> None:
-    held = only(Grant, scheduler.request("a"))
+    held = only(Granted, scheduler.request("a"))
     scheduler.request("b")
     stop = only(Stop, scheduler.wait(LEASE_S + 1))
     assert (stop.job, stop.is_lost) == ("a", True)
     answers = scheduler.call(Exited, job="a", attempt=1, exit_status=-9, client="runner")
-    assert only(Grant, answers).job == "b"
+    assert only(Granted, answers).job == "b"
     assert only(Start, answers).attempt == 2
     late = scheduler.call(Release, job="a", attempt=1, phase="rollout", epoch=held.epoch)
     assert "attempt 1 was replaced by attempt 2" in error_of(late)
@@ -96,16 +96,16 @@ def test_without_a_runner_a_silent_holder_blocks_for_two_leases(scheduler: Sched
     scheduler.request("a")
     scheduler.request("b")
     answers = scheduler.wait(LEASE_S * 2 + 1)
-    assert only(Grant, answers).job == "b"
+    assert only(Granted, answers).job == "b"
 
 
 def test_heartbeats_keep_a_permit(scheduler: Scheduler) -> None:
-    held = only(Grant, scheduler.request("a"))
+    held = only(Granted, scheduler.request("a"))
     scheduler.request("b")
     for _ in range(10):
         assert scheduler.wait(LEASE_S / 2) == []
         beat = scheduler.call(Heartbeat, job="a", attempt=1, phase="rollout", epoch=held.epoch)
-        assert only(Reply, beat).error is None
+        assert only(Answer, beat).error is None
     stale = scheduler.call(Heartbeat, job="a", attempt=1, phase="rollout", epoch=held.epoch - 1)
     assert "taken back" in error_of(stale)
 
@@ -148,15 +148,15 @@ def test_cancelling_a_job_frees_its_nodes_when_its_process_is_gone(scheduler: Sc
     scheduler.request("a")
     scheduler.request("b")
     answers = scheduler.call(Cancel, job="a")
-    assert only(Stop, answers).job == "a" and not [each for each in answers if isinstance(each, Grant)]
+    assert only(Stop, answers).job == "a" and not [each for each in answers if isinstance(each, Granted)]
     answers = scheduler.call(Exited, job="a", attempt=1, exit_status=-15, client="runner")
-    assert only(Grant, answers).job == "b"
+    assert only(Granted, answers).job == "b"
     assert scheduler.job("a")["state"] == "cancelled"
     assert "no job 'x'; there are a, b" in error_of(scheduler.call(Cancel, job="x"))
 
 
 def test_a_drained_node_takes_no_jobs_until_that_is_undone(scheduler: Scheduler) -> None:
-    reply = only(Reply, scheduler.call(Drain, group="main", node="rollout-0"))
+    reply = only(Answer, scheduler.call(Drain, group="main", node="rollout-0"))
     assert reply.body == {"drained": ["rollout-0"], "still_used_by": ["a", "b"]}
     assert "rollout-0 of group main is drained" in error_of(scheduler.submit("c"))
     scheduler.restart(0.0)
@@ -169,7 +169,7 @@ def test_a_drained_node_takes_no_jobs_until_that_is_undone(scheduler: Scheduler)
 def test_a_dry_run_changes_nothing(scheduler: Scheduler) -> None:
     rows = dict(scheduler.rows)
     spec = {**spec_of("c", 2.0), "phases": {"rollout": {"seconds": 2.0}, "train": {"seconds": 1.0}}}
-    reply = only(Reply, scheduler.call(Submit, spec=spec, dry_run=True))
+    reply = only(Answer, scheduler.call(Submit, spec=spec, dry_run=True))
     assert reply.body["state"] == "would run" and reply.body["iteration_s"] == 4.0
     assert scheduler.rows == rows
 
@@ -182,16 +182,16 @@ def test_a_full_group_refuses_a_job() -> None:
 
 def test_a_job_that_names_no_group_is_placed_by_the_policy() -> None:
     scheduler = Scheduler()
-    first = only(Reply, scheduler.submit("a", group=None)).body
+    first = only(Answer, scheduler.submit("a", group=None)).body
     assert (first["group"], first["rollout_nodes"]) == ("group-1", [0])
     assert "isolated provisioning by lifetime-static, $57.04/h more" in first["why"]
-    second = only(Reply, scheduler.submit("b", group=None)).body
+    second = only(Answer, scheduler.submit("b", group=None)).body
     assert second["group"] == "group-1" and "direct packing" in second["why"], "it fits into the idle halves"
     scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
     scheduler.request("a")
     scheduler.restart(3.0)
     [reply] = scheduler.call(Status)
-    assert isinstance(reply, Reply)
+    assert isinstance(reply, Answer)
     assert reply.body["groups"]["group-1"]["jobs"] == {"a": [0], "b": [0]}
     assert reply.body["groups"]["group-1"]["holders"] == {"a": "rollout"}
 
@@ -227,14 +227,14 @@ def test_a_group_whose_nodes_changed_while_its_jobs_run_is_refused(scheduler: Sc
         ConfigError,
         match=r"job a runs in group main of 1 rollout and 1 training nodes, the cluster's file says 1 and 2",
     ):
-        Control(cluster, scheduler.rows, 0.0, 3, "clock 3")
+        ClusterScheduler(cluster, scheduler.rows, 0.0, 3, "clock 3")
 
 
 def test_a_cancelled_job_that_waits_is_granted_nothing(scheduler: Scheduler) -> None:
-    held = only(Grant, scheduler.request("a"))
+    held = only(Granted, scheduler.request("a"))
     assert scheduler.request("b") == []
     scheduler.call(Cancel, job="b")
     answers = scheduler.call(Release, job="a", attempt=1, phase="rollout", epoch=held.epoch)
-    assert not [each for each in answers if isinstance(each, Grant)]
+    assert not [each for each in answers if isinstance(each, Granted)]
     scheduler.call(Exited, job="b", attempt=1, exit_status=-15, client="runner")
     assert scheduler.job("b")["state"] == "cancelled"

@@ -1,6 +1,6 @@
 """Where a job could go in a group, and what speaks against it.
 
-Owns: the three kinds of placement and the constraints on them. Promises: a placement that passed keeps every
+Owns: the three kinds of candidate and the constraints on them. Promises: a candidate that passed keeps every
 member's limit under its certified iteration time, every node's host memory, the residency and the pools'
 sizes. Never: chooses between them.
 
@@ -24,7 +24,7 @@ LimitOf = Callable[[Job], float]
 
 
 class Kind(StrEnum):
-    """How a placement gets its nodes. Source: WEAVE §4.2, Figure 5."""
+    """How a candidate gets its nodes. Source: WEAVE §4.2, Figure 5."""
 
     DIRECT = "direct packing"
     SCALED = "rollout scaling"
@@ -43,7 +43,7 @@ class Constraint(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """One placement that was refused; `text` has the numbers."""
+    """One candidate that was refused; `text` has the numbers."""
 
     group: str
     kind: Kind
@@ -52,7 +52,7 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Candidate:
     """A group as it would be with the job in it."""
 
     job: Job
@@ -69,7 +69,7 @@ def own_limit_s(job: Job) -> float:
     return job.slo * job.solo_s
 
 
-def isolated(job: Job, name: str, pools: Pools) -> Placement:
+def isolated(job: Job, name: str, pools: Pools) -> Candidate:
     """A group of the job's own, on the nodes it asked for."""
     member = Member(job=job, rollout_nodes=tuple(range(job.num_rollout_nodes)))
     group = Group(
@@ -78,7 +78,7 @@ def isolated(job: Job, name: str, pools: Pools) -> Placement:
         num_rollout_nodes=job.num_rollout_nodes,
         members=(member,),
     )
-    return Placement(
+    return Candidate(
         job=job,
         kind=Kind.ISOLATED,
         group=group,
@@ -87,8 +87,8 @@ def isolated(job: Job, name: str, pools: Pools) -> Placement:
     )
 
 
-def placements(group: Group, job: Job, pools: Pools) -> Iterator[Placement]:
-    """Every placement that is tried, cheapest first: on nodes that are there, then with 1, 2, ... more.
+def candidates(group: Group, job: Job, pools: Pools) -> Iterator[Candidate]:
+    """Every candidate that is tried, cheapest first: on nodes that are there, then with 1, 2, ... more.
 
     A job on one node tries each; one on several takes neighbours in the order of load, as all subsets would
     be too many.
@@ -106,7 +106,7 @@ def placements(group: Group, job: Job, pools: Pools) -> Iterator[Placement]:
                 num_rollout_nodes=group.num_rollout_nodes + num_new,
                 members=(*group.members, Member(job=job, rollout_nodes=nodes)),
             )
-            yield Placement(
+            yield Candidate(
                 job=job,
                 kind=Kind.SCALED if num_new else Kind.DIRECT,
                 group=grown,
@@ -160,25 +160,25 @@ def memory_shortage(group: Group, pools: Pools) -> str | None:
 
 
 def check(
-    placement: Placement, pools: Pools, limit_of: LimitOf, *, multi_rate: bool, num_free: int | None = None
-) -> Placement | Rejection:
-    """The placement in a certified order, or why not. `num_free`: rollout nodes that the pool still has."""
-    group = placement.group
+    candidate: Candidate, pools: Pools, limit_of: LimitOf, *, multi_rate: bool, num_free: int | None = None
+) -> Candidate | Rejection:
+    """The candidate in a certified order, or why not. `num_free`: rollout nodes that the pool still has."""
+    group = candidate.group
 
     def refuse(constraint: Constraint, text: str) -> Rejection:
-        return Rejection(group=group.name, kind=placement.kind, constraint=constraint, text=text)
+        return Rejection(group=group.name, kind=candidate.kind, constraint=constraint, text=text)
 
     if len(group.members) > pools.max_residents:
         return refuse(Constraint.RESIDENCY, f"{len(group.members)} jobs, at most {pools.max_residents}")
-    if num_free is not None and placement.num_new_nodes > num_free:
-        text = f"{placement.num_new_nodes} more nodes of {pools.rollout.name} needed, {num_free} free"
+    if num_free is not None and candidate.num_new_nodes > num_free:
+        text = f"{candidate.num_new_nodes} more nodes of {pools.rollout.name} needed, {num_free} free"
         return refuse(Constraint.POOL, text)
     if (shortage := memory_shortage(group, pools)) is not None:
         return refuse(Constraint.MEMORY, shortage)
     order = certified(group, limit_of, multi_rate=multi_rate)
     if order is None:
         return refuse(Constraint.SLO, _worst(group, limit_of))
-    return replace(placement, group=order)
+    return replace(candidate, group=order)
 
 
 def _worst(group: Group, limit_of: LimitOf) -> str:
