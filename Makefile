@@ -8,13 +8,14 @@ CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
 DELTA_LIBRARY ?= rose/librose_delta_cuda.so
 
-.PHONY: help setup demo test lint style formatting cxx types contracts format bench cuda clean
+.PHONY: help setup demo test lint style formatting cxx types contracts names docs format bench cuda clean
 
 help:
 	@echo "make demo       run the main job on this machine (rose demo)"
 	@echo "make test       run the tests"
-	@echo "make lint       style, formatting, types, import contracts"
+	@echo "make lint       style, formatting, types, import contracts, names in prose, the site's links"
 	@echo "make format     rewrite the files as lint wants them"
+	@echo "make docs       build the documentation into site/ (strict, offline)"
 	@echo "make bench      run every benchmark's quick form; one table against the targets"
 	@echo "make cuda       build the delta codec's CUDA kernels, with nvcc (nothing needs them)"
 	@echo "make setup      only make the environment (.venv)"
@@ -29,7 +30,7 @@ demo: setup
 test: setup
 	@$(PYTHON_BIN) -m pytest $(ARGS)
 
-lint: style formatting cxx types contracts
+lint: style formatting cxx types contracts docs
 
 style: setup
 	$(PYTHON_BIN) -m ruff check .
@@ -46,6 +47,13 @@ types: setup
 contracts: setup
 	.venv/bin/lint-imports
 
+# Files and modules that prose names must exist.
+names: setup
+	$(PYTHON_BIN) .ci/check_names.py
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
+
 format: setup
 	$(PYTHON_BIN) -m ruff check --fix .
 	$(PYTHON_BIN) -m ruff format .
@@ -59,4 +67,4 @@ cuda:
 	nvcc -std=c++20 -O3 --shared -Xcompiler -fPIC,-fvisibility=hidden -o $(DELTA_LIBRARY) csrc/delta/delta_cuda.cu
 
 clean:
-	rm -rf .venv .venv-uv build *.egg-info rose/*.so
+	rm -rf .venv .venv-uv build site *.egg-info rose/*.so

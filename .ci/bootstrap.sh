@@ -10,7 +10,7 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-EXTRAS="cpu,mooncake,train,cluster,redis,otel,ray,dev"
+EXTRAS="cpu,mooncake,train,cluster,redis,otel,ray,docs,dev"
 STAMP=".venv/.rose-stamp"
 
 say() { printf 'setup: %s\n' "$*" >&2; }
