@@ -17,8 +17,8 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from harness import median_figure, run_benchmark
-from lone_engine import VOCABULARY, Size, lone_engine, write_model
+from lib.engines.lone import VOCABULARY, Size, lone_engine, write_model
+from lib.harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.node.control import EngineControl

@@ -25,8 +25,8 @@ import statistics
 import sys
 import time
 
-from fifo_group import longest_iteration_s
-from harness import median_figure, run_benchmark
+from lib.harness import median_figure, run_benchmark
+from sim.group.fifo import longest_iteration_s
 from sim.group.scenario import group_of, random_group, random_order, tightened
 from sim.group.search import best_certificate, best_round_robin
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from codec_peers import PEERS, Bits, PeerFormat, adam_step
-from harness import median_figure, run_benchmark
+from lib.harness import median_figure, run_benchmark
+from lib.transfer.codec_peers import PEERS, Bits, PeerFormat, adam_step
 
 from rose.demo.figures import Figure
 from rose.errors import RoseError

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness import run_benchmark
+from lib.harness import run_benchmark
 from sim.drift import drifts
 
 from rose.demo.figures import Figure

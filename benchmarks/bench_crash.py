@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bench_mux import SLO
-from cluster_rig import ClusterRig, RigJob
-from harness import median_figure, run_benchmark
-from redis_server import RedisServer, redis_server
+from lib.cluster.redis_server import RedisServer, redis_server
+from lib.cluster.rig import ClusterRig, RigJob
+from lib.harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.errors import WorkerError

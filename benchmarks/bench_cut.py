@@ -21,8 +21,8 @@ import time
 from dataclasses import dataclass, field
 from statistics import median
 
-from harness import median_figure, run_benchmark
-from rig import Rig
+from lib.engines.rig import Rig
+from lib.harness import median_figure, run_benchmark
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 

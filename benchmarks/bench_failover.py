@@ -31,14 +31,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from failover_faults import CUTS, kill, migrate, stop
-from failover_parts import Engine, Samples, is_idle
-from failover_peers import PeerSamples, kill_behind, stop_behind
-from failover_weights import give, update
-from harness import run_benchmark
-from rig import Rig
-from router_rig import COMPLETIONS_PATH, add_peers, peer_name, peer_path
-from turn_client import RouterClient, until_so
+from lib.engines.rig import Rig
+from lib.faults.failover import CUTS, kill, migrate, stop
+from lib.faults.peers import PeerSamples, kill_behind, stop_behind
+from lib.faults.turns import Engine, Samples, is_idle
+from lib.faults.weights import give, update
+from lib.harness import run_benchmark
+from lib.load.turns import RouterClient, until_so
+from lib.router.rig import COMPLETIONS_PATH, add_peers, peer_name, peer_path
 
 from rose.demo.figures import Figure
 from rose.errors import WorkerError

@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gate_player import BARE_BELL, BARE_READY, CANDIDATE, GATE, MODEL, PATIENCE_S
-from harness import run_benchmark
+from lib.harness import run_benchmark
+from lib.slo import gate_player
+from lib.slo.gate_player import BARE_BELL, BARE_READY, CANDIDATE, GATE, MODEL, PATIENCE_S
 
 from rose._shm import Words
 from rose.admission.board import NUM_WORDS, Phase, Word, announce_arrival
@@ -193,7 +194,7 @@ def _board() -> Iterator[tuple[Words, ServingSide, Path]]:
 
 @contextmanager
 def _player(path: Path, num_steps: int, step_s: float) -> Iterator["subprocess.Popen[str]"]:
-    script = Path(__file__).with_name("gate_player.py")
+    script = Path(gate_player.__file__)
     argv = [sys.executable, str(script), str(path), str(num_steps), str(1000 * step_s)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as player:
         try:

@@ -23,11 +23,11 @@ import re
 import sys
 from pathlib import Path
 
-from harness import run_benchmark
+from lib.harness import run_benchmark
 from lib.house.circles import circles
 from lib.house.tree import Size, Tree
 from lib.house.trips import trace_turn
-from router_rig import stub
+from lib.router.rig import stub
 
 from rose.demo.figures import Figure
 from rose.errors import ConfigError

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
-from harness import median_figure, run_benchmark
-from rig import Rig
+from lib.engines.rig import Rig
+from lib.harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.demo.frozenlake import VOCAB_SIZE

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from time import perf_counter
 
-from harness import median_figure, run_benchmark
+from lib.harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.errors import VmmError, WorkerError

@@ -34,11 +34,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness import run_benchmark
-from residency import Residency, both_engines, over_fewest, over_live
-from rig import Rig
-from sessions import play_sessions
-from traffic import add_trace, latency_ms, note_foreign_share, plan_traffic, window_runner
+from lib.engines.residency import Residency, both_engines, over_fewest, over_live
+from lib.engines.rig import Rig
+from lib.harness import run_benchmark
+from lib.load.sessions import play_sessions
+from lib.load.traffic import add_trace, latency_ms, note_foreign_share, plan_traffic, window_runner
 
 from rose.demo.figures import Figure
 from rose.demo.models import ROLLOUT_SPEC

@@ -20,9 +20,9 @@ import statistics
 import sys
 from dataclasses import replace
 
-from harness import median_figure, run_benchmark
-from slow_link import TRAINER, stop_signals_raise
-from sync_cluster import Cluster, Setup, Sync
+from lib.harness import median_figure, run_benchmark
+from lib.transfer.slow_link import TRAINER, stop_signals_raise
+from lib.transfer.sync_cluster import Cluster, Setup, Sync
 
 from rose.demo.figures import Figure
 from rose.transfer.format.layout import BUCKET_BYTES

@@ -18,10 +18,10 @@ import argparse
 import os
 import time
 
-from cluster_rig import ClusterRig, RigJob
-from harness import median_figure, run_benchmark
-from phase_job import compute
-from redis_server import redis_server
+from lib.cluster.phase_job import compute
+from lib.cluster.redis_server import redis_server
+from lib.cluster.rig import ClusterRig, RigJob
+from lib.harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure, percentile
 from rose.scheduler.cluster.model import Group, Job, Member

@@ -16,8 +16,8 @@ import sys
 import time
 from dataclasses import dataclass
 
-from harness import median_figure, run_benchmark
-from rig import Rig
+from lib.engines.rig import Rig
+from lib.harness import median_figure, run_benchmark
 
 from rose.demo.completions import Completion, open_session, stream_completion
 from rose.demo.figures import Figure, percentile

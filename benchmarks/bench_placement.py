@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
-from harness import median_figure, run_benchmark
+from lib.harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure, percentile
 from rose.scheduler.cluster.candidates import own_limit_s

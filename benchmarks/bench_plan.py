@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import median_figure, run_benchmark
-from lib.shard_check import wrong_parameters
+from lib.harness import median_figure, run_benchmark
+from lib.transfer.shard_check import wrong_parameters
 from vllm.engine.arg_utils import EngineArgs
 
 from rose.demo.figures import Figure

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from harness import median_figure, run_benchmark
-from rig import Rig
-from traffic import add_trace, latency_ms, note_foreign_share, plan_traffic, window_runner
+from lib.engines.rig import Rig
+from lib.harness import median_figure, run_benchmark
+from lib.load.traffic import add_trace, latency_ms, note_foreign_share, plan_traffic, window_runner
 
 from rose.demo.figures import Figure
 from rose.demo.plan import DemoPlan

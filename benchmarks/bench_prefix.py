@@ -19,9 +19,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness import median_figure, run_benchmark
-from rig import Rig
-from turn_client import RouterClient, random_prompt, until_so
+from lib.engines.rig import Rig
+from lib.harness import median_figure, run_benchmark
+from lib.load.turns import RouterClient, random_prompt, until_so
 
 from rose.demo.figures import Figure
 from rose.errors import WorkerError

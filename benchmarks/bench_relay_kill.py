@@ -19,7 +19,7 @@ import threading
 import time
 
 import torch
-from harness import median_figure, run_benchmark
+from lib.harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.errors import RoseError

@@ -13,12 +13,12 @@ chunks, and spares the router the prompt's ids, as ROSE's engines do. A stock vL
 costs stands beside ours.
 
 Beside ours stands what a bare pass-through of the same bytes costs, aiohttp on both sides and nothing
-in between (bare_passthrough.py): "aiohttp floor".
+in between (lib/router/bare_passthrough.py): "aiohttp floor".
 
   added_latency[decision_p99]   a turn's placement among 16 workers, as the router asks for it
   added_latency[decision_p99,queued]   the same by way of the queue and its fair order
   added_latency[p99,48KB]       P99 through the router less P99 direct, 50 req/s each, in turn with the floor
-                                (router_latency.py: what is in it and what not)
+                                (lib/router/latency.py: what is in it and what not)
   cpu_ms[0.7KB], [48KB], cpu_ms_32k   CPU of the router process per request, 8 at a time
   cpu_us_chunk                  CPU per chunk of 16 tokens to streaming clients, 384 streams at a time, all of
                                 their requests' CPU included
@@ -37,11 +37,11 @@ from contextlib import ExitStack
 from statistics import median
 
 import psutil
-from harness import run_benchmark
-from requests_load import Target, closed_loop
-from router_decision import decision
-from router_latency import latencies
-from router_rig import (
+from lib.harness import run_benchmark
+from lib.load.requests import Target, closed_loop
+from lib.router.decision import decision
+from lib.router.latency import latencies
+from lib.router.rig import (
     BODIES,
     FLOOR_COMMAND,
     add_peers,
@@ -54,7 +54,7 @@ from router_rig import (
     run,
     stub,
 )
-from router_streams import fairness, streams
+from lib.router.streams import fairness, streams
 
 from rose.demo.figures import Figure
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
-from harness import run_benchmark
+from lib.harness import run_benchmark
 from sim.rollout.loop import Simulation
 from sim.rollout.scenario import QWEN3_8B, QWEN3_32B, Scenario
 

@@ -12,10 +12,11 @@ import argparse
 import sys
 from pathlib import Path
 
-import slo_real
-from harness import run_benchmark
+from lib.harness import run_benchmark
+from lib.slo import measured
+from lib.slo.policies import MODES
+from lib.slo.simulated import Sampling, TwinBench
 from rich.console import Console
-from slo_twin import Sampling, TwinBench
 
 from rose.demo.figures import Figure
 from rose.demo.trace import trace_or_synthetic
@@ -23,7 +24,7 @@ from rose.demo.trace import trace_or_synthetic
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     if not args.simulate:
-        return slo_real.measure(args, Console())
+        return measured.measure(args, Console())
     trace = trace_or_synthetic(args.trace, args.seed)
     horizon_s, repeats = (100.0, 1) if args.quick else (200.0, 3)
     sampling = Sampling(horizon_s=horizon_s, repeats=repeats, seed=args.seed)
@@ -32,21 +33,21 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--simulate", action="store_true", help="the discrete-event twin; no engines")
-    cases = ", ".join(f'"{name}"' for name in slo_real.CASES)
+    cases = ", ".join(f'"{name}"' for name in measured.CASES)
     parser.add_argument(
         "--cases",
         nargs="+",
-        choices=slo_real.CASES,
-        default=slo_real.CASES,
+        choices=measured.CASES,
+        default=measured.CASES,
         metavar="CASE",
         help=f"of the real runs, which workloads: {cases}; default: all",
     )
     parser.add_argument(
         "--policies",
         nargs="+",
-        choices=slo_real.MODES,
+        choices=MODES,
         metavar="POLICY",
-        help=f"of the real runs, only the default mode and these: {', '.join(slo_real.MODES)}; default: all",
+        help=f"of the real runs, only the default mode and these: {', '.join(MODES)}; default: all",
     )
     parser.add_argument("--rounds", type=int, help="of the real runs; default: 2, with --quick 1")
     parser.add_argument(

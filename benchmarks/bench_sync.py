@@ -29,10 +29,10 @@ import argparse
 import statistics
 import sys
 
-from harness import median_figure, run_benchmark
-from slow_link import SERVING, TRAINER, stop_signals_raise
-from sync_cluster import Cluster, Run, Setup, Sync
-from sync_worker import model_specs
+from lib.harness import median_figure, run_benchmark
+from lib.transfer.slow_link import SERVING, TRAINER, stop_signals_raise
+from lib.transfer.sync_cluster import Cluster, Run, Setup, Sync
+from lib.transfer.sync_worker import model_specs
 
 from rose.demo.figures import Figure
 from rose.transfer.relay.mooncake import mooncake_available

@@ -31,8 +31,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness import run_benchmark
-from tail_real import RealGroup, measured_gain
+from lib.cluster.tails import RealGroup, measured_gain
+from lib.harness import run_benchmark
 
 from rose.demo.figures import Figure
 from rose.scheduler.cluster.model import Group, Job, Member, Phase, SloKind

@@ -21,8 +21,9 @@ from statistics import fmean
 from typing import Any
 
 import httpx
-from harness import run_benchmark
-from rig import Rig
+from lib.engines.rig import Rig
+from lib.harness import run_benchmark
+from lib.load import toy_trainer
 
 from rose.config import Settings, child_environment
 from rose.demo.figures import Figure
@@ -127,7 +128,7 @@ class Run:
             *("--relay", self._relay_url, "--run", self._case, "--events", str(self._events)),
             *("--steps", str(self._args.steps), "--seed", str(self._args.seed)),
         ]
-        script = str(Path(__file__).with_name("toy_trainer.py"))
+        script = str(Path(toy_trainer.__file__))
         env = {**CLIENT_ENV, "PYTHONPATH": _python_path(self._rig.folder)}
         log = self._rig.folder / f"trainer-{self._case}.log"
         return self._group.start(ServerProcess([sys.executable, script, *arguments], "trainer", log, env=env))

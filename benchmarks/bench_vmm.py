@@ -25,7 +25,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
-from harness import median_figure, run_benchmark
+from lib.harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.errors import ConfigError

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from slo_figures import ALONE
-from slo_policies import IDLE
+from lib.slo.figures import ALONE
+from lib.slo.policies import IDLE
 
 from rose.demo.figures import percentile
 from rose.demo.records import RequestRecord, read_records

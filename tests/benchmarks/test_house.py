@@ -10,7 +10,7 @@ from bench_house import suite_minutes
 from lib.house.circles import circles
 from lib.house.tree import Tree
 from lib.house.trips import trace_turn
-from router_rig import stub
+from lib.router.rig import stub
 
 from rose.errors import ConfigError
 

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from lib.shard_check import wrong_parameters
+from lib.transfer.shard_check import wrong_parameters
 from rank_models import Checkpoint, dense, experts
 
 from rose.engine.weights.plan import main

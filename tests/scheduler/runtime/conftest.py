@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis_server import RedisServer, why_no_redis
+from lib.cluster.redis_server import RedisServer, why_no_redis
 
 
 @pytest.fixture

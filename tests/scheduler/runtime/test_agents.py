@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.cluster.redis_server import RedisServer
 from lone_scheduler import Scheduler, long_job, only, spec_of
-from redis_server import RedisServer
 from served_cluster import ServedCluster, kill, wait_until
 
 from rose.node import watcher

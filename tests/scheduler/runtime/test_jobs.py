@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from redis_server import RedisServer
+from lib.cluster.redis_server import RedisServer
 from served_cluster import JOB, ServedCluster, kill, overlap, wait_until
 
 from rose.node import watcher

@@ -7,9 +7,8 @@ import os
 import time
 from dataclasses import dataclass
 
-from rig import Rig
-from run_delay import cpu_use_s
-
+from lib.cpu_times import cpu_use_s
+from lib.engines.rig import Rig
 from rose.admission.board import snapshot
 from rose.admission.step_time import StepTimeModel
 from rose.demo.plan import DemoPlan

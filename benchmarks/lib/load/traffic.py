@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rig import Rig
-
+from lib.engines.rig import Rig
 from rose.demo.figures import percentile, pooled_requests, tpots_s, ttfts_s
 from rose.demo.plan import CpuPlan, DemoOptions, DemoPlan, RolloutTraffic
 from rose.demo.records import PhaseResult

@@ -1,4 +1,4 @@
-"""The SIGSTOP and the SIGKILL of failover_faults.py behind a router of another's, for bench_failover.py.
+"""Stops and kills an engine behind a peer router, for bench_failover.py.
 
 Owns what is noted of it, and a peer's process: a new one for each fault. Promises that a stopped engine goes
 on, also on an error. Never asks the peer: the turns tell what became of them.
@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from failover_faults import begin_new_turns, failures
-from failover_parts import Engine, begin_turns
-from router_rig import other_router, peer_name
-from turn_client import PATIENCE_S, RouterClient, Turn, until
+from lib.faults.failover import begin_new_turns, failures
+from lib.faults.turns import Engine, begin_turns
+from lib.load.turns import PATIENCE_S, RouterClient, Turn, until
+from lib.router.rig import other_router, peer_name
 
 GIVE_UP_S = 20.0
 """So long after a SIGSTOP turns are waited for."""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from failover_parts import LONG_TOKENS, NUM_TURNS, PROMPT_TOKENS, SHORT_TOKENS, Engine, Samples, begin_turns
-from turn_client import RouterClient, Turn, random_prompt, until_so
-
+from lib.faults.turns import LONG_TOKENS, NUM_TURNS, PROMPT_TOKENS, SHORT_TOKENS, Engine, Samples, begin_turns
+from lib.load.turns import RouterClient, Turn, random_prompt, until_so
 from rose.errors import WorkerError
 from rose.messages import WeightUpdate
 from rose.transfer.format.checkpoint import checkpoint_state_hash

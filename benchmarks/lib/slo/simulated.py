@@ -11,7 +11,8 @@ from rich.console import Console
 from sim.twin.gpu import TwinGpu
 from sim.twin.pairs import PAIR_8B, PAIR_32B, Pair
 from sim.twin.serving import Arrival, for_decoder, for_prefiller
-from slo_figures import (
+
+from lib.slo.figures import (
     ALONE,
     DUAL,
     Run,
@@ -22,8 +23,7 @@ from slo_figures import (
     mean,
     tight_figures,
 )
-from slo_policies import FEW, IDLE, MODES, policy_table
-
+from lib.slo.policies import FEW, IDLE, MODES, policy_table
 from rose.admission.gate import GateSettings, mode_problem
 from rose.demo.figures import Figure
 from rose.demo.trace import TraceRow

@@ -24,10 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from requests_load import Clock, Sample, Target, open_loop
-from router_decision import percentile_ms
-from router_rig import BODIES, FLOOR, FLOOR_COMMAND, other_router, requests_for, router, run, stub
-
+from lib.load.requests import Clock, Sample, Target, open_loop
+from lib.router.decision import percentile_ms
+from lib.router.rig import BODIES, FLOOR, FLOOR_COMMAND, other_router, requests_for, router, run, stub
 from rose.demo.figures import Figure
 
 _PER_S = 50.0

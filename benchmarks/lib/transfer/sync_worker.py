@@ -4,7 +4,7 @@ Owns: a model's tensors in memory, or a mirror. Takes requests as JSON lines and
 are CLOCK_MONOTONIC, which all processes of the machine share. Receivers end where an engine would start to
 load: the version is in the mirror, every hash checked. Never reports what it did not do: a failure ends it.
 
-    python benchmarks/sync_worker.py trainer|follower
+    python benchmarks/lib/transfer/sync_worker.py trainer|follower
 """
 
 import json

@@ -4,8 +4,8 @@ Owns their names. Runs nothing.
 """
 
 from rich.table import Table
-from slo_figures import Run, mean
 
+from lib.slo.figures import Run, mean
 from rose.types import GateMode
 
 IDLE = "idle only"

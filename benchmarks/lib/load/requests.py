@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from run_delay import Times, read_times
-
+from lib.cpu_times import Times, read_times
 from rose.errors import WorkerError
 
 

@@ -10,9 +10,9 @@ import time
 
 import httpx
 import psutil
-from requests_load import Target, closed_loop
-from router_rig import cpu_s, requests_for, router, run, stub
 
+from lib.load.requests import Target, closed_loop
+from lib.router.rig import cpu_s, requests_for, router, run, stub
 from rose.demo.figures import Figure
 from rose.scheduler.rollout.placing.fairness import jain
 

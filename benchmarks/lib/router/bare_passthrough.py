@@ -3,7 +3,7 @@
 Owns: reading a body, sending it to the worker, sending its answer back as it comes. Never: looks into
 either, streams from the worker where the client did not ask, or knows of more than one worker.
 
-    python benchmarks/bare_passthrough.py --worker URL --port PORT
+    python benchmarks/lib/router/bare_passthrough.py --worker URL --port PORT
 """
 
 import argparse

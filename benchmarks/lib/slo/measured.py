@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Console
-from rig import Rig
-from slo_engines import Policy, SloEngines
-from slo_figures import (
+
+from lib.engines.rig import Rig
+from lib.load.traffic import window_runner
+from lib.slo.engines import Policy, SloEngines
+from lib.slo.figures import (
     AGAIN,
     ALONE,
     DUAL,
@@ -26,9 +28,7 @@ from slo_figures import (
     frontier_figures,
     tight_figures,
 )
-from slo_policies import FEW, IDLE, MODES, policy_table
-from traffic import window_runner
-
+from lib.slo.policies import FEW, IDLE, MODES, policy_table
 from rose.demo.figures import Figure
 from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.records import PhaseName, PhaseResult

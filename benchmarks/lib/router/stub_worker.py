@@ -4,7 +4,7 @@ Owns: one listening socket, answers of fixed length. Promises: the events that v
 /v1/completions, prompt ids echoed where asked, unless the router asks ROSE's endpoint to be spared them; with
 --stock as from a vLLM without that endpoint. SGLang's /generate in one piece. Never: computes anything.
 
-    python benchmarks/stub_worker.py --num-chunks 4 --chunk-tokens 16 --delay-ms 0
+    python benchmarks/lib/router/stub_worker.py --num-chunks 4 --chunk-tokens 16 --delay-ms 0
 prints its URL.
 """
 

@@ -1,6 +1,6 @@
 """The job of bench_tail's measured part: rollouts whose responses have given lengths, and whose tails move.
 
-    length_job.py LOG PLAN.json
+    python -m lib.cluster.length_job LOG PLAN.json
 
 A rollout sleeps for what decoding these lengths would take on its nodes (RolloutSpeed), a training phase for
 its seconds: a device's work, which costs this host no CPU. All else is the runtime's: reports, permits,
@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import msgspec
-from phase_job import PhaseLog
 
 import rose
+from lib.cluster.phase_job import PhaseLog
 from rose.scheduler.group.tail import RolloutSpeed
 
 REPORT_S = 0.05

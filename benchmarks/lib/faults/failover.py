@@ -10,9 +10,8 @@ import signal
 import time
 from collections.abc import Sequence
 
-from failover_parts import LONG_TOKENS, PROMPT_TOKENS, SHORT_TOKENS, Engine, Samples, begin_turns, is_idle
-from turn_client import RouterClient, Turn, random_prompt, until, until_so
-
+from lib.faults.turns import LONG_TOKENS, PROMPT_TOKENS, SHORT_TOKENS, Engine, Samples, begin_turns, is_idle
+from lib.load.turns import RouterClient, Turn, random_prompt, until, until_so
 from rose.errors import WorkerError
 
 CUTS = (100, 300, 500)

@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-from harness import median_figure
 
+from lib.harness import median_figure
 from rose.demo.figures import Figure
 from rose.types import SLO
 

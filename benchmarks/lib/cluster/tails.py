@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from cluster_rig import ClusterRig
-from harness import median_figure
 
+from lib.cluster.rig import ClusterRig
+from lib.harness import median_figure
 from rose.demo.figures import Figure
 from rose.scheduler.group.tail import RolloutSpeed
 
-JOB = Path(__file__).with_name("length_job.py")
+BENCHMARKS = Path(__file__).resolve().parents[2]
+JOB = ("env", f"PYTHONPATH={BENCHMARKS}:{BENCHMARKS.parent}", sys.executable, "-m", "lib.cluster.length_job")
 SCALE = 1 / 50
 """Of a phase: still long beside the 0.1 s in which the scheduler chooses a threshold."""
 SLO = 2.5
@@ -93,7 +94,7 @@ class RealPair:
         keys = ("step_s", "request_s", "prompt_tokens", "prefill_tokens_per_s", "pause_s")
         return {
             "name": name,
-            "command": [sys.executable, str(JOB), str(rig.log), str(plan)],
+            "command": [*JOB, str(rig.log), str(plan)],
             "group": "main",
             "rollout_nodes": list(nodes),
             "phases": {

@@ -1,6 +1,6 @@
 """The other half of bench_gate's hand-over: a process that takes every turn it is given.
 
-    python benchmarks/gate_player.py PAGE STEPS STEP_MS
+    python benchmarks/lib/slo/gate_player.py PAGE STEPS STEP_MS
 
 Prints one line of JSON: for each step when it began and when it ended, CLOCK_MONOTONIC nanoseconds. With a
 STEP_MS of 0 it knows nothing of turns: woken STEPS times by a bare futex, it prints when each time.

@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-from slow_link import SERVING, TRAINER, LinkBytes, SlowLink
 
+from lib.transfer.slow_link import SERVING, TRAINER, LinkBytes, SlowLink
 from rose.errors import RoseError
 from rose.transfer.format.layout import BUCKET_BYTES
 from rose.transfer.model_sync import receiver_name

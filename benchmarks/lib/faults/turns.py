@@ -6,8 +6,7 @@ Owns Engine and Samples. Never disturbs an engine.
 import asyncio
 from dataclasses import dataclass, field
 
-from turn_client import RouterClient, Turn, random_prompt, until
-
+from lib.load.turns import RouterClient, Turn, random_prompt, until
 from rose.config import Settings
 from rose.engine.status import Field, StatusPage, page_path
 from rose.errors import WorkerError

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 import uvloop
-from requests_load import Target
-from run_delay import read_times
 
+from lib.cpu_times import read_times
+from lib.load.requests import Target
 from rose.errors import WorkerError
 from rose.node.checks import free_port
 
