@@ -30,7 +30,7 @@ demo: setup
 test: setup
 	@$(PYTHON_BIN) -m pytest $(ARGS)
 
-lint: style formatting cxx types contracts docs
+lint: style formatting cxx types contracts names docs
 
 style: setup
 	$(PYTHON_BIN) -m ruff check .

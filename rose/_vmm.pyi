@@ -1,4 +1,4 @@
-"""Bindings of csrc/vmm; rose/memory/backend.py has the interface that both backends share.
+"""Bindings of csrc/vmm; rose/memory/slabs/backend.py has the interface that both backends share.
 
 Every class raises ValueError for a caller's mistake and VmmError where the system or the driver fails.
 """

@@ -1,4 +1,4 @@
-"""Which of vLLM's features an engine under ROSE may use; README.md has the table.
+"""Which of vLLM's features an engine under ROSE may use; docs/compatibility.md has the table.
 
 Owns the refusals: each names the flag, the reason and the fix. Promises that what can't work together ends an
 engine before it loads a model. Never changes a setting.

@@ -2,7 +2,7 @@
 
 Owns: start, drain, stop; the command's flags.
 Promises: SIGTERM and SIGINT let turns in flight finish for `drain_s`.
-Never does: handle requests (api.py).
+Never does: handle requests (service.py).
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The control channel without a server of its own: a Unix socket, and SQLite for what must survive.
 
-Owns: the folder with lock, socket and database. Promises: as in channel.py; after a crash of the machine
+Owns: the folder with lock, socket and database. Promises: as in protocol.py; after a crash of the machine
 itself, instead of a process, the last commits may be missing, but never a part of one (SQLite's WAL without a
 sync per commit: that would cost milliseconds per permit, and such a crash has ended the jobs as well).
 Never: looks into a message.

@@ -1,6 +1,6 @@
 """The control channel over Redis Streams, for clusters of more than one host.
 
-Owns: the keys of one channel. Promises: as in channel.py, as long as Redis keeps what it has acknowledged:
+Owns: the keys of one channel. Promises: as in protocol.py, as long as Redis keeps what it has acknowledged:
 start it with ``appendonly yes`` and ``appendfsync always`` (``everysec``: a crash may lose a second).
 Commit, answers and acknowledgement are one script, so they happen together or not at all, and only while this
 scheduler still owns the channel. Never: looks into a message.

@@ -1,7 +1,7 @@
 """The scheduler's process: calls in, decisions, durable, answers out.
 
 Owns: the loop. Promises: nothing is answered before it is durable; killed at any point and started again on
-the same channel, it goes on where it was. Never: starts a job; that is the runner's (rose.node.jobs).
+the same channel, it goes on where it was. Never: starts a job; that is the runner's (rose.jobs.runner).
 """
 
 import logging
