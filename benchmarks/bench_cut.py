@@ -248,7 +248,7 @@ def _uses(pool: SlabBlockPool, layout: SlabLayout, sequences: list[_Sequence]) -
 
 
 def _our_victims(uses: list[SlabUse], needed: int) -> int:
-    return len(choose_victims(needed=needed, num_pool_free=0, uses=uses, now=0.0).aborted_requests)
+    return len(choose_victims(needed=needed, uses=uses, now=0.0).aborted_requests)
 
 
 def _stock_victims(uses: list[SlabUse], sequences: list[_Sequence], needed: int) -> int:

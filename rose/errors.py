@@ -1,33 +1,30 @@
-"""One tree of errors: what the world did wrong, as opposed to the caller (ValueError).
+"""One tree of errors for what the world does wrong; a caller's mistake is a ValueError.
 
-Every message says what, where and the numbers, e.g. "need 12 slabs, 7 free".
+Every message says what is wrong, with the value, what is allowed, and what to do.
 """
 
 
 class RoseError(Exception):
-    """Root of all errors that ROSE raises about the world."""
+    """The root of all errors that ROSE raises about the world."""
 
 
 class ConfigError(RoseError):
-    """Bad user input: names the file or flag, the key and the fix. The CLI exits with status 2."""
+    """Bad user input: the message names file or flag, key and fix, and the command exits with status 2."""
 
 
 class PoolError(RoseError):
-    """The slab pool can't do what was asked (owned by another daemon, gone, corrupt)."""
-
-
-class PoolExhausted(PoolError):
-    """Not enough free slabs; caught by whoever owns the shortage."""
+    """The slab pool can't do what was asked: another daemon owns it, or it is gone or corrupt."""
 
 
 class VmmError(PoolError, OSError):
-    """A system or driver call on slab memory failed; ``errno`` and ``strerror`` as of any OSError.
+    """A call of the system or the driver on slab memory failed.
 
-    The message names the call, its error, the slab or position, and the sizes.
+    The message names the call, its error, the slab or position, and the sizes. ``errno`` and ``strerror`` are
+    those of any OSError.
     """
 
     def __str__(self) -> str:
-        return str(self.strerror)  # "[Errno 5]" says nothing of a CUDA error
+        return str(self.strerror)  # "[Errno 5]" says nothing about a CUDA error
 
 
 class BoardError(RoseError):
@@ -43,35 +40,35 @@ class RelayError(RoseError):
 
 
 class RelayFull(RelayError):
-    """The relay has no room for an object; caught by whoever can wait or remove."""
+    """The relay has no room for an object. Code that can wait or remove objects catches this."""
 
 
 class RelayUnreachable(RelayError):
-    """The relay does not answer; caught by whoever has another copy of it."""
+    """The relay does not answer. Code that has a copy of the relay catches this."""
 
 
 class WorkerError(RoseError):
-    """A rollout worker failed, stalled, or answered something that can't be used."""
+    """A rollout worker failed, stalled, or gave an answer that can't be used."""
 
 
 class NoWorkerError(RoseError):
-    """No registered worker may take this turn (none alive, or none with the weight version)."""
+    """No registered worker may take this turn: none is alive, or none has the weight version."""
 
 
 class ChannelError(RoseError):
-    """The control channel is gone, owned by another scheduler, or carried what can't be read."""
+    """The control channel is gone, another scheduler owns it, or it carried something unreadable."""
 
 
 class JobRefused(ConfigError):
-    """A job that can't be placed: names the constraint and the numbers."""
+    """A job can't be placed. The message names the constraint and the numbers."""
 
 
 class ProfileError(RoseError):
-    """A job could not be profiled: it crashed, took too long, or its phases are not those of its file."""
+    """A job could not be profiled: it crashed, took too long, or its phases differ from its file's."""
 
 
 class PermitLost(RoseError):
-    """A phase's permit was taken back: its lease ran out, or the job was resubmitted or cancelled."""
+    """A phase lost its permit: its lease ran out, or the job was resubmitted or cancelled."""
 
 
 class CacheFull(RoseError):

@@ -1,29 +1,66 @@
-"""The pydantic bodies that cross a process between an engine, its router and its subscriber.
+"""The pydantic bodies that pass between an engine, its router and its subscriber.
 
-Never used per token or per step.
+None of them is made per token or per step.
 """
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rose.types import Deployment, GateMode, Role
+from rose.errors import WorkerError
+from rose.types import Deployment, GateMode, Role, WeightVersion
 
 
-class GateStatus(BaseModel):
-    """What the compute gate of an engine does."""
+class RoutingGate(BaseModel):
+    """The part of GateStatus that a router needs."""
+
+    model_config = ConfigDict(extra="allow")
+
+    mode: str = ""
+    admitted_steps: int = 0
+    declined_steps: int = 0
+
+
+class GateStatus(RoutingGate):
+    """What an engine's compute gate has done since the engine started."""
+
+    model_config = ConfigDict(extra="ignore")
 
     mode: GateMode
     tpot_target_ms: float | None = None
-    """Of the last change; None: as the engine was started."""
+    """The target that was set last; None if it is the one that the engine was started with."""
     admitted_steps: int
     declined_steps: int
 
 
-class WorkerStatus(BaseModel):
-    """Answer of ``GET /rose/v1/status``; counters since the engine started."""
+class RoutingStatus(BaseModel):
+    """The part of ``GET /rose/v1/status`` that a router needs. Fields that it doesn't know are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    weight_version: str | None = None
+    num_running: int = 0
+    num_waiting: int = 0
+    pressure: str | None = None
+    """normal, pressure or frozen (ROSE §4.1)."""
+    gate: RoutingGate | None = None
+    is_active: bool = True
+    """Whether the weights are on the device; an inactive engine refuses turns with 503."""
+    is_updating: bool = False
+    """Whether the weights are being changed; no step runs meanwhile, which is no stall."""
+    serving_busy_s: float | None = None
+    """Seconds that serving's steps have taken on the shared GPU since the pool began; None without a pool."""
+    serving_kv_usage: float | None = None
+    """Serving's part of the pool's slabs, 0 to 1; None without a pool."""
+
+
+class WorkerStatus(RoutingStatus):
+    """A ROSE engine's whole answer to ``GET /rose/v1/status``; counters run since the engine started."""
+
+    model_config = ConfigDict(extra="ignore")
 
     role: Role
     deployment: Deployment | None = None
-    """Of a serving engine: which phases of its requests it computes."""
+    """Which phases of its requests a serving engine computes."""
     model: str
     engine_id: str
     weight_version: str | None
@@ -34,12 +71,12 @@ class WorkerStatus(BaseModel):
     kv_slabs_in_use: int
     kv_slabs_budget: int
     pool_slabs_quarantined: int = 0
-    """Of engines of the same pool that died: free once the last of their processes has ended."""
+    """Slabs of dead engines of the same pool; they come free once the last of those processes has ended."""
     kv_cached_blocks: int
     kv_live_blocks: int
-    """Blocks in use or holding prefix cache; with the slabs owned it says how well memory is used."""
+    """Blocks in use or holding prefix cache. Compared with the slabs owned, it tells how well memory is
+    used."""
     pressure: str
-    """normal, pressure or frozen (ROSE §4.1)."""
     gate: GateStatus
     stalled_requests: int
     reclaimed_requests: int
@@ -47,21 +84,24 @@ class WorkerStatus(BaseModel):
     cuts: int
     generated_tokens: int
     busy_s: float
-    serving_busy_s: float | None = None
-    """Seconds that serving's steps took on the shared GPU since the pool began; None without a pool."""
-    serving_kv_usage: float | None = None
-    """Serving's part of the pool's slabs, 0 to 1."""
     is_active: bool
-    """Whether the weights are on the device; an inactive engine refuses turns with 503."""
-    is_updating: bool = False
-    """Between two versions of the weights: no step runs, which is no stall."""
     activated_at_s: float
     """Unix time of the last activation, or of the start."""
     device_weights_bytes: int
     device_kv_bytes: int
-    """Of the slabs it owns; without a pool vLLM's own cache counts under fixed."""
+    """Bytes of the slabs that it owns; without a pool, vLLM's own cache is part of device_fixed_bytes."""
     device_fixed_bytes: int
-    """All else that it holds on the device. On a CPU: the rest of the engine core's anonymous memory."""
+    """Everything else on the device; on a CPU, the rest of the engine core's anonymous memory."""
+
+
+def parse_version(text: str | None) -> WeightVersion | None:
+    """Reads a ``weight_version`` such as "run/7"; None stays None. Raises: WorkerError."""
+    if text is None:
+        return None
+    run_id, _, number = text.rpartition("/")
+    if not run_id or not number.isdigit():
+        raise WorkerError(f"weight version {text!r}: want RUN/NUMBER")
+    return WeightVersion(run_id=run_id, number=int(number))
 
 
 class RlStep(BaseModel):
@@ -77,7 +117,7 @@ class GateChange(BaseModel):
     model_config = ConfigDict(extra="forbid")
     mode: GateMode
     tpot_target_ms: float | None = Field(default=None, gt=0)
-    """What the gate aims at per serving token, within the SLO; None: as the engine was started."""
+    """The TPOT of serving that the gate aims at; None for the target that the engine was started with."""
 
 
 class WeightUpdate(BaseModel):
@@ -101,7 +141,7 @@ class ActivationChange(BaseModel):
 
     is_active: bool
     took_s: float
-    """0 where nothing had to change."""
+    """0 if nothing had to change."""
 
 
 class Profile(BaseModel):
@@ -110,7 +150,7 @@ class Profile(BaseModel):
     file: str
     model: dict[str, float]
     observations: list[tuple[int, int, int, float]]
-    """Of each step: prefill tokens, decodes, their context tokens, seconds."""
+    """Prefill tokens, decodes, their context tokens and seconds of each step."""
 
 
 class ConcurrencyPoint(BaseModel):
@@ -122,15 +162,15 @@ class ConcurrencyPoint(BaseModel):
 
 
 class ConcurrencyProfile(BaseModel):
-    """What ``rose profile --concurrency`` stores, and a router's cap is read from."""
+    """What ``rose profile --concurrency`` stores; a router reads its cap from it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     model: str
     context_tokens: int
-    """Of each turn's prompt."""
+    """Length of each turn's prompt."""
     new_tokens: int
     gpus: int = Field(ge=1)
-    """Of the engine that was measured."""
+    """GPUs of the engine that was measured."""
     points: tuple[ConcurrencyPoint, ...]
     cap: int = Field(ge=1)
     """Concurrent turns on the whole engine."""

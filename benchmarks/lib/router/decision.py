@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 
 from rose.demo.figures import Figure, percentile
+from rose.messages import RoutingStatus
 from rose.scheduler.rollout.placing.policy import PaperPolicy
 from rose.scheduler.rollout.placing.views import Turn
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.jobs import JobTable
 from rose.scheduler.rollout.turn.placement import Placement, Waiter
-from rose.scheduler.rollout.workers.status import WorkerStatus
 from rose.scheduler.rollout.workers.worker import Worker
 
 
@@ -26,7 +26,7 @@ def decision(count: int, is_queued: bool) -> Figure:
     workers = {}
     for number in range(16):
         worker = Worker(WorkerSpec(url=f"http://w:{number + 1}"), config)
-        worker.take_status(WorkerStatus(), 0.0)
+        worker.take_status(RoutingStatus(), 0.0)
         worker.seen(0.0)
         workers[worker.id] = worker
     placement, jobs = Placement(lambda: workers, PaperPolicy(), JobTable(config)), JobTable(config)

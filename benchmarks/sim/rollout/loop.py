@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rose.errors import NoWorkerError
+from rose.messages import RoutingStatus
 from rose.scheduler.rollout.placing.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, Policy, Turn, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.jobs import JobTable
 from rose.scheduler.rollout.turn.placement import Place, Placement, Waiter, probably_cached
-from rose.scheduler.rollout.workers.status import WorkerStatus
 from rose.scheduler.rollout.workers.worker import Worker
 from sim.rollout.engine import Engine, Run
 from sim.rollout.prompts import Prompts
@@ -142,14 +142,14 @@ class Simulation:
     def _heartbeat(self) -> None:
         """The traffic changes, and every worker reports."""
         for worker_id, worker in self._workers.items():
-            status = WorkerStatus()
+            status = RoutingStatus()
             if (traffic := self._traffic.get(worker_id)) is not None:
                 share = max(_MIN_SHARE, 1.0 - next(traffic))
                 self._change(worker_id, lambda engine, share=share: engine.set_share(share))  # type: ignore[misc]
                 told = self._report_share(share) if self._report_share is not None else share
                 self._busy_s[worker_id] += (1.0 - told) * HEARTBEAT_S
                 pressure = "pressure" if 1.0 - share > self._scenario.traffic.max_busy else "normal"
-                status = WorkerStatus(serving_busy_s=self._busy_s[worker_id], pressure=pressure)
+                status = RoutingStatus(serving_busy_s=self._busy_s[worker_id], pressure=pressure)
             worker.take_status(status, self._now_s)
             worker.seen(self._now_s)
         self._placement.pump(self._now_s)

@@ -86,7 +86,7 @@ class RolloutMemory:
         excess = tenant.num_owned - max(tenant.ledger.policy.rollout_budget_slabs, self._policy.min_slabs)
         if excess <= 0:
             return
-        plan = choose_victims(needed=excess, num_pool_free=0, uses=tenant.uses(unfinished), now=now)
+        plan = choose_victims(needed=excess, uses=tenant.uses(unfinished), now=now)
         if plan.aborted_requests:
             self._reclaim(plan.aborted_requests)
             tenant.ledger.count(Word.RECLAIMED_REQUESTS, len(plan.aborted_requests))

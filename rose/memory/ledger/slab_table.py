@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rose._shm import Words
-from rose.errors import PoolError, PoolExhausted
+from rose.errors import PoolError
 from rose.memory.ledger.ledger_words import WORD_BYTES, Word
 from rose.memory.ledger.slab_word import MAX_RANKS, MAX_SLOT, NO_SLOT, SlabEntry, SlabState, decode, encode
 
@@ -39,11 +39,8 @@ class SlabTable:
             buffer, dtype=np.int64, count=num_slabs, offset=Word.SLABS * WORD_BYTES
         )
 
-    def acquire(self, slot: int, count: int, *, all_or_nothing: bool = False) -> list[int]:
-        """Takes up to ``count`` free slabs for an engine, lowest first.
-
-        Raises: PoolExhausted with all_or_nothing where fewer are free; nothing is taken then.
-        """
+    def acquire(self, slot: int, count: int) -> list[int]:
+        """Takes up to ``count`` free slabs for an engine, lowest first, and returns them."""
         self._check_slot(slot)
         if count < 0:
             raise ValueError(f"can't acquire {count} slabs")
@@ -59,9 +56,6 @@ class SlabTable:
                 epoch = word >> 32
                 if word & 0xFF == SlabState.FREE and self._swap(slab, word, SlabState.OWNED, slot, 0, epoch):
                     taken.append(slab)
-        if all_or_nothing and len(taken) < count:
-            self.drain(taken, 0)
-            raise PoolExhausted(f"need {count} slabs, {len(taken)} free of {self.num_slabs}")
         return taken
 
     def drain(self, slabs: Iterable[int], num_ranks: int) -> None:

@@ -1,7 +1,8 @@
-"""Which slabs an engine gives up, and which requests have to end for it.
+"""Which slabs an engine gives up in a cut, and which requests have to end for it.
 
-Owns the order of reclaiming: pool -> idle uncached -> expired lease -> LRU cached -> abort. Promises to end
-as few requests as its greedy choice can: each pick frees the most slabs per ended request. Pure.
+Slabs go in this order: idle ones without cache, those whose lease has expired, cached ones by last use, and
+at last those of requests that are aborted. The choice of requests is greedy: each pick frees the most slabs
+per ended request. Pure.
 """
 
 from collections import defaultdict
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 MAX_CANDIDATES = 64
-"""Sets of requests weighed per pick; more only where hundreds of requests are strewn over hundreds of slabs,
-and an emergency cut must not think for seconds."""
+"""Sets of requests weighed per pick. There are more only where hundreds of requests are strewn over hundreds
+of slabs, and then an emergency cut must not think for seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,43 +20,41 @@ class SlabUse:
     """What one backed slab of an engine holds."""
 
     slab: int
-    """Any int that tells the engine's slabs apart: a pool slab, or a position."""
+    """Any number that tells the engine's slabs apart: the slab's own, or its position."""
     request_ids: frozenset[str] = frozenset()
     """Requests with a block in it."""
     lease_expiry: float | None = None
-    """When its idle prefix cache may go; None: it holds no cache worth keeping."""
+    """When its idle prefix cache may go; None if it holds no cache worth keeping."""
     is_pinned: bool = False
-    """Never given up, e.g. the slab of the padding block."""
+    """True if it is never given up, as the slab of the padding block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReclaimPlan:
-    """What to take, in this order. ``shortfall`` slabs are not to be had at all."""
+    """What to take, in the order of the fields. ``shortfall`` slabs can't be had at all."""
 
-    num_from_pool: int
     idle: tuple[int, ...]
     expired: tuple[int, ...]
     cached: tuple[int, ...]
     aborted_slabs: tuple[int, ...]
-    """Slabs that the aborts free, no more of them than needed."""
+    """The slabs that the aborts free, at most as many as needed."""
     aborted_requests: tuple[str, ...]
     shortfall: int
 
     @property
     def slabs(self) -> tuple[int, ...]:
-        """All slabs that the engine gives up."""
+        """Every slab that the engine gives up."""
         return self.idle + self.expired + self.cached + self.aborted_slabs
 
 
-def choose_victims(*, needed: int, num_pool_free: int, uses: Iterable[SlabUse], now: float) -> ReclaimPlan:
-    """Plans to find ``needed`` slabs. ``num_pool_free`` is 0 where the pool doesn't count, as in a cut."""
-    if needed < 0 or num_pool_free < 0:
-        raise ValueError(f"needed {needed} and num_pool_free {num_pool_free} can't be negative")
+def choose_victims(*, needed: int, uses: Iterable[SlabUse], now: float) -> ReclaimPlan:
+    """Plans how an engine gives up ``needed`` slabs."""
+    if needed < 0:
+        raise ValueError(f"needed must be 0 or more slabs, got {needed}")
     movable = [use for use in uses if not use.is_pinned]
     unused = [use for use in movable if not use.request_ids]
     leased = sorted((use.lease_expiry, use.slab) for use in unused if use.lease_expiry is not None)
-    num_from_pool = min(needed, num_pool_free)
-    missing = needed - num_from_pool
+    missing = needed
     tiers: list[tuple[int, ...]] = []
     for candidates in (
         [use.slab for use in unused if use.lease_expiry is None],
@@ -67,7 +66,6 @@ def choose_victims(*, needed: int, num_pool_free: int, uses: Iterable[SlabUse], 
         missing -= len(tiers[-1])
     requests, slabs = _choose_aborts((use for use in movable if use.request_ids), missing)
     return ReclaimPlan(
-        num_from_pool=num_from_pool,
         idle=tiers[0],
         expired=tiers[1],
         cached=tiers[2],

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 import aiohttp
 
 from rose.errors import WorkerError
+from rose.messages import RoutingStatus
 from rose.scheduler.rollout.formats.bodies import Json
 from rose.scheduler.rollout.placing.versions import NewestVersions
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.workers.models import Catalogue, ModelCard, ModelCards
-from rose.scheduler.rollout.workers.status import WorkerStatus
 from rose.scheduler.rollout.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Registry:
         left_s = worker.last_seen + self._config.lost_after_s - time.monotonic()
         return max(self._config.heartbeat_s, left_s + _CLOCK_S)
 
-    async def _ask_status(self, worker: Worker) -> WorkerStatus | None:
+    async def _ask_status(self, worker: Worker) -> RoutingStatus | None:
         """The worker's status; None from a stock vLLM, which only has /health."""
         timeout = aiohttp.ClientTimeout(total=self._patience_s(worker))
         if worker.has_rose_routes:
@@ -182,7 +182,7 @@ class Registry:
             headers = rose_headers(self._config)
             async with self._http.get(url, params=follows, headers=headers, timeout=timeout) as response:
                 if response.status == 200:
-                    return WorkerStatus.model_validate(await response.json())
+                    return RoutingStatus.model_validate(await response.json())
                 if response.status not in _NO_ROSE_ROUTES:
                     raise WorkerError(f"{url} answered {response.status}")
                 worker.has_rose_routes = False

@@ -13,13 +13,13 @@ from typing import Any
 
 from yarl import URL
 
+from rose.messages import RoutingStatus, parse_version
 from rose.scheduler.rollout.formats.events import CHAT_PATH, COMPLETIONS_PATH
 from rose.scheduler.rollout.placing.borrowing import UsageWindow
 from rose.scheduler.rollout.placing.views import NOBODY, WorkerKind, WorkerView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.workers.models import Contexts, ModelCard
 from rose.scheduler.rollout.workers.speed import SpeedEstimate
-from rose.scheduler.rollout.workers.status import WorkerStatus, parse_version
 from rose.scheduler.rollout.workers.watch import Watch
 from rose.types import WeightVersion
 
@@ -70,7 +70,7 @@ class Worker:
         self.has_rose_routes = True
         self.last_seen: float | None = None
         self.cooldown_until = 0.0
-        self.status: WorkerStatus | None = None
+        self.status: RoutingStatus | None = None
         self.weight_version: WeightVersion | None = None
         self.is_gate_declining = False
         self.has_yielded = False
@@ -191,7 +191,7 @@ class Worker:
         self.cooldown_until = now + config.avoid_s
         self.is_on_probation = True
 
-    def take_status(self, status: WorkerStatus, now: float) -> None:
+    def take_status(self, status: RoutingStatus, now: float) -> None:
         """Take down what the worker reports at `now`."""
         self._take_weights(status, now)
         before, gate = self.status.gate if self.status is not None else None, status.gate
@@ -211,7 +211,7 @@ class Worker:
             self.kv_usage.add(status.serving_kv_usage, now)
         self.status, self._status_at = status, now
 
-    def _take_weights(self, status: WorkerStatus, now: float) -> None:
+    def _take_weights(self, status: RoutingStatus, now: float) -> None:
         """A change of weights is no stall. After it, what runs is computed anew, as for a first token.
 
         A short one may show by its new version alone.
@@ -229,7 +229,7 @@ class Worker:
             else:
                 watch.worker_updated(self._first_token_s)
 
-    def _take_share(self, status: WorkerStatus, now: float) -> None:
+    def _take_share(self, status: RoutingStatus, now: float) -> None:
         """What serving's steps left of the GPU's time since the status before."""
         before = self.status.serving_busy_s if self.status is not None else None
         if status.serving_busy_s is None:

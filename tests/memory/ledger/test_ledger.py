@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rose._shm import Words
-from rose.errors import PoolError, PoolExhausted
+from rose.errors import PoolError
 from rose.memory.ledger.ledger import EngineSlot, Ledger
 from rose.memory.ledger.ledger_words import Word, ledger_bytes
 from rose.memory.ledger.policy_word import PolicyState, Pressure
@@ -42,17 +42,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def slabs_in(self, *states: SlabState) -> list[int]:
         return [slab for slab, entry in self.model.items() if entry[0] in states]
 
-    @rule(slot=st.sampled_from(SLOTS), count=st.integers(0, NUM_SLABS + 1), is_strict=st.booleans())
-    def acquire(self, slot: int, count: int, is_strict: bool) -> None:
+    @rule(slot=st.sampled_from(SLOTS), count=st.integers(0, NUM_SLABS + 1))
+    def acquire(self, slot: int, count: int) -> None:
         free = self.slabs_in(SlabState.FREE)
-        ledger = self.views[slot - 1]
-        if is_strict and count > len(free):
-            with pytest.raises(PoolExhausted, match=f"need {count} slabs, {len(free)} free of {NUM_SLABS}"):
-                ledger.acquire(slot, count, all_or_nothing=True)
-            for slab in free:
-                self.model[slab] = (SlabState.FREE, 0, 0, self.model[slab][3] + 1)
-            return
-        taken = ledger.acquire(slot, count, all_or_nothing=is_strict)
+        taken = self.views[slot - 1].acquire(slot, count)
         assert taken == free[:count]
         for slab in taken:
             self.model[slab] = (SlabState.OWNED, slot, 0, self.model[slab][3])

@@ -19,8 +19,8 @@ def cached(slab: int, expiry: float) -> SlabUse:
     return SlabUse(slab=slab, lease_expiry=expiry)
 
 
-def plan(needed: int, uses: Iterable[SlabUse], num_pool_free: int = 0) -> ReclaimPlan:
-    return choose_victims(needed=needed, num_pool_free=num_pool_free, uses=uses, now=NOW)
+def plan(needed: int, uses: Iterable[SlabUse]) -> ReclaimPlan:
+    return choose_victims(needed=needed, uses=uses, now=NOW)
 
 
 ALL_KINDS = [
@@ -37,41 +37,40 @@ ALL_KINDS = [
 
 
 @pytest.mark.parametrize(
-    ("needed", "from_pool", "slabs", "requests", "shortfall"),
+    ("needed", "slabs", "requests", "shortfall"),
     [
-        (0, 0, [], [], 0),
-        (2, 2, [], [], 0),
-        (3, 2, [6], [], 0),
-        (4, 2, [6, 7], [], 0),
-        (5, 2, [6, 7, 4], [], 0),
-        (6, 2, [6, 7, 4, 5], [], 0),
-        (7, 2, [6, 7, 4, 5, 3], [], 0),
-        (8, 2, [6, 7, 4, 5, 3, 2], [], 0),
-        (9, 2, [6, 7, 4, 5, 3, 2, 1], ["a"], 0),
-        (10, 2, [6, 7, 4, 5, 3, 2, 1, 8], ["a", "b"], 0),
-        (13, 2, [6, 7, 4, 5, 3, 2, 1, 8], ["a", "b"], 3),
+        (0, [], [], 0),
+        (1, [6], [], 0),
+        (2, [6, 7], [], 0),
+        (3, [6, 7, 4], [], 0),
+        (4, [6, 7, 4, 5], [], 0),
+        (5, [6, 7, 4, 5, 3], [], 0),
+        (6, [6, 7, 4, 5, 3, 2], [], 0),
+        (7, [6, 7, 4, 5, 3, 2, 1], ["a"], 0),
+        (8, [6, 7, 4, 5, 3, 2, 1, 8], ["a", "b"], 0),
+        (11, [6, 7, 4, 5, 3, 2, 1, 8], ["a", "b"], 3),
     ],
 )
-def test_order_is_pool_idle_expired_lru_abort(
-    needed: int, from_pool: int, slabs: list[int], requests: list[str], shortfall: int
+def test_slabs_go_in_the_order_idle_expired_least_recently_used_aborted(
+    needed: int, slabs: list[int], requests: list[str], shortfall: int
 ) -> None:
-    chosen = plan(needed, ALL_KINDS, num_pool_free=2)
-    assert (chosen.num_from_pool, list(chosen.slabs)) == (from_pool, slabs)
+    chosen = plan(needed, ALL_KINDS)
+    assert list(chosen.slabs) == slabs
     assert (list(chosen.aborted_requests), chosen.shortfall) == (requests, shortfall)
 
 
 @pytest.mark.parametrize(
     ("needed", "uses", "requests"),
     [
-        # The request with the most slabs of its own, not the one with the most blocks anywhere.
+        # The request with the most slabs of its own goes, not the one with the most blocks anywhere.
         (2, [used(1, "ab"), used(2, "ab"), used(3, "ab"), used(4, "c"), used(5, "c")], ["c"]),
-        # One large victim instead of many small ones.
+        # One large victim goes instead of many small ones.
         (3, [used(1, "a"), used(2, "b"), used(3, "c"), used(4, "d"), used(5, "d"), used(6, "d")], ["d"]),
-        # What one slab needs is taken from the smallest that suffices.
+        # One slab is taken from the smallest request that suffices.
         (1, [used(1, "a"), used(2, "b"), used(3, "b")], ["a"]),
         # Requests that only share slabs end together.
         (1, [used(1, "ab"), used(2, "cde")], ["a", "b"]),
-        # Ending a makes b's shared slab b's own: two for b then.
+        # Once a has ended, b owns their shared slab alone, and ending b frees two.
         (3, [used(1, "a"), used(2, "ab"), used(3, "b"), used(4, "c")], ["a", "b"]),
     ],
 )
@@ -83,7 +82,7 @@ def test_aborts_free_the_most_slabs_per_request(
     assert (len(chosen.slabs), chosen.shortfall) == (needed, 0)
 
 
-def test_packed_groups_cost_few_requests() -> None:
+def test_half_of_packed_slabs_costs_half_of_the_requests() -> None:
     """24 requests in 12 slabs, two to a slab each: half the slabs cost half the requests."""
     uses = [used(slab, chr(97 + 2 * slab) + chr(98 + 2 * slab)) for slab in range(12)]
     assert len(plan(6, uses).aborted_requests) == 12
@@ -106,25 +105,25 @@ SLAB_USES = st.lists(
 )
 
 
-@given(SLAB_USES, st.integers(0, 15), st.integers(0, 5))
-def test_plan_adds_up_and_frees_what_it_says(shapes: list[SlabUse], needed: int, num_pool_free: int) -> None:
+@given(SLAB_USES, st.integers(0, 15))
+def test_plan_adds_up_and_frees_what_it_says(shapes: list[SlabUse], needed: int) -> None:
     uses = {
         slab: SlabUse(
             slab=slab, request_ids=u.request_ids, lease_expiry=u.lease_expiry, is_pinned=u.is_pinned
         )
         for slab, u in enumerate(shapes)
     }
-    chosen = plan(needed, uses.values(), num_pool_free)
-    assert chosen.num_from_pool + len(chosen.slabs) + chosen.shortfall == needed
+    chosen = plan(needed, uses.values())
+    assert len(chosen.slabs) + chosen.shortfall == needed
     assert len(set(chosen.slabs)) == len(chosen.slabs)
     ended = set(chosen.aborted_requests)
     assert len(ended) == len(chosen.aborted_requests)
     assert all(uses[slab].request_ids <= ended and not uses[slab].is_pinned for slab in chosen.slabs)
     if chosen.shortfall:
         movable = [u for u in uses.values() if not u.is_pinned]
-        assert len(chosen.slabs) == len(movable) and chosen.num_from_pool == num_pool_free
+        assert len(chosen.slabs) == len(movable)
 
 
-def test_negative_counts_are_the_callers_mistake() -> None:
-    with pytest.raises(ValueError, match="needed -1"):
+def test_a_negative_number_of_slabs_is_refused() -> None:
+    with pytest.raises(ValueError, match="needed must be 0 or more slabs, got -1"):
         plan(-1, [])

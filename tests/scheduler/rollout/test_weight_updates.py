@@ -6,9 +6,9 @@ from math import inf
 
 import pytest
 
+from rose.messages import RoutingStatus
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.workers import watch as watch_module
-from rose.scheduler.rollout.workers.status import WorkerStatus
 from rose.scheduler.rollout.workers.watch import Watch
 from rose.scheduler.rollout.workers.worker import Worker
 from tests.scheduler.rollout.conftest import StartRouter
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.asyncio
 
 PROMPT = [11, 12, 13]
 BODY = {"prompt": PROMPT, "max_tokens": 9}
-UPDATING = WorkerStatus(weight_version="run/1", is_updating=True)
+UPDATING = RoutingStatus(weight_version="run/1", is_updating=True)
 MOMENT_S = 0.01
 
 
 def worker(**settings: float) -> Worker:
     made = Worker(WorkerSpec(url="http://gpu:1"), RouterConfig(**settings))  # type: ignore[arg-type]
-    made.take_status(WorkerStatus(weight_version="run/1"), 0.0)
+    made.take_status(RoutingStatus(weight_version="run/1"), 0.0)
     made.seen(0.0)
     return made
 
@@ -71,7 +71,7 @@ async def test_after_it_the_next_token_may_take_as_long_as_a_first_one(is_seen: 
                 for one in (patient, hasty):
                     if is_seen:
                         one.take_status(UPDATING, 1.0)
-                    one.take_status(WorkerStatus(weight_version="run/2"), 2.0)
+                    one.take_status(RoutingStatus(weight_version="run/2"), 2.0)
                 await asyncio.sleep(60)
         await asyncio.sleep(5 * MOMENT_S)
 
@@ -93,8 +93,8 @@ async def test_tokens_before_and_after_an_update_say_nothing_about_speed() -> No
     one = worker()
     assert one.updated_at == -inf
     one.take_status(UPDATING, 1.0)
-    one.take_status(WorkerStatus(weight_version="run/2"), 2.0)
-    one.take_status(WorkerStatus(weight_version="run/2"), 3.0)
+    one.take_status(RoutingStatus(weight_version="run/2"), 2.0)
+    one.take_status(RoutingStatus(weight_version="run/2"), 3.0)
     assert one.updated_at == 2.0
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from rose.errors import WorkerError
+from rose.messages import RoutingGate, RoutingStatus, parse_version
 from rose.scheduler.rollout.placing.views import NOBODY, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.workers.status import GateStatus, WorkerStatus, parse_version
 from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import WeightVersion
 
@@ -18,9 +18,9 @@ def worker() -> Worker:
     return made
 
 
-def status(admitted: int = 0, declined: int = 0, **fields: object) -> WorkerStatus:
-    gate = GateStatus(admitted_steps=admitted, declined_steps=declined)
-    return WorkerStatus.model_validate({"gate": gate, **fields})
+def status(admitted: int = 0, declined: int = 0, **fields: object) -> RoutingStatus:
+    gate = RoutingGate(admitted_steps=admitted, declined_steps=declined)
+    return RoutingStatus.model_validate({"gate": gate, **fields})
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def status(admitted: int = 0, declined: int = 0, **fields: object) -> WorkerStat
     ],
 )
 def test_eligibility_follows_pressure_gate_and_waiting(
-    statuses: list[WorkerStatus], is_eligible: bool
+    statuses: list[RoutingStatus], is_eligible: bool
 ) -> None:
     one = worker()
     for each in statuses:
