@@ -11,7 +11,10 @@ class SlabFile:
 
     @staticmethod
     def create(num_slabs: int, slab_bytes: int, name: str = "rose-slabs") -> SlabFile:
-        """Make a new, empty file. `slab_bytes`: a multiple of `host_granularity()`."""
+        """Make a new file of zeros; `slab_bytes` is a multiple of `host_granularity()`.
+
+        The handlers of signals run meanwhile; what one of them raises ends the making.
+        """
     @staticmethod
     def from_fd(fd: int, slab_bytes: int) -> SlabFile:
         """Open a received descriptor, which is duplicated."""
@@ -57,6 +60,9 @@ class CudaDevice:
     def __init__(self, device: int = 0, library: str = "libcuda.so.1") -> None: ...
     @property
     def granularity(self) -> int: ...
+    @property
+    def free_bytes(self) -> int:
+        """Device memory that nobody has taken yet."""
     def create(self, num_slabs: int, slab_bytes: int) -> CudaSlabs: ...
     def import_fds(self, fds: list[int], slab_bytes: int) -> CudaSlabs:
         """Open what another process exported, one descriptor per slab; the caller still closes them."""

@@ -70,6 +70,7 @@ static_assert(sizeof(CUmemAllocationProp) == 32 && sizeof(CUmemAccessDesc) == 12
   X(cuStreamDestroy, "cuStreamDestroy_v2", (CUstream))                                                 \
   X(cuStreamSynchronize, "cuStreamSynchronize", (CUstream))                                            \
   X(cuMemsetD8Async, "cuMemsetD8Async", (CUdeviceptr, unsigned char, std::size_t, CUstream))           \
+  X(cuMemGetInfo, "cuMemGetInfo_v2", (std::size_t*, std::size_t*))                                     \
   X(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity",                                    \
     (std::size_t*, const CUmemAllocationProp*, int))                                                   \
   X(cuMemCreate, "cuMemCreate",                                                                        \

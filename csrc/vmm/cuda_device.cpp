@@ -43,14 +43,13 @@ void Device::load(const std::string& library) {
   void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     throw Failure(
-        ROSE_VMM_FAILED, ENODEV,
-        std::string("no CUDA driver: ") + dlerror() +
-            "; install the NVIDIA driver (in a container, pass the GPU in) or use the host backend");
+        ENODEV, std::string("no CUDA driver: ") + dlerror() +
+                    "; install the NVIDIA driver (in a container, pass the GPU in) or use the host backend");
   }
-#define ROSE_CUDA_LOAD(member, exported, parameters)                                                         \
-  calls_.member = reinterpret_cast<CUresult(*) parameters>(dlsym(handle, exported));                         \
-  if (calls_.member == nullptr) {                                                                            \
-    throw Failure(ROSE_VMM_FAILED, ENODEV, library + " has no " exported ": rose needs CUDA 11.2 or newer"); \
+#define ROSE_CUDA_LOAD(member, exported, parameters)                                        \
+  calls_.member = reinterpret_cast<CUresult(*) parameters>(dlsym(handle, exported));        \
+  if (calls_.member == nullptr) {                                                           \
+    throw Failure(ENODEV, library + " has no " exported ": rose needs CUDA 11.2 or newer"); \
   }
   ROSE_CUDA_CALLS(ROSE_CUDA_LOAD)
 #undef ROSE_CUDA_LOAD
@@ -68,7 +67,7 @@ void Device::find_device(int ordinal) {
       !attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
                  "file descriptor handles")) {
     throw Failure(
-        ROSE_VMM_FAILED, ENOTSUP,
+        ENOTSUP,
         name_ + " lacks virtual memory management or its sharing by file descriptor: slabs need both");
   }
   allocation_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -95,7 +94,7 @@ void Device::check(CUresult result, const char* call, const std::string& what) c
                         (error_name != nullptr ? error_name : "error " + std::to_string(result)) + " (" +
                         (error_text != nullptr ? error_text : "unknown to this driver") + ")";
   if (!what.empty()) message += ": " + what;
-  throw Failure(ROSE_VMM_FAILED, result == CUDA_ERROR_OUT_OF_MEMORY ? ENOMEM : EIO, message);
+  throw Failure(result == CUDA_ERROR_OUT_OF_MEMORY ? ENOMEM : EIO, message);
 }
 
 Current::Current(const Device& device) : device_(device) {

@@ -221,19 +221,27 @@ class CudaSlabs : public Slabs {
   std::size_t slab_bytes_;
 };
 
-class CudaBackend : public Backend {
+class CudaBackend : public DeviceBackend {
  public:
   CudaBackend(const std::string& library, int ordinal)
       : device_(std::make_shared<const Device>(library, ordinal)) {}
 
   std::size_t granularity() const override { return device_->granularity(); }
 
-  std::shared_ptr<const Slabs> create(std::size_t num_slabs, std::size_t slab_bytes,
-                                      const std::string&) const override {
+  std::size_t free_bytes() const override {
+    Current current(*device_);
+    std::size_t free = 0, total = 0;
+    ROSE_CUDA(*device_, cuMemGetInfo, (&free, &total), "");
+    return free;
+  }
+
+  std::shared_ptr<const Slabs> create(std::size_t num_slabs, std::size_t slab_bytes, const std::string&,
+                                      const std::function<void()>& check_stop) const override {
     check_slabs(num_slabs, slab_bytes, granularity());
     Current current(*device_);
     auto handles = std::make_shared<Handles>(device_);
     for (std::size_t slab = 0; slab < num_slabs; ++slab) {
+      check_stop();
       handles->create(slab_bytes, "slab " + text(slab) + " of " + text(num_slabs) + ", " + text(slab_bytes) +
                                       " bytes each");
     }
@@ -260,7 +268,7 @@ class CudaBackend : public Backend {
 
 namespace rose {
 
-std::unique_ptr<Backend> open_cuda(const std::string& library, int device) {
+std::unique_ptr<DeviceBackend> open_cuda(const std::string& library, int device) {
   return std::make_unique<cuda::CudaBackend>(library, device);
 }
 

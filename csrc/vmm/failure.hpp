@@ -1,36 +1,42 @@
-// The one exception of the backends; the C ABI turns it into a status and a message.
+// The exceptions of slab memory. module.cpp turns them into Python's ValueError and VmmError.
 
 #pragma once
 
 #include <cstddef>
 #include <exception>
 #include <string>
+#include <system_error>
 #include <utility>
-
-#include "vmm.h"
 
 namespace rose {
 
+// The system or the driver refused. `errno_code` is EIO or ENOMEM for an error of the CUDA driver.
 class Failure : public std::exception {
  public:
-  Failure(rose_vmm_status status, int errno_code, std::string message)
-      : status_(status), errno_code_(errno_code), message_(std::move(message)) {}
+  Failure(int errno_code, std::string message) : errno_code_(errno_code), message_(std::move(message)) {}
 
   const char* what() const noexcept override { return message_.c_str(); }
-  rose_vmm_status status() const { return status_; }
   int errno_code() const { return errno_code_; }
-  // More of the same story, e.g. that undoing failed too.
+  // Appends to the message, e.g. that undoing the failed call failed too.
   void add(const std::string& more) { message_ += more; }
 
  private:
-  rose_vmm_status status_;
   int errno_code_;
   std::string message_;
 };
 
-[[noreturn]] void throw_bad_argument(const std::string& message);
+// The caller made a mistake, and nothing was changed.
+class BadArgument : public Failure {
+ public:
+  explicit BadArgument(std::string message) : Failure(0, std::move(message)) {}
+};
+
+[[noreturn]] inline void throw_bad_argument(const std::string& message) { throw BadArgument(message); }
+
 // "what: strerror(code)".
-[[noreturn]] void throw_system_error(const std::string& what, int code);
+[[noreturn]] inline void throw_system_error(const std::string& what, int code) {
+  throw Failure(code, what + ": " + std::generic_category().message(code));
+}
 
 inline std::string text(std::size_t number) { return std::to_string(number); }
 

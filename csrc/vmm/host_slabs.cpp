@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <limits>
@@ -20,6 +21,8 @@ namespace {
 
 constexpr int kEmptyFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 constexpr std::size_t kHugePageBytes = 2 << 20;
+// How much memory is made between two calls of check_stop.
+constexpr std::size_t kPieceBytes = 64 << 20;
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25  // Linux 6.1
 #endif
@@ -57,20 +60,21 @@ char* reserve_addresses(std::size_t num_bytes, std::size_t alignment) {
   return base;
 }
 
-// Gives a new file huge pages, as far as the kernel has them: a huge page is mapped with one entry instead of
-// 512, and a piece of one still in a single fault. Asked for by MADV_COLLAPSE, because a memfd's own setting
-// (shmem_enabled) is "never" on most systems. A refusal costs speed only, so it is not an error.
-void gather_huge_pages(const File& file, std::size_t num_bytes) {
-  std::size_t whole = num_bytes / kHugePageBytes * kHugePageBytes;
-  if (whole == 0) return;
-  char* base = reserve_addresses(whole, kHugePageBytes);
+// Gives a piece of a new file huge pages, as far as the kernel has them: a huge page is mapped with one entry
+// instead of 512, and a part of one still in a single fault. MADV_COLLAPSE asks for them, because a memfd's
+// own setting (shmem_enabled) is "never" on most systems. A refusal costs speed only, so it is not an error.
+void gather_huge_pages(const File& file, std::size_t start, std::size_t num_bytes) {
+  char* base = reserve_addresses(num_bytes, kHugePageBytes);
   int flags = MAP_SHARED | MAP_FIXED;
-  if (mmap(base, whole, PROT_READ | PROT_WRITE, flags, file.fd(), 0) != MAP_FAILED) {
-    // A hole has nothing to collapse.
-    for (std::size_t at = 0; at < whole; at += kHugePageBytes) *static_cast<volatile char*>(base + at) = 0;
-    madvise(base, whole, MADV_COLLAPSE);
+  auto offset = static_cast<off_t>(start);
+  if (mmap(base, num_bytes, PROT_READ | PROT_WRITE, flags, file.fd(), offset) != MAP_FAILED) {
+    // A hole has nothing to collapse, so every huge page is touched first.
+    for (std::size_t at = 0; at < num_bytes; at += kHugePageBytes) {
+      *static_cast<volatile char*>(base + at) = 0;
+    }
+    madvise(base, num_bytes, MADV_COLLAPSE);
   }
-  munmap(base, whole);
+  munmap(base, num_bytes);
 }
 
 class HostSpace : public AddressSpace {
@@ -166,8 +170,8 @@ class HostBackend : public Backend {
  public:
   std::size_t granularity() const override { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
-  std::shared_ptr<const Slabs> create(std::size_t num_slabs, std::size_t slab_bytes,
-                                      const std::string& name) const override {
+  std::shared_ptr<const Slabs> create(std::size_t num_slabs, std::size_t slab_bytes, const std::string& name,
+                                      const std::function<void()>& check_stop) const override {
     check_slabs(num_slabs, slab_bytes, granularity());
     std::string what = text(num_slabs) + " slabs of " + text(slab_bytes) + " bytes";
     auto file = std::make_shared<File>(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -178,7 +182,11 @@ class HostBackend : public Backend {
     if (fcntl(file->fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
       throw_system_error("seal the file of " + what, errno);
     }
-    gather_huge_pages(*file, num_slabs * slab_bytes);
+    std::size_t whole = num_slabs * slab_bytes / kHugePageBytes * kHugePageBytes;
+    for (std::size_t start = 0; start < whole; start += kPieceBytes) {
+      check_stop();
+      gather_huge_pages(*file, start, std::min(kPieceBytes, whole - start));
+    }
     return std::make_shared<HostSlabs>(std::move(file), num_slabs, slab_bytes);
   }
 

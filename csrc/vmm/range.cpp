@@ -16,7 +16,7 @@ void check_distinct(std::vector<std::size_t> values, const std::string& what) {
   if (twice != values.end()) throw_bad_argument(what + " " + text(*twice) + " given twice");
 }
 
-// Neighbours together: one driver call serves a whole run.
+// Joins neighbours: one driver call serves a whole run.
 Runs runs_of(std::vector<std::size_t> positions) {
   std::sort(positions.begin(), positions.end());
   Runs runs;
@@ -32,15 +32,15 @@ Runs runs_of(std::vector<std::size_t> positions) {
 
 }  // namespace
 
-Range::Range(std::shared_ptr<const Slabs> slabs, std::size_t num_positions, rose_vmm_range_options options)
+Range::Range(std::shared_ptr<const Slabs> slabs, std::size_t num_positions, RangeOptions options)
     : slabs_(std::move(slabs)), options_(options) {
   constexpr std::size_t kMaxBytes = std::size_t{1} << 46;  // half of a user address space
   std::size_t most = kMaxBytes / slabs_->slab_bytes();
   if (num_positions == 0 || num_positions > most) {
     throw_bad_argument("num_positions must be 1.." + text(most) + ", got " + text(num_positions));
   }
-  slab_at_.assign(num_positions, kNone);
-  position_of_.assign(slabs_->num_slabs(), kNone);
+  slab_at_.assign(num_positions, kNoSlab);
+  position_of_.assign(slabs_->num_slabs(), kNoSlab);
   space_ = slabs_->reserve(num_positions);
   if (options_.guard) space_->guard(0, num_positions);
 }
@@ -49,7 +49,7 @@ void Range::map(const std::vector<std::size_t>& positions, const std::vector<std
   std::lock_guard lock(mutex_);
   check_map(positions, slabs);
   Runs runs = runs_of(positions);
-  if (options_.guard) space_->fence();  // guards go, and running kernels may read them: they are for that
+  if (options_.guard) space_->fence();  // running kernels may still read the guards that go now
   try {
     for (std::size_t i = 0; i < positions.size(); ++i) attach(positions[i], slabs[i]);
     for (const Run& run : runs) space_->allow(run.first, run.count);
@@ -102,8 +102,8 @@ void Range::attach(std::size_t position, std::size_t slab) {
 
 void Range::detach(std::size_t position) {
   space_->detach(position);
-  position_of_[slab_at_[position]] = kNone;
-  slab_at_[position] = kNone;
+  position_of_[slab_at_[position]] = kNoSlab;
+  slab_at_[position] = kNoSlab;
 }
 
 void Range::fill(const Runs& runs, unsigned char byte) {
@@ -125,7 +125,7 @@ std::string Range::undo_map(const std::vector<std::size_t>& positions) {
   }
   for (std::size_t position : positions) {
     try {
-      if (slab_at_[position] != kNone) detach(position);
+      if (slab_at_[position] != kNoSlab) detach(position);
       guard_empty({{position, 1}});
     } catch (const std::exception& error) {
       trouble += kUndoFailed + error.what();
@@ -138,7 +138,7 @@ std::string Range::undo_unmap(const std::vector<std::size_t>& positions,
                               const std::vector<std::size_t>& slabs) {
   std::string trouble;
   for (std::size_t i = 0; i < positions.size(); ++i) {
-    if (slab_at_[positions[i]] != kNone) continue;
+    if (slab_at_[positions[i]] != kNoSlab) continue;
     try {
       attach(positions[i], slabs[i]);
       space_->allow(positions[i], 1);
@@ -151,6 +151,9 @@ std::string Range::undo_unmap(const std::vector<std::size_t>& positions,
 
 void Range::check_map(const std::vector<std::size_t>& positions,
                       const std::vector<std::size_t>& slabs) const {
+  if (positions.size() != slabs.size()) {
+    throw_bad_argument(text(positions.size()) + " positions for " + text(slabs.size()) + " slabs");
+  }
   check_distinct(positions, "position");
   check_distinct(slabs, "slab");
   for (std::size_t i = 0; i < positions.size(); ++i) {
@@ -158,11 +161,11 @@ void Range::check_map(const std::vector<std::size_t>& positions,
     if (slabs[i] >= position_of_.size()) {
       throw_bad_argument("slab " + text(slabs[i]) + " of " + text(position_of_.size()));
     }
-    if (slab_at_[positions[i]] != kNone) {
+    if (slab_at_[positions[i]] != kNoSlab) {
       throw_bad_argument("position " + text(positions[i]) + " already holds slab " +
                          text(slab_at_[positions[i]]) + ", can't map slab " + text(slabs[i]));
     }
-    if (position_of_[slabs[i]] != kNone) {
+    if (position_of_[slabs[i]] != kNoSlab) {
       throw_bad_argument("slab " + text(slabs[i]) + " is already mapped at position " +
                          text(position_of_[slabs[i]]) + ", can't map it at " + text(positions[i]));
     }
@@ -173,7 +176,7 @@ void Range::check_mapped(const std::vector<std::size_t>& positions) const {
   check_distinct(positions, "position");
   for (std::size_t position : positions) {
     check_position(position);
-    if (slab_at_[position] == kNone) throw_bad_argument("position " + text(position) + " holds no slab");
+    if (slab_at_[position] == kNoSlab) throw_bad_argument("position " + text(position) + " holds no slab");
   }
 }
 

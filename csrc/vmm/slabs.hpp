@@ -1,5 +1,5 @@
-// What a backend provides: physical slabs, and address space to map them into. Mechanism only: the rules
-// are checked in range.cpp, once for all backends.
+// What a backend provides: physical slabs, and address space to map them into. A backend is mechanism alone:
+// range.cpp checks the rules, once for all backends.
 
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -40,7 +41,9 @@ class Slabs {
   virtual ~Slabs() = default;
   virtual std::size_t num_slabs() const = 0;
   virtual std::size_t slab_bytes() const = 0;
+  // How many descriptors carry all slabs: 1 on the host, one per slab on CUDA.
   virtual std::size_t num_fds() const = 0;
+  // A new descriptor, the caller's to close.
   virtual int export_fd(std::size_t index) const = 0;
   virtual std::unique_ptr<AddressSpace> reserve(std::size_t num_positions) const = 0;
 };
@@ -48,14 +51,25 @@ class Slabs {
 class Backend {
  public:
   virtual ~Backend() = default;
+  // A slab's size must be a multiple of this many bytes.
   virtual std::size_t granularity() const = 0;
+  // Calls `check_stop` now and then while it makes memory; what that throws ends the making.
   virtual std::shared_ptr<const Slabs> create(std::size_t num_slabs, std::size_t slab_bytes,
-                                              const std::string& name) const = 0;
+                                              const std::string& name,
+                                              const std::function<void()>& check_stop) const = 0;
+  // Opens what another process exported. The descriptors stay the caller's.
   virtual std::shared_ptr<const Slabs> import(const std::vector<int>& fds, std::size_t slab_bytes) const = 0;
 };
 
+// A backend of one GPU.
+class DeviceBackend : public Backend {
+ public:
+  // Device memory that nobody has taken yet.
+  virtual std::size_t free_bytes() const = 0;
+};
+
 std::unique_ptr<Backend> open_host();
-std::unique_ptr<Backend> open_cuda(const std::string& library, int device);
+std::unique_ptr<DeviceBackend> open_cuda(const std::string& library, int device);
 
 // Throws unless there is at least one slab and its size is a positive multiple of the granularity.
 void check_slabs(std::size_t num_slabs, std::size_t slab_bytes, std::size_t granularity);
@@ -63,8 +77,8 @@ void check_slabs(std::size_t num_slabs, std::size_t slab_bytes, std::size_t gran
 // Ranges start at a multiple of this: the largest power of two that divides a slab.
 inline std::size_t alignment_of(std::size_t slab_bytes) { return slab_bytes & -slab_bytes; }
 
-// Whether we still are the process that made the object. A forked child inherits neither mappings nor
-// driver state: what it would free is not there, or somebody else's by now.
+// Tells whether this process is the one that made an object. A forked child inherits neither mappings nor
+// driver state: what it would free is not there, or belongs to somebody else by now.
 class OwnerProcess {
  public:
   bool is_this() const { return getpid() == pid_; }

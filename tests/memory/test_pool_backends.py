@@ -202,6 +202,10 @@ def test_an_observer_holds_the_pages_alone(start_any_pool: StartPool, runtime_di
     [
         ({"num_shards": 0}, "--num-shards 0: must be 1..16"),
         ({"num_shards": 3}, "device 2 of 2"),
+        (
+            {"num_slabs": 100, "slab_bytes": 16 << 20},
+            "needs 1.7 GB on GPU 0, where 1.1 GB are free: use --num-slabs 64 or",
+        ),
         ({"slab_bytes": 96 * 1024}, "multiple of the granularity of 65536 bytes, got 98304: use 131072"),
     ],
 )

@@ -1,16 +1,21 @@
 """The pool daemon's one thread: what it waits for, and what ends it.
 
-Owns the selector and the sources that stop it. Promises that a source that was dropped is never reacted to.
-Never reads a source itself.
+A source that was dropped is never reacted to. The loop never reads a source itself.
 """
 
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from rose.memory.pool.processes import open_pidfd
+
+
+class Stopped(Exception):
+    """A stop signal came while :meth:`EventLoop.stop_raises` was in force."""
 
 
 class EventLoop:
@@ -19,6 +24,7 @@ class EventLoop:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._is_stopping = False
+        self._does_stop_raise = False
 
     @property
     def is_stopping(self) -> bool:
@@ -29,7 +35,7 @@ class EventLoop:
         self._selector.register(source, selectors.EVENT_READ, react)
 
     def drop(self, source: socket.socket | int) -> None:
-        """To be called before ``source`` is closed."""
+        """Forgets ``source``. Call this before closing it."""
         self._selector.unregister(source)
 
     def run(self, is_done: Callable[[], bool] = lambda: False, timeout_s: float | None = None) -> None:
@@ -49,18 +55,33 @@ class EventLoop:
         self._is_stopping = True
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT stop. Main thread only."""
+        """Lets SIGTERM and SIGINT stop the loop. Main thread only."""
         reader, writer = socket.socketpair()
         for end in (reader, writer):
             end.setblocking(False)
         signal.set_wakeup_fd(writer.fileno())
         self._signal_ends = (reader, writer)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda _number, _frame: None)
+            signal.signal(number, self._take_signal)
         self.watch(reader, self.stop)
 
+    @contextmanager
+    def stop_raises(self) -> Iterator[None]:
+        """Lets a stop signal raise Stopped at once, for long work that doesn't come back to the loop."""
+        self._does_stop_raise = True
+        try:
+            yield
+        finally:
+            self._does_stop_raise = False
+
+    def _take_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """Leaves the rest to the wake-up socket, unless nobody listens there now."""
+        if self._does_stop_raise:
+            self._is_stopping = True
+            raise Stopped
+
     def stop_with(self, pid: int) -> None:
-        """The end of process ``pid`` stops. Raises: PoolError if it has ended already."""
+        """Lets the end of process ``pid`` stop the loop. Raises: PoolError if it has ended already."""
         self.watch(open_pidfd(pid), self.stop)
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""The owner of a pool: it makes the memory, one shard per tensor-parallel rank, hands it to engines and
-buries dead ones.
+"""The owner of a pool: makes the memory, one shard per tensor-parallel rank, hands it to engines, and takes
+back what dead engines held.
 
-Owns the pool's memory, the lock and the state file; its clients' sockets are in connections.py.
-Promises that a dead engine's slabs come free once all its processes have ended, that a pool has one daemon,
-and that a daemon which starts while engines of its predecessor live takes over their memory instead of making
-its own. Never takes part in moving slabs: if it dies, engines go on with the memory they already hold.
+It owns the pool's memory, the lock and the state file; connections.py has its clients' sockets. A pool has
+one daemon. A dead engine's slabs come free once all its processes have ended. A daemon that starts while
+engines of its predecessor live takes over their memory instead of making new memory. The daemon takes no part
+in moving slabs: if it dies, engines go on with the memory they hold.
 
 One thread. Source: the crash rules are ours; ROSE §4.1 has only "a global allocator".
 """
@@ -18,7 +18,7 @@ from typing import Self
 
 from rose.errors import ConfigError, PoolError
 from rose.memory.daemon.connections import MAX_CLIENTS, Connection, Connections
-from rose.memory.daemon.event_loop import EventLoop
+from rose.memory.daemon.event_loop import EventLoop, Stopped
 from rose.memory.daemon.pool_lock import PoolLock
 from rose.memory.daemon.pool_state import MemberState, PoolState, read_state, write_state
 from rose.memory.daemon.roster import AttachRefused, Roster
@@ -30,7 +30,8 @@ from rose.memory.slabs.fd_limit import ensure_fd_limit
 logger = logging.getLogger(__name__)
 
 HAND_OVER_TIMEOUT_S = 20.0
-"""A surviving engine knocks every 0.1 to 1 s; one that loads weights may hold its interpreter for seconds."""
+"""A surviving engine connects again every 0.1 to 1 s, but one that loads weights may hold its interpreter for
+seconds."""
 
 
 class PoolOwner:
@@ -50,7 +51,7 @@ class PoolOwner:
         self._roster = Roster(name)
         self._memory: PoolMemory | None = None
         self._files: list[tuple[int, int]] = []
-        """What the pool's memory consists of: see PoolMemory.files."""
+        """The files that the pool's memory consists of: see PoolMemory.files."""
         with ExitStack() as undo:
             undo.callback(self.loop.close)
             self._lock = PoolLock(path.with_suffix(".lock"), name)
@@ -72,7 +73,7 @@ class PoolOwner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Gives up the pool's name. Clients keep their memory; the state file stays if there are any."""
+        """Gives up the pool's name. Clients keep their memory, and the state file stays if there are any."""
         self._connections.close()
         self.loop.close()
         if self._memory is not None:
@@ -81,9 +82,10 @@ class PoolOwner:
         logger.info("pool closed name=%s", self._name)
 
     def open(self) -> None:
-        """Takes over the memory that a former daemon's engines hold, or makes new if none of them lives.
+        """Takes over the memory that a former daemon's engines hold; makes new memory if none of them lives.
 
-        Raises: PoolError if they hold a pool of another size, or none of them hands it over in time.
+        Raises: PoolError if they hold a pool of another size, if none of them hands it over in time, or if a
+        stop signal came; ConfigError if there is no room for the memory.
         """
         state = read_state(self._state_path)
         if state is not None:
@@ -94,18 +96,26 @@ class PoolOwner:
                 "waiting for the memory of pool=%s from pids=%s", self._name, connections.member_pids()
             )
             self.loop.run(lambda: self._memory is not None or not connections.members(), HAND_OVER_TIMEOUT_S)
-        if self.loop.is_stopping:
-            raise PoolError(f"pool {self._name}: stopped before it was open")
-        if self._memory is None and connections.members():
-            raise PoolError(
-                f"pool {self._name}: processes {connections.member_pids()} have its memory and none of them "
-                f"handed it over within {HAND_OVER_TIMEOUT_S:.0f} s: stop them and start the daemon again"
-            )
-        if self._memory is None:
-            self._memory = PoolMemory.create(self._name, self._size)
-            self._files = self._memory.files()
+        try:
+            with self.loop.stop_raises():
+                if self.loop.is_stopping:
+                    raise Stopped
+                self._memory = self._memory or self._make_memory()
+        except Stopped as error:
+            raise PoolError(f"pool {self._name}: stopped before it was open") from error
         self._memory.ledger.check_integrity()
         self._save()
+
+    def _make_memory(self) -> PoolMemory:
+        """Makes new memory. Raises: PoolError if processes of former engines still hold the old one."""
+        if pids := self._connections.member_pids():
+            raise PoolError(
+                f"pool {self._name}: processes {pids} have its memory and none of them "
+                f"handed it over within {HAND_OVER_TIMEOUT_S:.0f} s: stop them and start the daemon again"
+            )
+        memory = PoolMemory.create(self._name, self._size)
+        self._files = memory.files()
+        return memory
 
     def run(self) -> None:
         """Serves clients until :attr:`loop` is stopped."""

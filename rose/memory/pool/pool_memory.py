@@ -1,14 +1,14 @@
-"""The memory of one pool: its slabs, its ledger and its board, behind the descriptors that keep them alive.
-
-Owns the order of the descriptors and the checks of received ones. Promises that a PoolMemory is whole: what
-was received fits together, and none of it can shrink under a mapping. Never talks to anybody.
+"""The memory of one pool: its slabs, its ledger and its board, and the descriptors that keep them alive.
 
     ledger | board | slabs of shard 0 | slabs of shard 1 | ...        one descriptor per shard on the host,
                                                                       one per slab and shard on CUDA
 
-There is one shard per tensor-parallel rank: slab i exists in each of them. Every process of an engine holds
-all descriptors, so any one of them can hand the pool to a new daemon, and opens its own rank's shard alone.
-An observer holds ledger and board, nothing else.
+There is one shard per tensor-parallel rank, and slab i exists in each of them. Every process of an engine
+holds all descriptors, so that any one of them can hand the pool to a new daemon, but opens its own rank's
+shard alone. An observer holds the ledger and the board.
+
+Memory is made only where there is room for all of it. Received descriptors are checked: they fit together,
+and none of the files can shrink under a mapping.
 """
 
 import fcntl
@@ -22,13 +22,15 @@ from rose._shm import Words
 from rose.errors import ConfigError, PoolError, VmmError
 from rose.memory.ledger.ledger import Ledger
 from rose.memory.ledger.ledger_words import ledger_bytes
-from rose.memory.slabs.backend import BackendKind, Slabs, open_backend
+from rose.memory.slabs.backend import Backend, BackendKind, Slabs, open_backend
 
 BOARD_BYTES = 4096
 MIN_SLABS = 2
-"""Every engine maps one slab for good, and a pool is there to be shared by two."""
+"""Every engine keeps one slab mapped for good, and two engines share a pool."""
+MAX_SLABS = (1 << 24) - 1
+"""The ledger's policy word has 24 bits for a number of slabs."""
 MAX_SHARDS = 16
-"""GPUs that one host has; the daemon's limit on clients goes by it."""
+"""The most GPUs that one host has. The daemon's limit on clients follows from it."""
 
 _NUM_PAGES_FDS = 2  # ledger and board, before the slabs'
 
@@ -41,7 +43,7 @@ class PoolSize:
     slab_bytes: int
     headroom_slabs: int
     num_shards: int = 1
-    """Tensor-parallel ranks of its engines; each has memory of ``num_slabs`` slabs of its own."""
+    """The number of tensor-parallel ranks of its engines; each has ``num_slabs`` slabs of its own."""
     backend: BackendKind = BackendKind.HOST
 
     def __str__(self) -> str:
@@ -56,16 +58,18 @@ class PoolSize:
 
     @property
     def num_fds(self) -> int:
-        """Descriptors that the pool's memory takes, in each of its engines' processes."""
+        """The number of descriptors that the pool's memory takes in each of its engines' processes."""
         return _NUM_PAGES_FDS + self.num_shards * self.fds_per_shard
 
     def check(self) -> None:
         """Raises: ConfigError for sizes that no pool can have."""
-        if self.num_slabs < MIN_SLABS:
+        if not MIN_SLABS <= self.num_slabs <= MAX_SLABS:
             raise ConfigError(
-                f"--num-slabs {self.num_slabs}: a serving and a rollout engine hold one slab each for good; "
-                f"use {MIN_SLABS} or more"
+                f"--num-slabs {self.num_slabs}: must be {MIN_SLABS}..{MAX_SLABS}; a serving and a rollout "
+                f"engine keep one slab each for good"
             )
+        if self.slab_bytes < 1:
+            raise ConfigError(f"--slab-bytes {self.slab_bytes}: must be positive")
         if not 0 <= self.headroom_slabs < self.num_slabs:
             raise ConfigError(
                 f"--headroom-slabs {self.headroom_slabs}: must be 0..{self.num_slabs - 1} with --num-slabs "
@@ -78,7 +82,7 @@ class PoolSize:
             )
 
     def check_ranks(self, pool: str, num_ranks: int) -> None:
-        """Raises: ConfigError unless the tensor-parallel ranks of an engine have one shard each."""
+        """Raises: ConfigError unless each tensor-parallel rank of an engine has one shard."""
         if num_ranks != self.num_shards:
             raise ConfigError(
                 f"an engine with --tensor-parallel-size {num_ranks} needs a pool of {num_ranks} shards, pool "
@@ -91,9 +95,10 @@ class PoolMemory:
     """One process's hold on a pool's memory."""
 
     def __init__(self, fds: Sequence[int], created: Sequence[Slabs] = ()) -> None:
-        """Takes received descriptors over, also when it fails. Raises: PoolError where they don't fit.
+        """Takes received descriptors over, even when it fails.
 
-        ``created``: what the descriptors were exported from, to be held as long.
+        ``created`` is what the descriptors were exported from; it is held as long as they are.
+        Raises: PoolError if the descriptors don't fit together.
         """
         self._fds = list(fds)
         self._created = list(created)
@@ -108,15 +113,16 @@ class PoolMemory:
 
     @classmethod
     def create(cls, name: str, size: PoolSize) -> "PoolMemory":
-        """Makes new memory, every slab free; on CUDA, shard i on the i-th GPU that this process sees.
+        """Makes new memory with every slab free; on CUDA, shard i is on the i-th GPU that this process sees.
 
-        Raises: ConfigError for bad sizes, PoolError.
+        Raises: ConfigError for bad sizes, or where there is no room for them; PoolError.
         """
         size.check()
+        backends = [_open_backend(name, size, shard) for shard in range(size.num_shards)]
         with ExitStack() as undo:
             shards, fds = [], []
-            for shard in range(size.num_shards):
-                slabs = _make_slabs(name, size, shard)
+            for shard, backend in enumerate(backends):
+                slabs = _make_slabs(name, size, shard, backend)
                 shards.append(slabs)
                 for index in range(slabs.num_fds):
                     fds.append(slabs.export(index))
@@ -138,12 +144,12 @@ class PoolMemory:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """To be sent; they stay ours."""
+        """All descriptors, to be sent; they stay ours."""
         return tuple(self._fds)
 
     @property
     def page_fds(self) -> tuple[int, ...]:
-        """Those of ledger and board, for an observer; they stay ours."""
+        """The descriptors of ledger and board, for an observer; they stay ours."""
         return tuple(self._fds[:_NUM_PAGES_FDS])
 
     @property
@@ -158,9 +164,9 @@ class PoolMemory:
         )
 
     def open_slabs(self, shard: int, device: int) -> Slabs:
-        """One shard's slabs; ``device``: the GPU that they are on, as this process counts, if any.
+        """Opens one shard's slabs; ``device`` is the GPU that they are on, as this process counts.
 
-        Raises: PoolError, ConfigError where the descriptor limit is too low.
+        Raises: PoolError; ConfigError where the descriptor limit is too low.
         """
         size = self.size
         first = _NUM_PAGES_FDS + shard * size.fds_per_shard
@@ -172,15 +178,15 @@ class PoolMemory:
         except ValueError as error:
             raise PoolError(f"the pool's memory can't be used: {error}") from error
         if slabs.num_slabs != size.num_slabs:
-            raise PoolError(f"shard {shard} has {slabs.num_slabs} slabs, the ledger {size.num_slabs}")
+            raise PoolError(f"shard {shard} has {slabs.num_slabs} slabs, but the ledger has {size.num_slabs}")
         return slabs
 
     def files(self) -> list[tuple[int, int]]:
-        """Device and inode behind each descriptor: equal for two processes of the same pool."""
+        """Device and inode behind each descriptor. They are equal in all processes of a pool."""
         return [(status.st_dev, status.st_ino) for status in map(os.fstat, self._fds)]
 
     def close(self) -> None:
-        """Drops the descriptors. What is mapped stays."""
+        """Drops the descriptors. Mapped slabs stay mapped."""
         self._created.clear()
         while self._fds:
             os.close(self._fds.pop())
@@ -197,10 +203,35 @@ class PoolMemory:
             )
 
 
-def _make_slabs(name: str, size: PoolSize, shard: int) -> Slabs:
-    """Raises: ConfigError for a bad slab size, or more shards than GPUs; PoolError."""
+def _open_backend(name: str, size: PoolSize, shard: int) -> Backend:
+    """Raises: ConfigError for more shards than GPUs, or more memory than is free; PoolError."""
     try:
         backend = open_backend(size.backend, device=shard)
+        free_bytes = backend.free_bytes
+    except ValueError as error:
+        raise ConfigError(f"pool {name}: {error}") from error
+    except VmmError as error:
+        raise PoolError(f"pool {name}: {error}") from error
+    is_host = size.backend is BackendKind.HOST
+    num_shards = size.num_shards if is_host else 1  # on the host, all shards share one memory
+    needed_bytes = num_shards * size.num_slabs * size.slab_bytes
+    if needed_bytes > free_bytes:
+        where = "this host" if is_host else f"GPU {shard}"
+        most = free_bytes // (num_shards * size.slab_bytes)
+        raise ConfigError(
+            f"pool {name}: {size} needs {_gb(needed_bytes)} on {where}, where {_gb(free_bytes)} are free: "
+            f"use --num-slabs {most} or fewer, or smaller slabs"
+        )
+    return backend
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def _make_slabs(name: str, size: PoolSize, shard: int, backend: Backend) -> Slabs:
+    """Raises: ConfigError for a bad slab size; PoolError."""
+    try:
         return backend.create(size.num_slabs, size.slab_bytes, f"rose-slabs-{name}-{shard}")
     except ValueError as error:
         raise ConfigError(f"pool {name}: {error}") from error

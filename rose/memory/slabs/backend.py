@@ -1,8 +1,7 @@
-"""Where slabs live: host memory or a GPU's, behind one interface.
+"""Where slabs live: in host memory or in a GPU's, behind one interface.
 
-Owns the interface and the choice by name. Promises the same rules on both: a mapping is one whole slab at
-one whole position, nothing is mapped twice, and a batch happens whole or not at all. Never decides which
-slab goes where.
+Both kinds obey the same rules: a mapping is one whole slab at one whole position, nothing is mapped twice,
+and a batch happens as a whole or not at all. A backend never decides which slab goes where.
 """
 
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Protocol
 
 from rose._vmm import CudaDevice, CudaSlabs, SlabFile, host_granularity
 from rose.memory.slabs.fd_limit import ensure_fd_limit
+from rose.memory.slabs.host_memory import available_bytes
 
 CUDA_DRIVER = "libcuda.so.1"
 
@@ -23,11 +23,11 @@ class BackendKind(StrEnum):
 
 
 class SlabRange(Protocol):
-    """Address space of ``num_positions`` slabs. Calls may come from any thread.
+    """Address space for ``num_positions`` slabs. Calls may come from any thread.
 
-    Made with ``poison``, it fills a slab with 0xFF, NaN in every float format, before unmapping it: whoever
-    maps without zeroing and reads, notices. A batch that fails after that is undone, but not the poison.
-    Made with ``guard``, unmapped positions read as zeros instead of faulting (writes fault): a stray read
+    With ``poison`` a slab is filled with 0xFF, a NaN in every float format, before it is unmapped: an engine
+    that maps it without zeroing and reads it then notices. A failed batch is undone, but the poison stays.
+    With ``guard`` empty positions read as zeros instead of faulting, while writes still fault: a stray read
     under MPS would end every client of the GPU.
     """
 
@@ -41,15 +41,16 @@ class SlabRange(Protocol):
     def slab_bytes(self) -> int: ...
 
     def map_many(self, positions: list[int], slabs: list[int], *, zero: bool = True) -> None:
-        """``slabs[i]`` goes to ``positions[i]``, all or none of them; zeroed when this returns.
+        """Maps ``slabs[i]`` at ``positions[i]``, all of them or none, and fills them with zeros.
 
         Raises: ValueError for a mapped position or slab, VmmError where the system or the driver fails.
         """
         ...
 
     def unmap_many(self, positions: list[int], *, fence: bool = True) -> None:
-        """All or none. ``fence`` waits for this process's work on the device; skip it only if that is done.
+        """Empties the positions, all of them or none.
 
+        ``fence`` waits for this process's work on the device; leave it out only when that work is done.
         Raises: ValueError where nothing is mapped, VmmError.
         """
         ...
@@ -58,7 +59,7 @@ class SlabRange(Protocol):
     def unmap(self, position: int, *, fence: bool = True) -> None: ...
 
     def zero(self, position: int) -> None:
-        """Fills a mapped position with zeros; done when it returns. Raises: ValueError, VmmError."""
+        """Fills a mapped position with zeros before it returns. Raises: ValueError, VmmError."""
         ...
 
     def fence(self) -> None:
@@ -101,18 +102,24 @@ class Backend(Protocol):
         """A slab's size must be a multiple of this many bytes."""
         ...
 
-    def create(self, num_slabs: int, slab_bytes: int, name: str) -> Slabs:
-        """New memory; ``name`` shows in the system's lists where it has any.
+    @property
+    def free_bytes(self) -> int:
+        """Memory of this kind that nobody has taken yet."""
+        ...
 
-        Raises: ValueError for a bad size, VmmError, ConfigError where the descriptor limit is too low.
+    def create(self, num_slabs: int, slab_bytes: int, name: str) -> Slabs:
+        """Makes new memory; on the host its file is called ``name``.
+
+        A signal handler that raises while memory is made ends the making. Raises: ValueError for a bad size,
+        VmmError, ConfigError where the descriptor limit is too low.
         """
         ...
 
     def adopt(self, fds: Sequence[int], slab_bytes: int) -> Slabs:
         """Opens what another process exported; the caller still closes ``fds``.
 
-        Before receiving that many, call :func:`ensure_fd_limit`: what doesn't fit is lost.
-        Raises: as create().
+        Call :func:`ensure_fd_limit` before receiving them: descriptors beyond the limit are lost.
+        Raises: the errors of :meth:`create`.
         """
         ...
 
@@ -124,12 +131,16 @@ class HostBackend:
     def granularity(self) -> int:
         return host_granularity()
 
+    @property
+    def free_bytes(self) -> int:
+        return available_bytes()
+
     def create(self, num_slabs: int, slab_bytes: int, name: str) -> SlabFile:
         return SlabFile.create(num_slabs, slab_bytes, name)
 
     def adopt(self, fds: Sequence[int], slab_bytes: int) -> SlabFile:
         if len(fds) != 1:
-            raise ValueError(f"host slabs are one descriptor, got {len(fds)}")
+            raise ValueError(f"host slabs have one descriptor, got {len(fds)}")
         return SlabFile.from_fd(fds[0], slab_bytes)
 
 
@@ -144,6 +155,10 @@ class CudaBackend:
     def granularity(self) -> int:
         return self._device.granularity
 
+    @property
+    def free_bytes(self) -> int:
+        return self._device.free_bytes
+
     def create(self, num_slabs: int, slab_bytes: int, name: str) -> CudaSlabs:
         ensure_fd_limit(num_slabs, f"{num_slabs} slabs of pool {name}")
         return self._device.create(num_slabs, slab_bytes)
@@ -155,5 +170,5 @@ class CudaBackend:
 
 
 def open_backend(kind: BackendKind, device: int = 0) -> Backend:
-    """The backend of ``kind``; ``device`` counts for CUDA. Raises: VmmError, one line, without a driver."""
+    """Opens the backend of ``kind``; ``device`` is a GPU's number. Raises: VmmError without a driver."""
     return CudaBackend(device) if kind is BackendKind.CUDA else HostBackend()

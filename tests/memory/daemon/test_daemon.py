@@ -147,11 +147,10 @@ def test_pool_without_daemon_is_one_clear_line(runtime_dir: Path) -> None:
             {"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": 5000},
             "multiple of the granularity of 4096 bytes, got 5000: use 8192",
         ),
-        ({"num_slabs": 0, "headroom_slabs": 0}, "--num-slabs 0: .* use 2 or more"),
-        (
-            {"num_slabs": 1, "headroom_slabs": 0},
-            "--num-slabs 1: .* hold one slab each for good; use 2 or more",
-        ),
+        ({"num_slabs": 0, "headroom_slabs": 0}, r"--num-slabs 0: must be 2\.\.16777215; .* one slab each"),
+        ({"num_slabs": 1, "headroom_slabs": 0}, r"--num-slabs 1: must be 2\.\.16777215; .* one slab each"),
+        ({"num_slabs": 4, "headroom_slabs": 1, "slab_bytes": -1}, "--slab-bytes -1: must be positive"),
+        ({"num_slabs": 4, "headroom_slabs": 1, "num_shards": 17}, r"--num-shards 17: must be 1\.\.16"),
     ],
 )
 def test_bad_sizes_are_refused_and_leave_nothing(
@@ -159,6 +158,23 @@ def test_bad_sizes_are_refused_and_leave_nothing(
 ) -> None:
     with pytest.raises(PoolError, match=reason):
         start_daemon(POOL, runtime_dir=runtime_dir, **sizes)
+    assert list(runtime_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "needed"),
+    [
+        ({"num_slabs": 5_000_000}, r"10485\.8 GB"),
+        ({"num_slabs": 4, "slab_bytes": 1 << 42}, r"17592\.2 GB"),
+        ({"num_slabs": 100_000, "slab_bytes": 4 << 20, "num_shards": 16}, r"6710\.9 GB"),
+    ],
+)
+def test_a_pool_larger_than_the_hosts_free_memory_is_refused_before_any_is_taken(
+    runtime_dir: Path, sizes: dict[str, int], needed: str
+) -> None:
+    reason = rf"needs {needed} on this host, where \d+\.\d GB are free: use --num-slabs \d+ or fewer"
+    with pytest.raises(PoolError, match=reason):
+        start_daemon(POOL, headroom_slabs=1, runtime_dir=runtime_dir, **sizes)
     assert list(runtime_dir.iterdir()) == []
 
 
