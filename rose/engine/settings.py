@@ -21,20 +21,25 @@ CONFIG_KEY = "rose"
 class EngineSettings(BaseModel):
     """One engine's ROSE settings. Times in milliseconds at this edge only, as operators write them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     role: Role
+    """What the engine is for."""
     pool: str | None = None
     """Name of the slab pool to live in; None runs a dedicated engine with vLLM's own KV cache."""
     engine_id: str = ""
+    """The engine's name on this host; default: its role and process id."""
     gate: GateMode = GateMode.DUAL
+    """The test that a rollout step must pass before it may start."""
     deployment: Deployment | None = None
     """Which phases a serving engine computes; None: as its KV connector's role says, else both."""
     lend_idle_s: float | None = Field(default=None, gt=0)
     """How long a serving engine goes without a request before rollouts get its headroom as well, as on an
     instance that an autoscaler took out of service; None: they never do."""
     slo_ttft_ms: float = Field(default=500.0, gt=0)
+    """The time to first token that serving keeps."""
     slo_tpot_ms: float = Field(default=150.0, gt=0)
+    """The mean time per output token that serving keeps."""
     tpot_target_ms: float | None = Field(default=None, gt=0)
     """Latency the gate aims at per serving token, apart from the SLO; None: half the SLO, within 5 to 8 of
     serving's decode steps."""
@@ -44,8 +49,11 @@ class EngineSettings(BaseModel):
     """The longest rollout step, also on an idle GPU, where a request that comes waits for its end; the
     serving engine's counts for both. None: a quarter of the TTFT SLO, on a decoder half the TPOT SLO."""
     chunk_tokens: int = Field(default=512, gt=0, le=512)
+    """The most tokens of a rollout step, 512 at most."""
     stall_s: float = Field(default=2.0, gt=0)
+    """How long a rollout request may make no progress before it ends as stalled."""
     lease_s: float = Field(default=10.0, gt=0)
+    """How long an idle rollout slab keeps its prefix cache."""
     high_watermark: float = Field(default=0.5, gt=0, le=1)
     """Share of the headroom that serving may eat before the emergency cut."""
     poison_slabs: bool = False

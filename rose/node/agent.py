@@ -1,8 +1,8 @@
 """`rose node NODE.yaml`: a pool and its engines under one supervisor.
 
-Owns: the order of start (pool, serving, rollout) and what happens when one of them dies. Promises: a death is
-one error line in the log; the pool's death ends all, an engine's death leaves the others running.
-Never: restarts anything by itself: a serving engine that dies needs its operator, not a loop.
+The pool starts first, then serving engines, then rollout engines. Each death is one error line in the log.
+The pool's death ends everything; an engine's death leaves the others running. Nothing is started again: a
+serving engine that dies needs its operator, not a loop.
 """
 
 import logging
@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings.from_environment()
     node = load_yaml(arguments.file, NodeConfig)
     _check(node, settings, arguments.file)
+    launch.remove_dead_status_pages(settings)
     log_dir = arguments.log_dir if arguments.log_dir is not None else settings.make_runtime_dir() / "logs"
     with ExitStack() as when_ended:
         for engine in node.engines:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(node: NodeConfig, settings: Settings, path: Path) -> None:
-    """Raises: ConfigError, with the file's name, before anything is started."""
+    """Checks before anything is started. Raises: ConfigError with the file's name."""
     try:
         _check_pool_unowned(node.pool.name, settings)
         for engine in node.engines:
@@ -58,14 +59,14 @@ def _check_pool_unowned(pool: str, settings: Settings) -> None:
     if checks.find_pool(settings, pool) is not None:
         raise ConfigError(
             f"pool {pool} already owned: a daemon answers at {settings.pool_socket(pool)}; "
-            "stop it, or choose another pool.name"
+            "stop it, or choose another name for the pool"
         )
 
 
 def _start(
     node: NodeConfig, settings: Settings, log_dir: Path, group: ProcessGroup, when_ended: ExitStack
 ) -> list[ServerProcess]:
-    """Starts pool, serving engines, rollout engines, each ready before the next; returns the engines."""
+    """Starts pool, serving engines and rollout engines, each once the last is ready; returns the engines."""
     daemon = group.start(launch.pool_process(node.pool, log_dir / f"pool-{node.pool.name}.log"))
     daemon.wait_until(
         lambda: checks.find_pool(settings, node.pool.name) is not None, "answer", launch.POOL_READY_TIMEOUT_S
@@ -103,11 +104,19 @@ def _watch(group: ProcessGroup, engines: list[ServerProcess]) -> NoReturn:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose node",
-        f"Starts a pool and its engines, reports deaths, stops all on a signal. NODE.yaml:\n\n{NODE_EXAMPLE}",
+        "Starts a pool and its engines, reports when one dies, and stops all on a signal. NODE.yaml:\n\n"
+        + NODE_EXAMPLE,
         "rose node NODE.yaml",
     )
-    parser.add_argument("file", metavar="NODE.yaml", type=Path, help="what runs on this GPU")
-    parser.add_argument("--log-dir", type=Path, help="one log per process (default: the runtime directory)")
+    parser.add_argument(
+        "file", metavar="NODE.yaml", type=Path, help="what runs on this GPU (see examples/node.yaml)"
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the logs (default: logs in the runtime directory)",
+    )
     return parser
 
 

@@ -1,10 +1,11 @@
 """From an engine's configuration to its processes: the vLLM server and, for rollouts, the weight subscriber.
 
-Owns: the command lines. Promises: what `rose serve` and `rose node` start is the same.
-Never: starts anything itself.
+`rose serve` and `rose node` start the same processes. Nothing is started here: only command lines are made,
+and what engines leave behind is removed.
 """
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -13,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import psutil
 
 from rose.config import Settings, make_private_dir, vllm_plugins
-from rose.engine.status import page_path
+from rose.engine.status import Field, page_path
 from rose.errors import ConfigError, WorkerError
 from rose.node.node_config import EngineConfig, PoolConfig
 from rose.node.processes import ServerProcess
 from rose.types import Role
+
+logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 900.0
 """A large model's weights take minutes to load from disk."""
@@ -30,7 +35,7 @@ STATUS_TIMEOUT_S = 60.0
 def engine_process(
     engine: EngineConfig, log_path: Path | None, extra_env: Mapping[str, str] | None = None
 ) -> ServerProcess:
-    """vLLM's own API server with the plugin configured; ``extra_env`` is added to its environment."""
+    """Describes vLLM's own API server with the plugin; ``extra_env`` is added to its environment."""
     vllm_args, additional_config = _split_additional_config(engine.vllm_args)
     rose = {**engine.plugin_settings(), **additional_config.pop("rose", {})}
     argv = [
@@ -45,9 +50,9 @@ def engine_process(
 
 
 def wait_engine_ready(server: ServerProcess, engine: EngineConfig, settings: Settings) -> None:
-    """Returns once the engine serves, with ROSE's routes.
+    """Waits until the engine serves, with ROSE's routes.
 
-    vLLM logs and skips a plugin that fails to load; without this check the engine would run without ROSE.
+    vLLM logs and skips a plugin that fails to load, so without this check the engine could run without ROSE.
     Raises: WorkerError.
     """
     server.wait_ready(f"{engine.url}/health", READY_TIMEOUT_S)
@@ -67,7 +72,7 @@ def wait_engine_ready(server: ServerProcess, engine: EngineConfig, settings: Set
 def subscriber_process(
     engine: EngineConfig, settings: Settings, log_path: Path | None
 ) -> ServerProcess | None:
-    """The sidecar that pulls new weights for a rollout engine; None where no relay is set."""
+    """Describes the process that pulls new weights for a rollout engine; None where no relay is set."""
     if engine.role is not Role.ROLLOUT or engine.relay is None:
         return None
     argv = [
@@ -83,7 +88,7 @@ def subscriber_process(
 
 
 def make_staging_dir(engine: EngineConfig, settings: Settings) -> Path:
-    """The folder that the user chose, or a new one in memory for this engine."""
+    """Makes the folder for new weights: the user's choice, or one in memory for this engine."""
     if engine.staging is not None:
         return make_private_dir(Path(engine.staging), "choose another folder for staging")
     make_private_dir(settings.staging_root, "set staging to a folder of your own")
@@ -91,19 +96,32 @@ def make_staging_dir(engine: EngineConfig, settings: Settings) -> Path:
 
 
 def remove_staging_dir(engine: EngineConfig, settings: Settings) -> None:
-    """Frees what ``make_staging_dir`` made: in /dev/shm it would hold that memory until the next boot."""
+    """Removes the folder in memory: in /dev/shm it would take that memory until the next boot."""
     if engine.staging is None:
         shutil.rmtree(settings.staging_root / engine.name, ignore_errors=True)
 
 
 def remove_status_page(engine: EngineConfig, server: ServerProcess, settings: Settings) -> None:
-    """Clears away the page of an engine that has ended; one that was killed could not do it itself."""
+    """Removes the page of an engine that has ended: one that was killed could not do it itself."""
     engine_id = engine.named(server.pid).engine_id
     page_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
 
 
+def remove_dead_status_pages(settings: Settings) -> None:
+    """Removes the pages of engines that were killed together with whatever had started them."""
+    for path in settings.runtime_dir.glob(page_path(settings.runtime_dir, "*").name):
+        try:
+            words = np.fromfile(path, dtype=np.int64, count=Field.PID + 1)
+        except OSError:  # removed by its engine just now
+            continue
+        # 0 until its engine has written it: that one is starting.
+        if len(words) > Field.PID and words[Field.PID] and not psutil.pid_exists(int(words[Field.PID])):
+            logger.info("removing the status page of a dead engine path=%s", path)
+            path.unlink(missing_ok=True)
+
+
 def pool_process(pool: PoolConfig, log_path: Path | None) -> ServerProcess:
-    """The daemon that owns the pool's slabs."""
+    """Describes the daemon that owns the pool's slabs."""
     argv = [
         *(sys.executable, "-m", "rose.memory.daemon.daemon", pool.name),
         *("--num-slabs", str(pool.num_slabs), "--slab-bytes", str(pool.slab_bytes)),
@@ -118,17 +136,18 @@ def check_cpus(engine: EngineConfig) -> None:
     usable = os.sched_getaffinity(0)
     missing = sorted(set(engine.cpus or ()) - usable)
     if missing or engine.cpus == ():
-        raise ConfigError(f"{engine.name}: cpus: {missing or 'empty'}; choose among {sorted(usable)}")
+        problem = f"this process may not use {missing}" if missing else "none is named"
+        raise ConfigError(f"{engine.name}: cpus: {problem}; choose among {sorted(usable)}")
 
 
 def _own_seed(engine: EngineConfig, vllm_args: list[str]) -> list[str]:
-    """Rollout engines that share vLLM's default seed could decode equal siblings of one GRPO group."""
+    """Gives each rollout engine a seed: with vLLM's default, siblings of a GRPO group could be equal."""
     has_seed = any(argument.partition("=")[0] == "--seed" for argument in vllm_args)
     return ["--seed", str(engine.port)] if engine.role is Role.ROLLOUT and not has_seed else []
 
 
 def _split_additional_config(vllm_args: tuple[str, ...]) -> tuple[list[str], dict[str, Any]]:
-    """Takes the user's own --additional-config out of ``vllm_args``: vLLM would keep only the last one."""
+    """Splits the user's own --additional-config off ``vllm_args``: vLLM would keep the last one alone."""
     flag = "--additional-config"
     kept: list[str] = []
     merged: dict[str, Any] = {}

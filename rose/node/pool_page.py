@@ -1,7 +1,6 @@
-"""The pools of this host as `rose top` shows them, read from their ledgers.
+"""The pools of this host as `rose top` shows them, read from their ledgers by an observer.
 
-Owns: finding the pools' sockets, and the table. Promises: a daemon that does not answer shows as such.
-Never: changes a ledger; it looks as an observer.
+A daemon that does not answer is shown with the reason. No ledger is changed.
 """
 
 from collections.abc import Sequence
@@ -9,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from rose.admission.board import BoardSnapshot, snapshot
@@ -17,6 +15,7 @@ from rose.config import Settings
 from rose.errors import BoardError, PoolError
 from rose.memory.ledger.ledger_words import Word
 from rose.memory.pool.pool import PoolClient
+from rose.node.fitted_table import FittedTable
 from rose.types import Role
 
 COLUMNS = (
@@ -27,17 +26,17 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSample:
-    """One reading of one pool, as the cells of its row, or why there is none."""
+    """One reading of one pool as the cells of its row, or the reason why there is none."""
 
     name: str
     cells: tuple[str, ...] = ()
     board: BoardSnapshot | None = None
-    """Of the same moment; turns_page.py shows it."""
+    """Of the same moment; grants_page.py shows it."""
     error: str | None = None
 
 
 def sample_pools(settings: Settings) -> list[PoolSample]:
-    """A reading of every pool whose socket lies in the runtime directory."""
+    """Reads every pool that has a socket in the runtime directory."""
     sockets = sorted(settings.runtime_dir.glob(settings.pool_socket("*").name))
     return [_sample(socket, settings) for socket in sockets]
 
@@ -61,13 +60,8 @@ def _cells(client: PoolClient) -> tuple[str, ...]:
 
 
 def pools_page(samples: Sequence[PoolSample]) -> RenderableType:
-    """One row per pool. serving, rollout: slabs owned. budget: what rollout may own. leases: that ran out."""
-    # One space between: with two, a terminal of 80 columns would cut the headings off.
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "pool" else "right", no_wrap=True)
-    for sample in samples:
-        if sample.error is None:
-            table.add_row(sample.name, *sample.cells)
+    """One row per pool. serving, rollout: slabs that they own. budget: slabs that rollout may own.
+    leases: how many have expired."""
+    rows = [(sample.name, *sample.cells) for sample in samples if sample.error is None]
     lines = [Text(f"{each.name}: {each.error}", style="red") for each in samples if each.error is not None]
-    return Group(table, *lines) if table.row_count else Group(*lines)
+    return Group(*([FittedTable(COLUMNS, rows)] if rows else []), *lines)

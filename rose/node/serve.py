@@ -1,7 +1,7 @@
-"""`rose serve`: one vLLM engine in a pool, with the weight subscriber of a rollout engine beside it.
+"""`rose serve`: one vLLM engine in a pool, and the weight subscriber of a rollout engine beside it.
 
-Owns: the flags of the command and the life of the two processes. Promises: whatever can be checked is checked
-before vLLM starts; nothing is left running. Never: parses vLLM's own flags, which pass through.
+Everything that can be checked is checked before vLLM starts, and nothing is left running at the end. vLLM's
+own flags pass through unread.
 """
 
 import argparse
@@ -9,7 +9,8 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from enum import StrEnum
+from typing import Any, get_args
 
 from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
 from rose.config import Settings, parse_config
@@ -19,6 +20,7 @@ from rose.node import checks, launch
 from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.node.signals import StopOnSignals
+from rose.types import Role
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     engine = _engine_config(list(argv))
     settings = Settings.from_environment()
+    launch.remove_dead_status_pages(settings)
     if engine.pool is not None:
         checks.check_pool(settings, engine.pool)
     check_engine(engine)
@@ -42,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_engine(engine: EngineConfig) -> None:
-    """Raises: ConfigError for whatever would stop ``engine`` from starting, the pool aside."""
+    """Raises: ConfigError for anything but its pool that would keep ``engine`` from starting."""
     checks.check_vllm()
     checks.check_port_free(engine.host, engine.port)
     launch.check_cpus(engine)
@@ -56,7 +59,7 @@ def _run(engine: EngineConfig, settings: Settings, group: ProcessGroup, when_end
         launch.wait_engine_ready(server, engine, settings)
     except WorkerError:
         if server.exit_status == BAD_INPUT_STATUS:
-            return BAD_INPUT_STATUS  # the engine has said in one line what it refuses
+            return BAD_INPUT_STATUS  # the engine has printed what it refuses
         raise
     logger.info("ready url=%s role=%s pool=%s", engine.url, engine.role, engine.pool)
     subscriber = launch.subscriber_process(engine, settings, log_path=None)
@@ -70,7 +73,7 @@ def _run(engine: EngineConfig, settings: Settings, group: ProcessGroup, when_end
 
 
 def _check_subscriber(subscriber: ServerProcess | None) -> None:
-    """Without its subscriber a rollout engine would serve old weights for ever: end it instead."""
+    """Ends a rollout engine that lost its subscriber: it would serve old weights for ever."""
     if subscriber is not None and not subscriber.is_alive():
         raise WorkerError(
             f"{subscriber.name} ended with status {subscriber.exit_status}; stopping the engine"
@@ -95,18 +98,16 @@ def _flag(key: str) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose serve",
-        "Starts one vLLM engine that shares a pool's KV slabs. Flags not listed here go to vLLM.",
+        "Starts one vLLM engine that shares the KV slabs of a pool. Flags not listed here go to vLLM.",
         EXAMPLE,
     )
-    parser.add_argument("model", metavar="MODEL", help="a model directory or hub id; comes first")
-    parser.add_argument(
-        "--role", required=True, choices=["serving", "rollout"], help="what the engine is for"
-    )
-    parser.add_argument("--pool", required=True, help="name of the slab pool (see rose pool)")
+    parser.add_argument("model", metavar="MODEL", help="a model directory or hub id; must come first")
+    parser.add_argument("--role", required=True, choices=[str(role) for role in Role], help="what it is for")
+    parser.add_argument("--pool", required=True, metavar="NAME", help="the slab pool (see rose pool)")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", default=8000, help="port to listen on (default 8000)")
-    parser.add_argument("--cpus", metavar="N,N", help="pin the whole engine to these CPUs")
-    parser.add_argument("--relay", metavar="URL", help="follow new weights over this relay (rollout only)")
+    parser.add_argument("--cpus", metavar="N,N", help="CPUs for the whole engine (default: all)")
+    parser.add_argument("--relay", metavar="URL", help="relay to follow new weights over (rollout only)")
     parser.add_argument("--run", metavar="RUN_ID", help="the trainer's run to follow (default: the newest)")
     parser.add_argument("--staging", metavar="DIR", help="folder for new weights (default: one in memory)")
     _add_plugin_flags(parser)
@@ -114,14 +115,26 @@ def _parser() -> CommandParser:
 
 
 def _add_plugin_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of EngineSettings, so that the two can't drift apart."""
+    """Adds one flag per field of EngineSettings; its text and default are the field's."""
     flags = parser.add_argument_group("settings of the plugin")
     for name, field in EngineSettings.model_fields.items():
         if name in ("role", "pool"):
             continue
-        default = field.default.value if hasattr(field.default, "value") else field.default
-        note = f"default {default}" if default not in (None, "") else "optional"
-        flags.add_argument(_flag(name), metavar=name.rpartition("_")[2].upper(), help=note)
+        note = " ".join((field.description or "").split()).rstrip(".").replace("None: ", "default: ")
+        if field.default not in (None, ""):
+            note += f" (default: {str(field.default).lower()})"
+        flags.add_argument(
+            _flag(name), metavar=_metavar(name, field.annotation), help=note.replace("%", "%%")
+        )
+
+
+def _metavar(name: str, annotation: Any) -> str:
+    """The values that a setting takes: its choices, its unit, or the kind of value."""
+    kinds = [kind for kind in (get_args(annotation) or (annotation,)) if kind is not type(None)]
+    if issubclass(kinds[0], StrEnum):
+        return "|".join(kinds[0])
+    unit = name.rpartition("_")[2].upper()
+    return {bool: "true|false", int: "N", float: unit if unit in ("S", "MS") else "X", str: "TEXT"}[kinds[0]]
 
 
 if __name__ == "__main__":

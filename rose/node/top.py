@@ -1,7 +1,7 @@
-"""`rose top`: live tables of running engines, from their /rose/v1/status, and of this host's pools and turns.
+"""`rose top`: live tables of running engines, of this host's pools, and of who computes on their GPUs.
 
-Owns: the page on the terminal. Promises: a worker that does not answer shows as such; the view goes on.
-Never: changes anything on a worker or in a pool.
+A worker that does not answer is shown with the reason, and the view goes on. `rose top` changes nothing on a
+worker or in a pool.
 """
 
 import sys
@@ -14,8 +14,6 @@ import httpx
 from pydantic import ValidationError
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from rose.admission.board import BoardSnapshot
@@ -23,9 +21,10 @@ from rose.arguments import CommandParser, run_command
 from rose.config import Settings
 from rose.http import http_client
 from rose.messages import WorkerStatus
+from rose.node.fitted_table import FittedTable
+from rose.node.grants_page import BoardReadings, grants_page
 from rose.node.pool_page import PoolSample, pools_page, sample_pools
 from rose.node.signals import StopOnSignals
-from rose.node.turns_page import Turns, turns_page
 from rose.types import Deployment
 
 REQUEST_TIMEOUT_S = 10.0
@@ -34,7 +33,7 @@ COLUMNS = ("worker", "role", "weights", "queue", "slabs", "pressure", "gate", "l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One answer of one worker: its status, or why there is none."""
+    """One worker's answer: its status, or the reason why there is none."""
 
     worker: str
     taken_at_s: float
@@ -43,7 +42,7 @@ class Sample:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Refreshes until a signal comes; with --once prints the tables, and returns 1 if nothing answered."""
+    """Refreshes until a signal comes. With --once it prints the tables, and returns 1 if nothing answered."""
     parser = _parser()
     arguments = parser.parse_args(list(argv))
     settings = Settings.from_environment()
@@ -75,12 +74,12 @@ def _page(
     pools: Sequence[PoolSample],
     pools_before: Mapping[str, PoolSample],
 ) -> RenderableType:
-    turns = {
-        pool.name: Turns(now=pool.board, before=_board_before(pool.name, pools_before))
+    boards = {
+        pool.name: BoardReadings(now=pool.board, before=_board_before(pool.name, pools_before))
         for pool in pools
         if pool.board is not None
     }
-    return Group(status_page(samples, before), pools_page(pools), turns_page(turns))
+    return Group(status_page(samples, before), pools_page(pools), grants_page(boards))
 
 
 def _board_before(name: str, pools_before: Mapping[str, PoolSample]) -> BoardSnapshot | None:
@@ -99,30 +98,29 @@ def take_sample(client: httpx.Client, worker: str) -> Sample:
         hint = {401: "; set ROSE_KEY", 403: "; set ROSE_KEY", 404: ": not a ROSE engine"}.get(code, "")
         return Sample(worker=worker, taken_at_s=now, error=f"status {code}{hint}")
     except ValidationError:
-        return Sample(worker=worker, taken_at_s=now, error="answers something else than a ROSE status")
+        return Sample(worker=worker, taken_at_s=now, error="its answer is not the status of a ROSE engine")
     except httpx.HTTPError as error:
         return Sample(worker=worker, taken_at_s=now, error=str(error) or type(error).__name__)
 
 
 def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> RenderableType:
-    """One row per engine, one line per worker that didn't answer; rates are against ``before``.
+    """One row per engine and one line per worker that didn't answer; rates are relative to ``before``.
 
-    role: prefill or decode for a serving engine that computes one phase alone. queue: running and waiting
-    requests. slabs: owned of budget. gate: mode and the share of steps that it let through, or that the
-    engine is deactivated. lost: requests that ROSE reclaimed or reported as stalled.
-    Below: slabs of a dead engine that wait for the last of its processes to end.
+    role: prefill or decode for a serving engine that computes one of them alone. queue: running and waiting
+    requests. slabs: owned, of the budget. gate: its mode and the share of steps that it admitted, or that the
+    engine is inactive. lost: requests that ROSE reclaimed or reported as stalled.
+    Below the table are slabs of dead engines whose last process has not ended yet.
     """
-    table = Table(title="rose top", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("worker", "role") else "right", no_wrap=True)
+    rows = []
     lines = [Text(f"{each.worker}: {each.error}", style="red") for each in samples if each.status is None]
     for sample in samples:
         if sample.status is not None:
             rate = _rate(sample, before.get(sample.worker))
-            table.add_row(urlsplit(sample.worker).netloc, *_row(sample.status), rate)
+            rows.append([urlsplit(sample.worker).netloc, *_row(sample.status), rate])
             if quarantined := sample.status.pool_slabs_quarantined:
                 lines.append(Text(f"{sample.worker}: {quarantined} slabs of its pool in quarantine"))
-    return Group(table, *lines) if table.row_count else Group(*lines)
+    table = [FittedTable(COLUMNS, rows, left=("role",), title="rose top")] if rows else []
+    return Group(*table, *lines)
 
 
 def _row(status: WorkerStatus) -> list[str]:
@@ -131,7 +129,7 @@ def _row(status: WorkerStatus) -> list[str]:
     is_half = status.deployment in (Deployment.PREFILL, Deployment.DECODE)
     return [
         str(status.deployment) if is_half else status.role,
-        escape(status.weight_version if status.weight_version is not None else "-"),
+        status.weight_version if status.weight_version is not None else "-",
         f"{status.num_running}+{status.num_waiting}",
         f"{status.kv_slabs_owned}/{status.kv_slabs_budget}",
         status.pressure,
@@ -151,8 +149,8 @@ def _rate(sample: Sample, before: Sample | None) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose top",
-        "Shows engines live (load, slabs, pressure, gate, weights), this host's pools, and who computes on\n"
-        "their GPUs. Ends with Ctrl-C.",
+        "Shows engines (load, slabs, pressure, gate, weights), this host's pools, and who computes on their\n"
+        "GPUs, until Ctrl-C.",
         "rose top --worker http://127.0.0.1:8000 --worker http://127.0.0.1:8001",
     )
     parser.add_argument(

@@ -1,1 +1,1 @@
-"""ROSE's processes on a Ray cluster. Ray places, starts and stops them; no turn and no weight passes it."""
+"""ROSE's processes on a Ray cluster. Ray places, starts and stops them; turns and weights don't pass it."""

@@ -1,8 +1,7 @@
-"""A named set of services on a Ray cluster: up, status, down.
+"""A named set of services on a Ray cluster: a placement group, and the detached actors in it.
 
-Owns: the placement group and the detached actors in it. Promises: either all services are up or none is left;
-a second `up` of the same name is refused; `down` finds whatever is there, also half of it.
-Never: starts a Ray cluster.
+Either all services come up or none is left. A second `up` of the same name is refused, and `down` finds
+whatever is there, even a part. No Ray cluster is started.
 """
 
 import logging
@@ -16,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rose.errors import ConfigError, WorkerError
-from rose.ray.ray_config import ClusterConfig, NodeService, Placed, RelayService, RouterService
+from rose.ray.ray_config import NodeService, Placed, RayConfig, RelayService, RouterService
 from rose.ray.service import Service
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """What users of the services need."""
+    """Where the services answer."""
 
     router_url: str | None
     relay_url: str | None
@@ -45,8 +44,8 @@ def connect(address: str) -> None:
         raise ConfigError(f"--address {address}: no Ray cluster there ({reason}); run: ray start") from error
 
 
-def up(config: ClusterConfig, keys: Mapping[str, str]) -> Endpoints:
-    """Places and starts all services. ``keys``: environment of their processes.
+def up(config: RayConfig, keys: Mapping[str, str]) -> Endpoints:
+    """Places and starts all services; ``keys`` are variables for their processes.
 
     Raises: ConfigError if the name is taken or Ray has no room; WorkerError if a service does not start.
     """
@@ -59,13 +58,13 @@ def up(config: ClusterConfig, keys: Mapping[str, str]) -> Endpoints:
     except ray.exceptions.RayError as error:
         down(config.name)
         raise WorkerError(_cause(error)) from error
-    except BaseException:  # a signal as well: nothing may be left behind
+    except BaseException:  # on a signal too nothing may be left behind
         down(config.name)
         raise
 
 
 def status(name: str) -> dict[str, dict[str, Any] | None]:
-    """By service what its actor says; None for one that does not answer."""
+    """Asks each service's actor for its status; None where it does not answer."""
     told: dict[str, dict[str, Any] | None] = {}
     for service in _running(name):
         try:
@@ -77,7 +76,7 @@ def status(name: str) -> dict[str, dict[str, Any] | None]:
 
 
 def num_placed(name: str) -> int:
-    """How many services were placed, those included whose actor has died since."""
+    """Counts the services that were placed, including those whose actor has died since."""
     try:
         table = ray.util.placement_group_table(ray.util.get_placement_group(_namespace(name)))
     except ValueError:
@@ -86,7 +85,7 @@ def num_placed(name: str) -> int:
 
 
 def down(name: str) -> list[str]:
-    """Stops all services of that name, the router first; returns which there were, once they are gone."""
+    """Stops all services of that name, the router first; returns their names once they are gone."""
     names = _running(name)
     actors = [ray.get_actor(service, namespace=_namespace(name)) for service in names]
     for service, actor in zip(names, actors, strict=True):
@@ -94,7 +93,7 @@ def down(name: str) -> list[str]:
             ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
         except ray.exceptions.RayError as error:
             logger.warning("no clean stop service=%s error=%s", service, _cause(error))
-        ray.kill(actor)  # whatever it had started ends with it
+        ray.kill(actor)  # its processes end with it
     try:
         remove_placement_group(ray.util.get_placement_group(_namespace(name)))
     except ValueError:
@@ -108,7 +107,7 @@ def down(name: str) -> list[str]:
 
 
 def _start(
-    config: ClusterConfig, group: PlacementGroup, services: Mapping[str, Placed], keys: Mapping[str, str]
+    config: RayConfig, group: PlacementGroup, services: Mapping[str, Placed], keys: Mapping[str, str]
 ) -> Endpoints:
     actors = {
         name: _actor(config.name, name, service, group, index, keys)
@@ -131,8 +130,8 @@ def _start(
     return Endpoints(router_url=router_url, relay_url=relay_url, workers=urls)
 
 
-def _place(config: ClusterConfig, services: Mapping[str, Placed]) -> PlacementGroup:
-    """Raises: ConfigError, with what is asked and what there is."""
+def _place(config: RayConfig, services: Mapping[str, Placed]) -> PlacementGroup:
+    """Reserves the services' resources. Raises: ConfigError if the cluster has no room for them."""
     bundles = [service.bundle() for service in services.values()]
     group = placement_group(
         bundles, strategy=config.strategy, name=_namespace(config.name), lifetime="detached"
@@ -142,8 +141,8 @@ def _place(config: ClusterConfig, services: Mapping[str, Placed]) -> PlacementGr
         asked = ", ".join(f"{name} {service.bundle()}" for name, service in services.items())
         free = [_shown(node["Resources"]) for node in ray.nodes() if node["Alive"]]
         raise ConfigError(
-            f"{config.name}: no room after {PLACE_TIMEOUT_S:.0f} s for {asked} with strategy "
-            f"{config.strategy}; the nodes have {free}, others' work included"
+            f"{config.name}: no room within {PLACE_TIMEOUT_S:.0f} s for {asked} with strategy "
+            f"{config.strategy}; the nodes have {free} in all, part of which others may be using"
         )
     return group
 
@@ -156,7 +155,7 @@ def _actor(
     index: int,
     keys: Mapping[str, str],
 ) -> Any:
-    """In its bundle of the group; a second thread answers for its status while it starts or stops."""
+    """Starts an actor in its bundle of the group; its second thread answers while the first is busy."""
     options = {
         "name": name,
         "namespace": _namespace(cluster),
@@ -171,7 +170,7 @@ def _actor(
 
 
 def _running(name: str) -> list[str]:
-    """The services of that name, in the order of stop."""
+    """The names of the services that are up, in the order in which they are stopped."""
     namespace = _namespace(name)
     named = ray.util.list_named_actors(all_namespaces=True)
     found = {each["name"] for each in named if each["namespace"] == namespace}
@@ -187,6 +186,6 @@ def _shown(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 def _cause(error: Exception) -> str:
-    """What went wrong in the actor, without Ray's traceback."""
+    """Extracts what went wrong in the actor, without Ray's traceback."""
     cause = getattr(error, "cause", None)
     return str(cause if cause is not None else error)

@@ -1,7 +1,6 @@
-"""`rose ray up|status|down`: ROSE's services on an existing Ray cluster.
+"""`rose ray up|status|down`: ROSE's services on an existing Ray actors.
 
-Owns: the command's flags and what it prints. Promises: `up` returns once everything answers, and prints
-where; `status` exits with 1 when a service is not as it should be. Never: stays: it starts, shows or stops.
+`up` returns once everything answers, and prints where. `status` exits with 1 when a service is down.
 """
 
 import json
@@ -13,34 +12,34 @@ from typing import Any
 
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings, load_yaml
-from rose.ray.ray_config import CLUSTER_EXAMPLE, ClusterConfig
+from rose.ray.ray_config import RAY_EXAMPLE, RayConfig
 
 
 def main(argv: Sequence[str]) -> int:
     """Raises: ConfigError for bad input or no room, WorkerError if a service does not start."""
     arguments = _parser().parse_args(list(argv))
-    config = load_yaml(arguments.file, ClusterConfig) if arguments.action == "up" else None
-    from rose.ray import actors as cluster  # with Ray: heavy, and not needed for --help or a bad file
+    config = load_yaml(arguments.file, RayConfig) if arguments.action == "up" else None
+    from rose.ray import actors  # loads Ray, which --help and a bad file don't need
 
-    cluster.connect(arguments.address)
+    actors.connect(arguments.address)
     if config is not None:
-        endpoints = cluster.up(config, Settings.from_environment().key_variables())
+        endpoints = actors.up(config, Settings.from_environment().key_variables())
         print(json.dumps({"name": config.name, **asdict(endpoints)}), flush=True)
         return 0
     if arguments.action == "down":
-        stopped = cluster.down(arguments.name)
+        stopped = actors.down(arguments.name)
         print(f"stopped {', '.join(stopped)}" if stopped else f"nothing of {arguments.name} is up")
         return 0
-    return _show(arguments.name, cluster.status(arguments.name), cluster.num_placed(arguments.name))
+    return _show(arguments.name, actors.status(arguments.name), actors.num_placed(arguments.name))
 
 
 def _show(name: str, services: Mapping[str, dict[str, Any] | None], num_placed: int) -> int:
-    """The exit status: 0 when all that was placed is up."""
+    """Prints each service; returns 0 if all that were placed are up, else 1."""
     num_gone = num_placed - len(services)
     for service, told in sorted(services.items()):
         print(f"{service:<10}{_line(told)}")
     if num_gone:
-        print(f"{num_gone} gone: its actor or its Ray node died")
+        print(f"{num_gone} gone: the actor or its Ray node died")
     if not services:
         print(f"nothing of {name} is up")
     return 0 if services and not num_gone and all(map(_is_up, services.values())) else 1
@@ -62,24 +61,27 @@ def _line(told: dict[str, Any] | None) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose ray",
-        "Places relay, engines and router on a Ray cluster that is there. CLUSTER.yaml:\n\n"
-        + CLUSTER_EXAMPLE,
-        "rose ray up CLUSTER.yaml",
+        "Places relay, engines and router on a running Ray cluster. RAY.yaml:\n\n" + RAY_EXAMPLE,
+        "rose ray up RAY.yaml",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="up|status|down", prog="rose ray")
     for action, argument, note in (
-        ("up", "file", "start everything in CLUSTER.yaml, print where it answers"),
-        ("status", "name", "what runs where"),
-        ("down", "name", "stop everything of that name"),
+        ("up", "file", "starts everything in RAY.yaml and prints where it answers"),
+        ("status", "name", "shows which service runs where"),
+        ("down", "name", "stops everything of that name"),
     ):
         each = actions.add_parser(
             action, prog=f"rose ray {action}", description=note, example=f"rose ray {action} {argument}"
         )
         each.add_argument("--address", default="auto", help="the Ray cluster (default %(default)s)")
         if argument == "file":
-            each.add_argument("file", metavar="CLUSTER.yaml", type=Path, help="what to place")
+            each.add_argument(
+                "file", metavar="RAY.yaml", type=Path, help="what to place (see examples/ray.yaml)"
+            )
         else:
-            each.add_argument("name", nargs="?", default="default", help="default %(default)s")
+            each.add_argument(
+                "name", nargs="?", default="default", help="the name in RAY.yaml (default: %(default)s)"
+            )
     return parser
 
 

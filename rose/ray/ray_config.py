@@ -1,7 +1,6 @@
-"""The shape of CLUSTER.yaml: what `rose ray up` places on a Ray cluster.
+"""The shape of RAY.yaml: what `rose ray up` places on a Ray cluster.
 
-Owns: the services and what each asks of Ray. Promises: a `config` is exactly what the service's own file or
-flags would say. Never: looks at the cluster.
+Each service says what it needs of Ray, and has a `config` with what its own file or flags would say.
 """
 
 from typing import Annotated, Literal, Self
@@ -13,7 +12,7 @@ from rose.node.node_config import NodeConfig
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.transfer.relay.embedded import DEFAULT_CAPACITY_BYTES
 
-CLUSTER_EXAMPLE = """\
+RAY_EXAMPLE = """\
 name: policy
 relay: {num_cpus: 1, config: {port: 8400}}
 router: {num_cpus: 1, config: {port: 8100, policy: cost}}
@@ -29,21 +28,23 @@ nodes:
 
 
 class Placed(Section):
-    """What one service takes of a Ray node, as its bundle of the placement group."""
+    """What one service takes of a Ray node: its bundle in the placement group."""
 
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Ray's custom resources, e.g. to name the nodes that a service may run on."""
+    """Ray's custom resources, which can choose the nodes that a service may run on."""
 
     @model_validator(mode="after")
     def _takes_something(self) -> Self:
         if not self.bundle():
-            raise ValueError("takes nothing, so Ray can't place it; set num_cpus, num_gpus or resources")
+            raise ValueError(
+                "it takes nothing of a node, so Ray can't place it; set num_cpus, num_gpus or resources"
+            )
         return self
 
     def bundle(self) -> dict[str, float]:
-        """As Ray spells it."""
+        """The resources under Ray's names."""
         asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in asked.items() if amount > 0}
 
@@ -53,7 +54,7 @@ class RelayConfig(Section):
 
     kind: Literal["embedded", "mooncake"] = "embedded"
     host: str | None = None
-    """None: the address of the node that Ray chose."""
+    """None for the address of the node that Ray chooses."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     capacity_bytes: Annotated[int, Field(gt=0)] = DEFAULT_CAPACITY_BYTES
 
@@ -64,19 +65,19 @@ class RelayService(Placed):
 
 class RouterService(Placed):
     config: RouterConfig = RouterConfig()
-    """`workers` are in addition to the rollout engines of `nodes`."""
+    """The rollout engines of `nodes` are workers in addition to `workers`."""
 
 
 class NodeService(Placed):
     config: NodeConfig
 
 
-class ClusterConfig(Section):
-    """CLUSTER.yaml."""
+class RayConfig(Section):
+    """RAY.yaml."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")] = "default"
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "SPREAD"
-    """Ray's own word for how the services lie to each other."""
+    """How Ray spreads the services over nodes, in Ray's own word."""
     relay: RelayService | None = None
     router: RouterService | None = RouterService()
     nodes: tuple[NodeService, ...] = ()
@@ -84,11 +85,11 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _has_services(self) -> Self:
         if not self.services():
-            raise ValueError("no service; give relay, router or nodes")
+            raise ValueError("there is no service; give relay, router or nodes")
         return self
 
     def services(self) -> dict[str, Placed]:
-        """By name, in the order of start: engines follow the relay, the router knows the engines."""
+        """The services by name, in the order of start: engines need the relay, and the router the engines."""
         nodes = {f"node-{index}": node for index, node in enumerate(self.nodes)}
         named = {"relay": self.relay, **nodes, "router": self.router}
         return {name: service for name, service in named.items() if service is not None}

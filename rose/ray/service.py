@@ -1,9 +1,7 @@
 """The actor that keeps one process of ROSE on the node that Ray chose.
 
-Owns: the process, its log and its configuration file. Promises: the process is the very one that
-`rose relay`, `rose router` or `rose node` starts, and answers its clients itself; it ends with the actor,
-however that ends.
-Never: restarts it, and never sees a turn.
+The process is the one that `rose relay`, `rose router` or `rose node` starts. It answers its clients itself,
+so no turn passes the actor. It ends with the actor, however that ends, and is not started again.
 """
 
 import json
@@ -29,20 +27,20 @@ _PROBE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatus:
-    """What an actor knows of its process."""
+    """What an actor knows about its process."""
 
     node: str
-    """Ray's id of it."""
+    """Ray's id of the node."""
     host: str
     urls: tuple[str, ...]
-    """Empty until they answer."""
+    """Where the process answers; empty until it does."""
     pid: int | None
     exit_status: int | None
     log: str
 
 
 class Service:
-    """A Ray actor; its methods run in the actor's threads, ``start`` in one of them."""
+    """A Ray actor with two threads: one starts or stops the process, the other answers meanwhile."""
 
     def __init__(self, name: str, keys: Mapping[str, str]) -> None:
         self._name = name
@@ -50,13 +48,13 @@ class Service:
         self._folder = Settings.from_environment().make_runtime_dir() / f"ray-{name}"
         self._folder.mkdir(exist_ok=True)
         self._log = self._folder / "service.log"
-        self._log.unlink(missing_ok=True)  # an earlier one's URL is no answer
+        self._log.unlink(missing_ok=True)  # it holds an earlier process's URL
         self._process: ServerProcess | None = None
         self._urls: tuple[str, ...] = ()
         self._env = dict(keys)
 
     def start_relay(self, config: Mapping[str, Any]) -> str:
-        """Starts a relay; its URL. Raises: WorkerError with the log's tail."""
+        """Starts a relay and returns its URL. Raises: WorkerError with the end of the log."""
         host = config["host"] if config["host"] is not None else self._host
         argv = ["-m", "rose.transfer.relay.server", "--kind", config["kind"], "--host", host]
         argv += ["--port", str(config["port"]), "--capacity-bytes", str(config["capacity_bytes"])]
@@ -64,14 +62,14 @@ class Service:
         return self._wait_told("relay's URL", _relay_url)
 
     def start_router(self, config: Mapping[str, Any], workers: list[dict[str, Any]]) -> str:
-        """Starts a router for these workers and those of its own configuration; its URL."""
+        """Starts a router for these workers and those of its own configuration; returns its URL."""
         known = [*config.get("workers", ()), *workers]
         content = {"host": self._host, **config, "workers": known}
         self._run(["-m", "rose.scheduler.rollout.http.command", str(self._write(content))])
         return self._wait_told("router's URL", _router_url)
 
     def start_node(self, config: Mapping[str, Any], relay_url: str | None) -> list[dict[str, Any]]:
-        """Starts a pool and its engines; the rollout engines, as the router wants them."""
+        """Starts a pool and its engines; returns the rollout engines as a router's workers."""
         engines = [{"host": self._host, **engine} for engine in config["engines"]]
         relay = {"relay": relay_url} if relay_url is not None else {}
         logs = self._folder / "logs"
@@ -84,7 +82,7 @@ class Service:
         return [{"url": url, "kind": kind.value} for url, role in roles.items() if role is Role.ROLLOUT]
 
     def status(self) -> dict[str, Any]:
-        """A ServiceStatus, as plain values."""
+        """Returns a ServiceStatus as plain values."""
         process = self._process
         return asdict(
             ServiceStatus(
@@ -98,7 +96,7 @@ class Service:
         )
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL to what is left; returns when the process has ended."""
+        """Ends the process with SIGTERM, then SIGKILL; returns when it has ended."""
         if self._process is not None:
             self._process.stop()
 
@@ -113,7 +111,7 @@ class Service:
         return self._process
 
     def _wait_told(self, what: str, find: Callable[[str], str | None]) -> str:
-        """What the process says about itself in its log once it is ready."""
+        """Waits for the URL that the process writes into its log once it is ready."""
         assert self._process is not None
         self._process.wait_until(lambda: find(self._told()) is not None, what, START_TIMEOUT_S)
         url = find(self._told())

@@ -18,9 +18,9 @@ from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
 from rose.messages import WorkerStatus
+from rose.node.grants_page import BoardReadings, grants_page
 from rose.node.pool_page import PoolSample, pools_page, sample_pools
 from rose.node.top import Sample, main, status_page
-from rose.node.turns_page import Turns, turns_page
 from rose.types import Deployment, Role
 
 STATUS = WorkerStatus.model_validate(
@@ -75,7 +75,7 @@ def test_half_of_a_disaggregated_deployment_shows_as_such() -> None:
         assert f" {cell} " in render([Sample(worker="http://x:1", taken_at_s=0.0, status=status)], {})
 
 
-def test_slabs_in_quarantine_are_told_of() -> None:
+def test_slabs_in_quarantine_are_shown() -> None:
     status = STATUS.model_copy(update={"pool_slabs_quarantined": 7})
     page = render([Sample(worker="http://127.0.0.1:8001", taken_at_s=0.0, status=status)], {})
     assert "http://127.0.0.1:8001: 7 slabs of its pool in quarantine" in page
@@ -116,7 +116,7 @@ def test_the_pools_of_this_host_are_shown_beside_the_engines(runtime_dir: Path) 
         daemon.stop()
 
 
-def test_turns_show_who_computes_and_why_rollouts_wait() -> None:
+def test_the_page_shows_who_computes_and_why_rollouts_wait() -> None:
     words = Words(bytearray(8 * NUM_WORDS))
     serving, rollout = ServingSide(words), RolloutSide(words)
     before = replace(snapshot(words), taken_s=100.0)
@@ -132,29 +132,48 @@ def test_turns_show_who_computes_and_why_rollouts_wait() -> None:
         taken_s=101.5,
         serving=replace(before.serving, busy_s=before.serving.busy_s + 0.45),
     )
-    (row,) = rows({"gpu0": Turns(now=now, before=before)})
+    (row,) = rows({"gpu0": BoardReadings(now=now, before=before)})
     for cell in ("gpu0 ", " 30% ", " 42 ms ", " 60 ", " 10% ", " no_slack 60%, saving 30% ", " 4"):
         assert cell in row
-    first = rows({"gpu0": Turns(now=before, before=None), "gpu1": Turns(now=now, before=None)})
-    assert " 10% " in first[1] and "30%  " not in first[0] and " 60  " not in first[1]
-    pending = replace(now, has_pending_prefill=True, rollout=replace(now.rollout, alive=False))
-    nobody = replace(before.serving, alive=False, pid=0)
-    (row,) = rows({"gpu0": Turns(now=replace(pending, serving=nobody), before=before)})
-    assert " none " in row and " dead " in row and " prefill " in row
-    assert printed(turns_page({})).strip() == ""
-
-
-def test_a_terminal_of_80_columns_shows_every_heading() -> None:
-    pool = PoolSample(
-        name="gpu0", cells=("4096", "392", "2048", "1200", "16", "3000", "pressure", "9", "9", "9")
+    first = rows(
+        {"gpu0": BoardReadings(now=before, before=None), "gpu1": BoardReadings(now=now, before=None)}
     )
+    assert " 10% " in first[1] and "30%  " not in first[0] and " 60  " not in first[1]
+    (row,) = rows(
+        {"gpu0": BoardReadings(now=replace(now, serving=replace(now.serving, alive=False)), before=before)}
+    )
+    assert " dead " in row and " ms" not in row
+    pending = replace(now, has_pending_prefill=True, rollout=replace(now.rollout, alive=False))
+    (row,) = rows({"gpu0": BoardReadings(now=pending, before=before)})
+    assert " dead " in row and " prefill " in row
+    nobody = replace(before.serving, alive=False, pid=0)
+    (row,) = rows({"gpu0": BoardReadings(now=replace(pending, serving=nobody), before=before)})
+    assert " none " in row and " dead " in row
+    assert printed(grants_page({})).strip() == ""
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_terminal_of_any_width_shows_every_heading_and_value(width: int) -> None:
+    cells = ("4096", "392", "2048", "1200", "16", "3000", "pressure", "9", "987654", "9")
     words = Words(bytearray(8 * NUM_WORDS))
-    pages = (pools_page([pool]), turns_page({"gpu0": Turns(now=snapshot(words), before=None)}))
-    assert "…" not in "".join(printed(page) for page in pages)
+    status = STATUS.model_copy(update={"weight_version": "frozenlake-4x4-slippery/1234"})
+    engine = Sample(worker="http://rollouts.example.com:8001", taken_at_s=0.0, status=status)
+    pages = (
+        status_page([engine], {}),
+        pools_page([PoolSample(name="gpu0-of-host-7", cells=cells)]),
+        grants_page({"gpu0-of-host-7": BoardReadings(now=snapshot(words), before=None)}),
+    )
+    text = "".join(printed(page, width) for page in pages).replace("\N{NO-BREAK SPACE}", " ")
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    for shown in (
+        *("rollouts.example.com:8001", "frozenlake-4x4-slippery/1234", "gate", "dual 25%", "tok/s"),
+        *("gpu0-of-host-7", "reclaimed", "987654", "leases", "pressure", "stalls"),
+    ):
+        assert shown in text
 
 
-def rows(turns: dict[str, Turns]) -> list[str]:
-    return printed(turns_page(turns), width=100).splitlines()[1:]
+def rows(boards: dict[str, BoardReadings]) -> list[str]:
+    return printed(grants_page(boards), width=100).splitlines()[1:]
 
 
 def test_a_pool_whose_daemon_is_gone_shows_as_such(runtime_dir: Path) -> None:

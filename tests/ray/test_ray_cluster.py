@@ -21,7 +21,7 @@ from rose.errors import ConfigError, WorkerError
 from rose.node.checks import free_port
 from rose.ray import actors as services
 from rose.ray.command import main
-from rose.ray.ray_config import ClusterConfig
+from rose.ray.ray_config import RayConfig
 from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
 
 STORE_BYTES = 80 << 20
@@ -78,7 +78,7 @@ def test_services_are_spread_over_the_nodes_and_serve_turns_without_ray(
     file = config_file(
         name="all", strategy="STRICT_SPREAD", relay={}, router={"config": {"port": 0}}, nodes=[node]
     )
-    endpoints = services.up(load_yaml(file, ClusterConfig), keys={})
+    endpoints = services.up(load_yaml(file, RayConfig), keys={})
     try:
         status = told("all")
         assert sorted(status) == ["node-0", "relay", "router"]
@@ -99,7 +99,7 @@ def test_services_are_spread_over_the_nodes_and_serve_turns_without_ray(
         shown = cli("status", "all", "--address", address)
         assert shown.returncode == 0 and str(endpoints.router_url) in shown.stdout
         with pytest.raises(ConfigError, match="rose ray down all"):
-            services.up(load_yaml(file, ClusterConfig), keys={})
+            services.up(load_yaml(file, RayConfig), keys={})
     finally:
         assert sorted(services.down("all")) == ["node-0", "relay", "router"]
     assert not any(psutil.pid_exists(each["pid"]) for each in status.values())
@@ -138,7 +138,7 @@ def test_a_service_that_does_not_start_takes_the_others_down_and_shows_its_log(
     engine = {"model": "/no/such/model", "role": "rollout", "port": free_port()}
     file = config_file(name="broken", relay={}, nodes=[{"config": {"pool": pool, "engines": [engine]}}])
     with pytest.raises(WorkerError, match="/no/such/model"):
-        services.up(load_yaml(file, ClusterConfig), keys={})
+        services.up(load_yaml(file, RayConfig), keys={})
     assert services.status("broken") == {} and services.num_placed("broken") == 0
 
 
@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     monkeypatch.setattr(services, "PLACE_TIMEOUT_S", 0.5)
     file = config_file(name="large", router={"num_cpus": 2})
     with pytest.raises(ConfigError, match=r"large: no room .* router \{'CPU': 2.0\} .*'CPU': 1.0"):
-        services.up(load_yaml(file, ClusterConfig), keys={})
+        services.up(load_yaml(file, RayConfig), keys={})
     assert services.status("large") == {} and services.num_placed("large") == 0
 
 
@@ -167,4 +167,4 @@ def test_a_bad_file_is_refused_with_the_key(
     content: dict[str, Any], problem: str, config_file: Callable[..., Path]
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        load_yaml(config_file(**content), ClusterConfig)
+        load_yaml(config_file(**content), RayConfig)

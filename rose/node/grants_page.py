@@ -1,41 +1,39 @@
-"""Who computes on this host's shared GPUs, as `rose top` shows it, from the pools' boards.
+"""Who computes on this host's shared GPUs, as `rose top` shows it from the pools' boards.
 
-Owns: the table of turns. Promises: shares and rates are between two looks, and a side that died shows as
-such. Never: writes to a board.
+Shares and rates are those between two readings of a board. Nothing is written to a board.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import RenderableType
-from rich.table import Table
 
 from rose.admission.board import BoardSnapshot, SideSnapshot
 from rose.admission.gate import GateReason
 from rose.admission.slack import NEVER
+from rose.node.fitted_table import FittedTable
 
-COLUMNS = ("turns", "serving", "rollout", "slack", "tok/s", "admitted", "refused for", "stalls")
+COLUMNS = ("GPU of pool", "serving", "rollout", "slack", "tok/s", "admitted", "refused for", "stalls")
 MAX_REASONS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
-    """One pool's board now, and at the look before."""
+class BoardReadings:
+    """One pool's board now, and at the reading before."""
 
     now: BoardSnapshot
     before: BoardSnapshot | None
 
 
-def turns_page(boards: Mapping[str, Turns]) -> RenderableType:
-    """One row per pool. serving, rollout: share of the time in steps. slack: until serving's next step must
-    start. tok/s: of rollouts, prefilled ones included. admitted: share of the steps asked for. refused for:
-    the most frequent reasons. stalls: rollouts ended without progress, since the pool began."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("turns", "refused for") else "right")
-    for name, turns in boards.items():
-        table.add_row(name, *_row(turns.now, turns.before))
-    return table if table.row_count else ""
+def grants_page(boards: Mapping[str, BoardReadings]) -> RenderableType:
+    """One row per pool.
+
+    serving, rollout: the share of time spent in steps. slack: time until serving's next step must start.
+    tok/s: rollout tokens, prefilled ones included. admitted: share of the steps that rollout asked for.
+    refused for: the most frequent reasons. stalls: rollouts ended without progress since the pool began.
+    """
+    rows = [(name, *_row(board.now, board.before)) for name, board in boards.items()]
+    return FittedTable(COLUMNS, rows, left=("refused for",)) if rows else ""
 
 
 def _row(now: BoardSnapshot, before: BoardSnapshot | None) -> list[str]:
@@ -46,7 +44,7 @@ def _row(now: BoardSnapshot, before: BoardSnapshot | None) -> list[str]:
         rate = f"{(now.rollout_tokens - before.rollout_tokens) / (now.taken_s - before.taken_s):.0f}"
         steps -= before.rollout.num_steps
         refusals = {reason: count - before.declines[reason] for reason, count in refusals.items()}
-    # A rollout engine without work asks for nothing, and nothing is refused to it.
+    # A rollout engine without work asks for no step, so none is refused.
     refusals.pop(GateReason.NOTHING_TO_RUN)
     asked = steps + sum(refusals.values())
     most = sorted(refusals, key=lambda reason: -refusals[reason])[:MAX_REASONS]
@@ -68,6 +66,8 @@ def _side(side: SideSnapshot, share: float | None) -> str:
 
 
 def _slack(now: BoardSnapshot) -> str:
+    if not now.serving.alive:
+        return "-"  # what a dead engine published last says nothing
     if now.has_pending_prefill:
         return "prefill"
     slack_s = now.latest_start_s - now.taken_s
