@@ -43,6 +43,7 @@ cxx: setup
 
 types: setup
 	$(PYTHON_BIN) -m mypy -p rose
+	cd benchmarks && ../$(PYTHON_BIN) -m mypy --config-file ../pyproject.toml .
 
 contracts: setup
 	.venv/bin/lint-imports

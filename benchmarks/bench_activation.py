@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 def _run(size: Size, cycles: int, seed: int) -> Samples:
     with TemporaryDirectory(prefix="rose-bench-") as folder:
         model = write_model(Path(folder) / "model", size, seed)
-        with lone_engine(model, size.slab_bytes, Path(folder), NUM_REQUESTS) as (engine, start_s):
+        with lone_engine(model, size.slab_bytes, NUM_REQUESTS) as (engine, start_s):
             samples = Samples(weights_bytes=engine.status().device_weights_bytes, start_s=start_s)
             rng = Random(seed)
             prompts = [[rng.randrange(VOCABULARY) for _ in range(100)] for _ in range(NUM_REQUESTS)]

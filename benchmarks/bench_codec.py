@@ -112,9 +112,9 @@ def entropy_bytes(old: Bits, new: Bits) -> float:
     """What independent places and independent differences can't be coded in fewer bytes than."""
     differences = (new - old)[old != new]
     density = differences.size / old.size
-    places = old.size * _entropy_bits(np.array([density, 1 - density]))
+    places = float(old.size) * _entropy_bits(np.array([density, 1 - density]))
     _, counts = np.unique(differences, return_counts=True)
-    return (places + differences.size * _entropy_bits(counts / differences.size)) / 8
+    return float(places + differences.size * _entropy_bits(counts / differences.size)) / 8
 
 
 def _entropy_bits(probabilities: np.ndarray) -> float:

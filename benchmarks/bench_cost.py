@@ -157,7 +157,7 @@ def _drift(kind: str, trace: Sequence[Arrival], seeds: Sequence[int]) -> Figure:
         ratios.append(run.dollars / regrouped.dollars)
         kept.append(run.mean_attainment)
         moves.append(run.num_moves / run.num_jobs)
-    peers = {
+    peers: dict[str, float | None] = {
         "attainment": min(kept),
         "moves a job": statistics.fmean(moves),
         "weave": statistics.median(static),

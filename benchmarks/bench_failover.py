@@ -169,8 +169,10 @@ def _figures(samples: Samples, peers: Sequence[PeerSamples]) -> list[Figure]:
             value=float(samples.num_sent_aware),
             unit="turns",
             target="<= 0",
-            peers={"sent before the first reroute": float(samples.num_sent_unaware)}
-            | beside["sigstop_new_turns"],
+            peers={
+                "sent before the first reroute": float(samples.num_sent_unaware),
+                **beside["sigstop_new_turns"],
+            },
         ),
         Figure(
             name="version_tagged",
@@ -191,7 +193,7 @@ def _figures(samples: Samples, peers: Sequence[PeerSamples]) -> list[Figure]:
             value=float(len(samples.failed)),
             unit="turns",
             target="<= 0",
-            peers={"turns cut": float(samples.num_cut)} | beside["sigkill_failed_turns"],
+            peers={"turns cut": float(samples.num_cut), **beside["sigkill_failed_turns"]},
         ),
         Figure(
             name="sigkill_lost_tokens",

@@ -23,7 +23,7 @@ from lib.harness import median_figure, run_benchmark
 from rose.demo.figures import Figure, percentile
 from rose.scheduler.cluster.candidates import own_limit_s
 from rose.scheduler.cluster.exact import optimum
-from rose.scheduler.cluster.groups import Cluster, Plan
+from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.policies import Policy, Weave
@@ -110,7 +110,7 @@ def _filled(size: int, seed: int) -> Cluster:
     durations = [arrival.duration_s for arrival in generate_trace(seed, size)]
     for job, duration_s in zip(_jobs(size, seed), durations, strict=True):
         cluster.submit(job, 0.0, duration_s)
-        cluster.apply(Plan(groups=(policy.place(cluster, job, 0.0).group,)), 0.0)
+        cluster.apply(Rearrangement(groups=(policy.place(cluster, job, 0.0).group,)), 0.0)
     return cluster
 
 

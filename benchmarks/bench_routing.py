@@ -85,7 +85,7 @@ def _table_3(scenario: Scenario, seeds: Sequence[int]) -> list[Figure]:
     figures = []
     for policy in ("turnwise", "paper", "cost"):
         published = TABLE_3.get((policy, name))
-        peers = {"ROSE Table 3": published} if published is not None else {}
+        peers: dict[str, float | None] = {"ROSE Table 3": published} if published is not None else {}
         figures.append(
             _figure(f"speedup[{policy},{name}]", _ratios(times["pinned"], times[policy]), None, peers)
         )

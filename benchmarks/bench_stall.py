@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             WeightUpdate(version=f"bench/{at}", path=str(file), state_hash=state_hash)
             for at, (file, state_hash) in enumerate(zip(files, hashes, strict=True))
         ]
-        with lone_engine(models[0], SIZE.slab_bytes, Path(folder), num_requests=1) as (engine, _):
+        with lone_engine(models[0], SIZE.slab_bytes, num_requests=1) as (engine, _):
             rng = Random(args.seed)
             prompt = [rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)]
             engine.complete([prompt], TOKENS_AROUND)

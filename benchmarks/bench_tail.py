@@ -16,8 +16,9 @@ made.
   certificate_violations  iterations or timetables worse than certified, in all these runs
 
 Measured, on whole nodes, as the runtime moves tails: two jobs' processes under `rose sched serve`
-(tail_real.py). Lengths and speeds come from the same model, phases sleep for what it says, at 1/50; reports,
-choices, permits and moves are real. Each seed is run without and with moves, one after the other.
+(lib/cluster/tails.py). Lengths and speeds come from the same model, and phases sleep for what it says, at
+1/50; reports, choices, permits and moves are real. Each seed is run without and with moves, one after the
+other.
 
   tail_gain[measured: GROUP]  as above; the first iteration, of which no past is known, is left out
 

@@ -27,13 +27,11 @@ from lib.load import toy_trainer
 
 from rose.config import Settings, child_environment
 from rose.demo.figures import Figure
-from rose.demo.processes import CLIENT_ENV, ENGINE_ENV
+from rose.demo.processes import CLIENT_ENV
 from rose.errors import WorkerError
 from rose.http import http_client
 from rose.node import launch
-from rose.node.checks import free_port
-from rose.node.node_config import EngineConfig
-from rose.node.processes import ProcessGroup, ServerProcess
+from rose.node.processes import ServerProcess
 from rose.types import Role
 
 NUM_STEPS, KILL_EVERY = 60, 10
@@ -51,21 +49,12 @@ CLIENT = http_client(key=None, timeout=5.0)
 class Engine:
     """A dedicated rollout engine with its subscriber, started in the background."""
 
-    def __init__(self, rig: Rig, group: ProcessGroup, relay_url: str, run: str, number: int) -> None:
-        self._group = group
+    def __init__(self, rig: Rig, relay_url: str, run: str, number: int) -> None:
+        self._rig = rig
         self._settings = Settings.from_environment()
-        self._config = EngineConfig(
-            model=str(rig.model(Role.ROLLOUT)),
-            port=free_port(),
-            role=Role.ROLLOUT,
-            engine_id=f"toy-{number}-{os.getpid()}",
-            relay=relay_url,
-            run=run,
-            vllm_args=rig.vllm_flags("toy"),
-        )
-        self._folder = rig.folder
-        log = self._folder / f"engine-{number}.log"
-        self.server = group.start(launch.engine_process(self._config, log, extra_env=ENGINE_ENV))
+        name = f"{run}-{number}"
+        self.server = rig.start_engine(name, Role.ROLLOUT, relay=relay_url, run=run)
+        self._config = rig.config(name)
         self._subscriber: ServerProcess | None = None
         self._next_look_s = 0.0
         self.url = self._config.url
@@ -78,10 +67,10 @@ class Engine:
         if not self.server.is_alive():
             raise WorkerError(f"{self.url} ended with status {self.server.exit_status}")
         if _answers(f"{self.url}/health"):
-            log = self._folder / f"subscriber-{self._config.port}.log"
+            log = self._rig.folder / f"subscriber-{self._config.port}.log"
             subscriber = launch.subscriber_process(self._config, self._settings, log)
             assert subscriber is not None
-            self._subscriber = self._group.start(subscriber)
+            self._subscriber = self._rig.start(subscriber)
 
     @property
     def has_weights(self) -> bool:
@@ -92,14 +81,15 @@ class Engine:
         return answer.is_success and answer.json()["weight_version"] is not None
 
     def kill(self) -> None:
-        """SIGKILL to the engine's processes; its subscriber is stopped."""
+        """Sends SIGKILL to the engine's processes, and stops its subscriber."""
         os.killpg(self.server.pid, signal.SIGKILL)
+        self.stop()
+
+    def stop(self) -> None:
+        """Stops engine and subscriber, and frees the memory of the staged weights."""
+        self.server.stop()
         if self._subscriber is not None:
             self._subscriber.stop()
-        self.clear()
-
-    def clear(self) -> None:
-        """Frees the memory of its staged weights."""
         launch.remove_staging_dir(self._config, self._settings)
 
 
@@ -108,8 +98,7 @@ class Run:
 
     def __init__(self, rig: Rig, stack: ExitStack, case: str, args: argparse.Namespace) -> None:
         self._rig, self._case, self._args = rig, case, args
-        self._when_stopped = stack.enter_context(ExitStack())  # left after the processes
-        self._group = stack.enter_context(ProcessGroup())
+        self._stack = stack
         self._events = rig.folder / f"{case}.jsonl"
         self._relay_url = self._start_relay()
         self._num_engines = 0
@@ -117,8 +106,8 @@ class Run:
     def engine(self) -> Engine:
         """A new one, not ready yet."""
         self._num_engines += 1
-        engine = Engine(self._rig, self._group, self._relay_url, self._case, self._num_engines)
-        self._when_stopped.callback(engine.clear)
+        engine = Engine(self._rig, self._relay_url, self._case, self._num_engines)
+        self._stack.callback(engine.stop)
         return engine
 
     def train(self, endpoint: str) -> ServerProcess:
@@ -128,19 +117,13 @@ class Run:
             *("--relay", self._relay_url, "--run", self._case, "--events", str(self._events)),
             *("--steps", str(self._args.steps), "--seed", str(self._args.seed)),
         ]
-        script = str(Path(toy_trainer.__file__))
         env = {**CLIENT_ENV, "PYTHONPATH": _python_path(self._rig.folder)}
-        log = self._rig.folder / f"trainer-{self._case}.log"
-        return self._group.start(ServerProcess([sys.executable, script, *arguments], "trainer", log, env=env))
+        argv = [str(Path(toy_trainer.__file__)), *arguments]
+        return self._stopped_after(self._rig.run(argv, f"trainer-{self._case}", env=env))
 
     def router(self) -> str:
-        """Its URL; it knows no worker yet."""
-        port = free_port()
-        argv = [sys.executable, "-m", "rose.scheduler.rollout.http.command", "--port", str(port)]
-        server = self._group.start(ServerProcess(argv, "router", self._rig.folder / "router.log"))
-        url = f"http://127.0.0.1:{port}"
-        server.wait_until(lambda: _answers(f"{url}/workers"), "router", PATIENCE_S)
-        return url
+        """Returns its URL; it knows no worker yet."""
+        return self._rig.start_router((), name=f"router-{self._case}")
 
     def rewards(self) -> list[float]:
         """Of the steps so far."""
@@ -160,12 +143,16 @@ class Run:
         return fmean(rewards[-NUM_LAST:])
 
     def _start_relay(self) -> str:
+        argv = ["-m", "rose.transfer.relay.server", "--capacity-bytes", str(256 << 20)]
+        server = self._stopped_after(self._rig.run(argv, f"relay-{self._case}"))
         log = self._rig.folder / f"relay-{self._case}.log"
-        argv = [sys.executable, "-m", "rose.transfer.relay.server", "--capacity-bytes", str(256 << 20)]
-        server = self._group.start(ServerProcess(argv, "relay", log))
         server.wait_until(lambda: '"url"' in log.read_text(), "relay's URL", PATIENCE_S)
         url: str = json.loads(log.read_text().splitlines()[-1])["url"]
         return url
+
+    def _stopped_after(self, process: ServerProcess) -> ServerProcess:
+        self._stack.callback(process.stop)
+        return process
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:

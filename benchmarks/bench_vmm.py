@@ -29,7 +29,7 @@ from lib.harness import median_figure, run_benchmark
 
 from rose.demo.figures import Figure
 from rose.errors import ConfigError
-from rose.memory.slabs.backend import Backend, BackendKind, Slabs, open_backend
+from rose.memory.slabs.backend import Backend, BackendKind, SlabRange, Slabs, open_backend
 
 MIB = 1 << 20
 SIZES_MIB = (2, 4, 8, 16, 32, 64)
@@ -124,14 +124,21 @@ class SizeBench:
     def measure(self, seconds: Seconds) -> None:
         """One round: each operation once, on the whole batch."""
         donor, heir, all_ = self._donor, self._heir, self._all
-        seconds["move"].append(_time(lambda: (donor.unmap_many(all_), heir.map_many(all_, all_))))
+
+        def move(giver: SlabRange, taker: SlabRange, *, zero: bool) -> None:
+            giver.unmap_many(all_)
+            taker.map_many(all_, all_, zero=zero)
+
+        def zero_all() -> None:
+            for position in all_:
+                heir.zero(position)
+
+        seconds["move"].append(_time(lambda: move(donor, heir, zero=True)))
         seconds["recreate"].append(self._recreation.cycle())
         seconds["unmap"].append(_time(lambda: heir.unmap_many(all_)))
         seconds["map"].append(_time(lambda: heir.map_many(all_, all_, zero=False)))
-        seconds["zero"].append(_time(lambda: [heir.zero(position) for position in all_]))
-        seconds["move unzeroed"].append(
-            _time(lambda: (heir.unmap_many(all_), donor.map_many(all_, all_, zero=False)))
-        )
+        seconds["zero"].append(_time(zero_all))
+        seconds["move unzeroed"].append(_time(lambda: move(heir, donor, zero=False)))
 
     def close(self) -> None:
         self._recreation.close()

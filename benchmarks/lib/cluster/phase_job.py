@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import rose
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.job.cache import ArraySet
 from rose.scheduler.runtime.job.job import running_job
 
@@ -80,7 +81,7 @@ def ask_for_permits(log: Path, num_permits: int) -> None:
     lines = []
     for iteration in range(num_permits):
         begin_s = time.perf_counter()
-        with job.permit("rollout", iteration, None):
+        with job.permit(Phase.ROLLOUT, iteration, None):
             lines.append(json.dumps({"wait_s": time.perf_counter() - begin_s}) + "\n")
     log.write_text("".join(lines))
     job.complete(0)

@@ -3,23 +3,17 @@
 Owns the engine, its pool and the model's files. Promises that everything is stopped with the context.
 """
 
+import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose.config import Settings
-from rose.demo.processes import ENGINE_ENV
-from rose.memory.daemon.daemon import start_daemon
-from rose.node import launch
-from rose.node.checks import free_port
+from lib.engines.rig import Rig
 from rose.node.control import EngineControl
-from rose.node.node_config import EngineConfig
-from rose.node.processes import ProcessGroup
-from rose.types import Role
+from rose.types import GateMode, Role
 
-POOL = "lone"
 NUM_SLABS = 24
 HEADROOM_SLABS = 2
 VOCABULARY = 8192
@@ -36,39 +30,21 @@ class Size:
 
 
 @contextmanager
-def lone_engine(
-    model: Path, slab_bytes: int, folder: Path, num_requests: int
-) -> Iterator[tuple[EngineControl, float]]:
-    """A rollout engine in a pool, and how long it took to start; both stopped in any case."""
-    runtime_dir = folder / "run"
-    runtime_dir.mkdir(mode=0o700)
-    daemon = start_daemon(
-        POOL,
-        num_slabs=NUM_SLABS,
-        slab_bytes=slab_bytes,
-        headroom_slabs=HEADROOM_SLABS,
-        runtime_dir=runtime_dir,
-    )
-    config = EngineConfig(
-        model=str(model),
-        port=free_port(),
-        role=Role.ROLLOUT,
-        pool=POOL,
-        gate="off",  # nobody serves here
-        vllm_args=(
-            *("--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"),
-            *("--max-model-len", "1024", "--max-num-seqs", str(num_requests), "--disable-uvicorn-access-log"),
-        ),
-    )
-    env = {**ENGINE_ENV, "ROSE_RUNTIME_DIR": str(runtime_dir), "ROSE_CACHE_DIR": str(folder / "cache")}
-    try:
-        with ProcessGroup() as group, closing(EngineControl(config.url, "policy")) as control:
-            started_s = time.monotonic()
-            server = group.start(launch.engine_process(config, folder / "engine.log", extra_env=env))
-            launch.wait_engine_ready(server, config, Settings.from_environment())
-            yield control, time.monotonic() - started_s
-    finally:
-        daemon.stop()
+def lone_engine(model: Path, slab_bytes: int, num_requests: int) -> Iterator[tuple[EngineControl, float]]:
+    """Yields a rollout engine in a pool of its own, and the seconds that its start took."""
+    with Rig() as rig:
+        pool = f"lone-{os.getpid()}"
+        rig.pool(pool, num_slabs=NUM_SLABS, slab_bytes=slab_bytes, headroom_slabs=HEADROOM_SLABS)
+        started_s = time.monotonic()
+        rig.start_engine(
+            "lone",
+            Role.ROLLOUT,
+            model=model,
+            pool=pool,
+            gate=GateMode.OFF,  # nobody serves here
+            vllm_args=("--max-num-seqs", str(num_requests)),
+        )
+        yield rig.wait_engine("lone"), time.monotonic() - started_s
 
 
 def write_model(folder: Path, size: Size, seed: int) -> Path:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from rose.config import Settings
 from rose.demo.processes import ENGINE_ENV, pin_tree, write_models
@@ -30,6 +30,14 @@ MAX_SEQS = 32
 ROUTER_START_S = 30.0
 
 
+class PoolSize(TypedDict):
+    """How a pool is made, and made again when its daemon was killed."""
+
+    num_slabs: int
+    slab_bytes: int
+    headroom_slabs: int
+
+
 class Rig:
     """A context manager: the demo's two tiny models, pools, engines and clients."""
 
@@ -38,31 +46,31 @@ class Rig:
         self.folder = Path(self._temporary.name)
         self._group = ProcessGroup()
         self._daemons: dict[str, DaemonHandle] = {}
-        self._pool_sizes: dict[str, dict[str, int]] = {}
+        self._pool_sizes: dict[str, PoolSize] = {}
         self._observers: list[PoolClient] = []
         self._controls: list[EngineControl] = []
         self._starting: dict[str, tuple[ServerProcess, EngineConfig]] = {}
         self._settings = Settings.from_environment()
 
     def __enter__(self) -> Self:
-        argv = [sys.executable, *write_models(self.folder / "models")]
-        made = subprocess.run(argv, capture_output=True, text=True, check=False)
-        if made.returncode != 0:
-            raise WorkerError(f"the models could not be made:\n{made.stderr}")
         return self
 
     def model(self, role: Role) -> Path:
-        """The demo's checkpoint for a role."""
-        return self.folder / "models" / str(role)
+        """Returns the demo's checkpoint for a role; the first call makes both."""
+        models = self.folder / "models"
+        if not models.exists():
+            argv = [sys.executable, *write_models(models)]
+            made = subprocess.run(argv, capture_output=True, text=True, check=False)
+            if made.returncode != 0:
+                raise WorkerError(f"the models could not be made:\n{made.stderr}")
+        return models / str(role)
 
     def pool(self, name: str, *, num_slabs: int, slab_bytes: int, headroom_slabs: int) -> PoolClient:
         """A running pool, as an observer sees it."""
         runtime_dir = self._settings.make_runtime_dir()
-        self._pool_sizes[name] = {
-            "num_slabs": num_slabs,
-            "slab_bytes": slab_bytes,
-            "headroom_slabs": headroom_slabs,
-        }
+        self._pool_sizes[name] = PoolSize(
+            num_slabs=num_slabs, slab_bytes=slab_bytes, headroom_slabs=headroom_slabs
+        )
         self.start_daemon(name)
         observer = PoolClient.observe(name, runtime_dir=runtime_dir)
         self._observers.append(observer)
@@ -83,21 +91,23 @@ class Rig:
         name: str,
         role: Role,
         *,
+        model: Path | None = None,
         vllm_args: tuple[str, ...] = (),
-        env: Mapping[str, str] | None = None,
         **rose: Any,
     ) -> ServerProcess:
-        """Begins to start an engine with ROSE; ``rose``: its settings, such as pool and lease_s."""
+        """Begins to start an engine with ROSE, with the demo's model for its role unless told otherwise.
+
+        ``rose``: its settings, such as pool and lease_s.
+        """
         config = EngineConfig(
-            model=str(self.model(role)),
+            model=str(model if model is not None else self.model(role)),
             port=free_port(),
             role=role,
             engine_id=f"{name}-{id(self)}",
             vllm_args=(*self.vllm_flags(str(role)), *vllm_args),
             **rose,
         )
-        environment = {**ENGINE_ENV, **(env if env is not None else {})}
-        server = launch.engine_process(config, self.folder / f"{name}.log", extra_env=environment)
+        server = launch.engine_process(config, self.folder / f"{name}.log", extra_env=ENGINE_ENV)
         self._starting[name] = (self._group.start(server), config)
         return server
 
@@ -110,8 +120,12 @@ class Rig:
         self._controls.append(control)
         return control
 
+    def config(self, name: str) -> EngineConfig:
+        """Returns what an engine was started with."""
+        return self._starting[name][1]
+
     def pid(self, name: str) -> int:
-        """Of an engine's API server, which is also its process group."""
+        """Returns the process id of an engine's API server, which is also its process group."""
         return self._starting[name][0].pid
 
     def start_stock_engine(self, name: str, role: Role, *vllm_args: str) -> ServerProcess:
@@ -131,19 +145,29 @@ class Rig:
         server.wait_ready(f"{url}/health", launch.READY_TIMEOUT_S)
         return url
 
-    def run(self, argv: list[str], name: str, cpus: tuple[int, ...] | None = None) -> ServerProcess:
-        """A Python process beside the engines, its output in ``<name>.log`` of the folder."""
-        process = ServerProcess([sys.executable, *argv], name, self.folder / f"{name}.log", cpus=cpus)
+    def run(
+        self,
+        argv: list[str],
+        name: str,
+        cpus: tuple[int, ...] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> ServerProcess:
+        """Starts a Python process beside the engines, its output in ``<name>.log`` of the folder."""
+        log = self.folder / f"{name}.log"
+        return self.start(ServerProcess([sys.executable, *argv], name, log, cpus=cpus, env=env))
+
+    def start(self, process: ServerProcess) -> ServerProcess:
+        """Starts any process beside the engines."""
         return self._group.start(process)
 
     def start_router(self, workers: Iterable[str], *flags: str, name: str = "router") -> str:
-        """Its URL, once it answers."""
+        """Returns its URL once it answers; without workers it is not healthy, but listens."""
         port = free_port()
         argv = ["-m", "rose.scheduler.rollout.http.command", "--port", str(port), *flags]
         for worker in workers:
             argv += ["--worker", worker]
         url = f"http://127.0.0.1:{port}"
-        self.run(argv, name).wait_ready(f"{url}/health", ROUTER_START_S)
+        self.run(argv, name).wait_ready(f"{url}/workers", ROUTER_START_S)
         return url
 
     def vllm_flags(self, served_name: str) -> tuple[str, ...]:
@@ -160,8 +184,10 @@ class Rig:
             for server, config in self._starting.values():
                 launch.remove_status_page(config, server, self._settings)
         finally:
-            for closing in (*self._controls, *self._observers):
-                closing.close()
+            for control in self._controls:
+                control.close()
+            for observer in self._observers:
+                observer.close()
             for daemon in self._daemons.values():
                 daemon.stop()
             self._temporary.cleanup()

@@ -21,7 +21,8 @@ _READ_BYTES = 2**20
 
 
 def make_app(worker: str) -> web.Application:
-    """Passes every POST to the worker's same path."""
+    """Returns an app that passes every POST to the worker's same path."""
+    session: aiohttp.ClientSession
 
     async def health(_request: web.Request) -> web.Response:
         return web.Response()
@@ -45,7 +46,6 @@ def make_app(worker: str) -> web.Application:
         ) as session:
             yield
 
-    session: aiohttp.ClientSession
     app = web.Application(client_max_size=2**28)
     app.cleanup_ctx.append(client)
     app.router.add_get("/health", health)

@@ -8,12 +8,13 @@ import time
 from collections.abc import Sequence
 
 from rose.demo.figures import Figure, percentile
+from rose.errors import NoWorkerError
 from rose.messages import RoutingStatus
 from rose.scheduler.rollout.placing.policy import PaperPolicy
 from rose.scheduler.rollout.placing.views import Turn
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.jobs import JobTable
-from rose.scheduler.rollout.turn.placement import Placement, Waiter
+from rose.scheduler.rollout.turn.placement import Place, Placement, Waiter
 from rose.scheduler.rollout.workers.worker import Worker
 
 
@@ -30,17 +31,25 @@ def decision(count: int, is_queued: bool) -> Figure:
         worker.seen(0.0)
         workers[worker.id] = worker
     placement, jobs = Placement(lambda: workers, PaperPolicy(), JobTable(config)), JobTable(config)
-    job, places, took, cpu = jobs.get("job", 0.0), [], [], []
+    job = jobs.get("job", 0.0)
+    places: list[Place] = []
+    took: list[float] = []
+    cpu: list[float] = []
+
+    def take(found: Place | NoWorkerError | None) -> None:
+        assert isinstance(found, Place), found
+        places.append(found)
+
     for number in range(count):
         turn = Turn(
             session=str(number), affine=f"w:{number % 16 + 1}", prompt_tokens=1000, expected_tokens=100
         )
         began, cpu_began = time.perf_counter(), time.thread_time()
         if is_queued:
-            placement.enqueue(Waiter(turn, job, 100.0, places.append))
+            placement.enqueue(Waiter(turn, job, 100.0, take))
             placement.pump(0.0)
         else:
-            places.append(placement.place_now(turn, job, 100.0, 0.0))
+            take(placement.place_now(turn, job, 100.0, 0.0))
         cpu.append(time.thread_time() - cpu_began)
         took.append(time.perf_counter() - began)
         if len(places) > 128:

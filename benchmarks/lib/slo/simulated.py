@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
-from sim.twin.gpu import TwinGpu
+from sim.twin.gpu import TwinGpu, TwinOutcome
 from sim.twin.pairs import PAIR_8B, PAIR_32B, Pair
 from sim.twin.serving import Arrival, for_decoder, for_prefiller
 
@@ -96,8 +96,11 @@ class TwinBench:
         prefill = [for_prefiller(each) for each in self._traffic(pair, PREFILL_DENSITY[pair.name])]
         whole = self._traffic(pair, 1.0)
         gate = GateSettings(slo=pair.slo, deployment=Deployment.PREFILL)
-        prefilled = self.run(pair, gate, [for_prefiller(each) for each in whole], rollouts=False)
-        decode = [for_decoder(*each) for each in zip(whole, prefilled.requests, strict=True)]
+        prefilled = self._outcomes(pair, gate, [for_prefiller(each) for each in whole], rollouts=False)
+        decode = [
+            for_decoder(arrivals, outcome.requests)
+            for arrivals, outcome in zip(whole, prefilled, strict=True)
+        ]
         figures = []
         for deployment, kind, samples in (
             (Deployment.PREFILL, "ttft", prefill),
@@ -119,11 +122,10 @@ class TwinBench:
             for arrivals in self._traffic(pair, 1.0)
         ]
 
-    def run(
-        self, pair: Pair, gate: GateSettings, samples: Sequence[list[Arrival]], *, rollouts: bool = True
-    ) -> Run:
-        """One policy over all samples."""
-        outcomes = [
+    def _outcomes(
+        self, pair: Pair, gate: GateSettings, samples: Sequence[list[Arrival]], *, rollouts: bool
+    ) -> list[TwinOutcome]:
+        return [
             TwinGpu(
                 pair,
                 gate,
@@ -134,6 +136,12 @@ class TwinBench:
             ).run()
             for index, arrivals in enumerate(samples)
         ]
+
+    def run(
+        self, pair: Pair, gate: GateSettings, samples: Sequence[list[Arrival]], *, rollouts: bool = True
+    ) -> Run:
+        """Runs one policy over all samples."""
+        outcomes = self._outcomes(pair, gate, samples, rollouts=rollouts)
         rates = zip(outcomes, self._rollouts_alone(pair), strict=True)
         return Run(
             requests=[outcome.requests for outcome in outcomes],

@@ -71,6 +71,7 @@ class Process:
     """A sync_worker or a relay; ended by the cluster."""
 
     def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
@@ -89,7 +90,7 @@ class Process:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RoseError(f"{self._process.args} ended with status {self._process.wait()}")
+            raise RoseError(f"{' '.join(self._argv)} ended with status {self._process.wait()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -234,7 +235,8 @@ class Run:
         for trainer in self._trainers:
             trainer.tell("copy")
         copied = [trainer.answer() for trainer in self._trainers]
-        return max(each["ended_s"] for each in copied) - min(each["started_s"] for each in copied)
+        ended_s = max(float(each["ended_s"]) for each in copied)
+        return ended_s - min(float(each["started_s"]) for each in copied)
 
     def close(self) -> None:
         """Ends the run; every follower's bits are hashed anew."""
@@ -255,4 +257,5 @@ def _die_with_parent() -> None:
 def _busy_s() -> float:
     """CPU seconds of the whole machine."""
     times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+    idle_s: float = times.idle + times.iowait + times.guest + times.guest_nice
+    return float(sum(times)) - idle_s

@@ -105,7 +105,9 @@ class Trainer:
         self._ratios = (
             torch.empty(2 * WIDTH * HIDDEN).normal_(0, 0.4, generator=self._generator).clamp_(-1, 1)
         )
-        self._masters, self._shards, self._copies = [], [], []
+        self._masters: list[Any] = []
+        self._shards: list[Any] = []
+        self._copies: list[Any] = []
         for number, spec in enumerate(model_specs(num_layers)):
             rows = spec.shape[0] // num_ranks
             size = rows * spec.shape[1]
