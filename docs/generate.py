@@ -25,7 +25,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from reference_sources import METRIC_FOLDERS, ROUTE_FOLDERS, SETTINGS, read_metrics, read_routes
+from reference_sources import BODY_MODULES, METRIC_FOLDERS, ROUTE_FOLDERS, SETTINGS, read_metrics, read_routes
 
 from rose import cli
 from rose.scheduler.runtime.command.sched import SUBCOMMANDS
@@ -102,9 +102,12 @@ def _in_site(path: str) -> str | None:
 
 def _commands() -> str:
     os.environ.update(COLUMNS="100", ROSE_RUNTIME_DIR="/run/user/1000/rose")  # noqa: TID251 - not this machine's
-    names = [[command.name] for command in cli.COMMANDS]
-    names += [["sched", each.name] for each in SUBCOMMANDS]
-    return "\n\n".join(f"## rose {' '.join(name)}\n\n```text\n{_help(name)}\n```" for name in names)
+    commands = [([command.name], command.summary) for command in cli.COMMANDS]
+    commands += [(["sched", each.name], each.summary) for each in SUBCOMMANDS]
+    rows = [f"| [`rose {' '.join(name)}`](#rose-{'-'.join(name)}) | {text} |" for name, text in commands]
+    table = "\n".join(["| Command | What it does |", "|---|---|", *rows])
+    helps = [f"## rose {' '.join(name)}\n\n```text\n{_help(name)}\n```" for name, _ in commands]
+    return "\n\n".join([table, *helps])
 
 
 def _help(name: list[str]) -> str:
@@ -242,7 +245,26 @@ def _http() -> str:
     for title, intro, folder in ROUTE_FOLDERS:
         rows = [f"| {route.method} | `{route.path}` | {route.text} |" for route in read_routes(ROOT / folder)]
         parts.append(_section(title, intro, folder, head, rows))
+        parts += [_body(model) for module in BODY_MODULES.get(title, ()) for model in _models(module)]
     return "\n\n".join(parts)
+
+
+def _models(module: str) -> list[type[BaseModel]]:
+    """The bodies that a module defines, in its order."""
+    found = vars(importlib.import_module(module)).values()
+    return [
+        each
+        for each in found
+        if isinstance(each, type)
+        and issubclass(each, BaseModel)
+        and each.__module__ == module
+        and each.model_fields
+    ]
+
+
+def _body(model: type[BaseModel]) -> str:
+    about = inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0]
+    return f"### {model.__name__.removeprefix('_')}\n\n{about}\n\n{_table(model)}".replace("\n\n\n", "\n")
 
 
 def _metrics() -> str:

@@ -52,6 +52,9 @@ ROUTE_FOLDERS = (
     ("Dashboard of the job scheduler", "These routes only read.", "scheduler/dashboard"),
 )
 
+BODY_MODULES = {"Router": ("rose.scheduler.rollout.http.admin",), "Engine": ("rose.messages",)}
+"""Where the JSON bodies of a server's own routes are defined; others are OpenAI's, vLLM's and SGLang's."""
+
 METRIC_FOLDERS = (
     ("Router", "`GET /metrics` of the router.", "scheduler/rollout"),
     ("Engine", "vLLM's own `/metrics`, beside vLLM's metrics.", "rose/engine"),
