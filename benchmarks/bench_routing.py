@@ -1,6 +1,6 @@
 """Placing turns by cost beats the paper's rule, which beats turn-wise and pinned placement. SIMULATED.
 
-The router's own placement objects run in a simulator of multi-turn rollouts (scheduler/rollout/sim: engines,
+The router's own placement objects run in a simulator of multi-turn rollouts (benchmarks/sim/rollout: engines,
 traffic, trajectories; the parameters and their fit are in scenario.py). The time of a phase is the moment its
 last trajectory ends. 32B is simulated at half of its size (2 dedicated and 8 serving engines of 4 GPUs, 512
 trajectories): the same load per engine.

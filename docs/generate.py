@@ -141,7 +141,10 @@ def _file_section(title: str, intro: str, place: str, told: list[type[BaseModel]
 
 def _find(place: str) -> Any:
     module, _, name = place.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{place}: {error}; name its new place in docs/reference_sources.py") from error
 
 
 def _collect(model: type[BaseModel], found: list[type[BaseModel]]) -> None:

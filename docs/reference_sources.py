@@ -26,7 +26,7 @@ SETTINGS = (
     (
         "ray.yaml",
         "`rose ray up ray.yaml`: engines, relay and router on a Ray cluster.",
-        "rose.ray.ray_config.ClusterConfig",
+        "rose.ray.ray_config.RayConfig",
     ),
     (
         "cluster.yaml",
