@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from rose.engine.hooks.rank import RoseWorker
-from rose.engine.weights.weights import device_bytes
+from rose.engine.weights.device_weights import device_bytes
 
 _ANY_FREE_MEMORY = 0.001
 """Share of the GPU that vLLM asks to find free at start. The pool's daemon holds the KV memory already, and

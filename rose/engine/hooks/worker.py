@@ -14,7 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.hooks.rank import RoseWorker
-from rose.engine.weights.weights import device_bytes
+from rose.engine.weights.device_weights import device_bytes
 from rose.types import Role
 
 if TYPE_CHECKING:

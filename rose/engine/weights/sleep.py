@@ -5,8 +5,9 @@ copy needs no way back from the device, as rollout weights change only by update
 files until the first update, then the staged file of the last one (weights.py).
 
 On a CPU the worker's anonymous memory stands for device memory: parameters, and the copies that oneDNN packs
-of them, which no tensor shows. So packed copies are not moved but packed again, by the same layerwise reload
-that a weight update takes. Pages of files (the host's copy) and the slab pool don't count.
+of them where the processor lets it, which no tensor shows. So packed copies are not moved but packed again,
+by the same layerwise reload that a weight update takes. Pages of files (the host's copy) and the slab pool
+don't count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeState
 from vllm.platforms import current_platform
 
-from rose.engine.weights.weights import StagedWeightEngine, device_bytes, storages
+from rose.engine.weights.device_weights import device_bytes, storages
+from rose.engine.weights.weights import StagedWeightEngine
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class HostWeightsBackend(SleepModeBackend):
             storage.resize_(0)
         for module in self.engine.model.modules():
             if hasattr(module, "cpu_linear"):
-                module.cpu_linear = None  # held the packed copy
+                module.cpu_linear = None  # held the packed copy, if there is one
         _trim()
         self._state, self.engine.is_resident = "SUSPENDED", False
 

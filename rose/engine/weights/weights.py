@@ -287,22 +287,3 @@ def _repack_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
-
-
-def device_bytes(model: torch.nn.Module) -> int:
-    """What the model's weights take on the device: parameters, and on a CPU their packed copies."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    packed = 0
-    for module in model.modules():
-        if getattr(module, "cpu_linear", None) is not None:
-            parameters, _ = get_layerwise_info(module).restore_metadata
-            packed += parameters["weight"].nbytes
-    return packed + sum(storage.nbytes() for storage in storages(model))
-
-
-def storages(model: torch.nn.Module) -> list[torch.UntypedStorage]:
-    """Of all parameters, each once: a head tied to the embedding shares its storage."""
-    # A parameter is on meta where a reload failed half-way.
-    found = (each.untyped_storage() for each in model.parameters() if not each.is_meta)
-    return list({storage._cdata: storage for storage in found}.values())

@@ -1,0 +1,43 @@
+"""What a model's weights take on the device, and the storages that they lie in.
+
+Owns the knowledge of where vLLM keeps weights beside the parameters: on a CPU a layer's ``cpu_linear`` may
+hold a packed copy. Promises that a storage which several of them share counts once. Never changes the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def device_bytes(model: torch.nn.Module) -> int:
+    """What the model's weights take on the device: parameters, and on a CPU the packed copies of them.
+
+    Not every layer that vLLM dispatches on a CPU has such a copy: without AVX-512 oneDNN takes no bfloat16
+    matrix, and the layer computes with its parameter.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    held = {storage._cdata: storage for storage in storages(model)}
+    in_library_bytes = 0
+    for module in model.modules():
+        kept = _closed_over(getattr(module, "cpu_linear", None))
+        tensors = [each for each in kept if isinstance(each, torch.Tensor)]
+        held |= {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+        if kept and not tensors:  # a handle of oneDNN, which does not tell the size of its copy
+            parameters, _ = get_layerwise_info(module).restore_metadata
+            in_library_bytes += parameters["weight"].nbytes
+    return in_library_bytes + sum(storage.nbytes() for storage in held.values())
+
+
+def _closed_over(function: Any) -> list[Any]:
+    """What a layer's ``cpu_linear`` keeps: vLLM has no other place for packed weights."""
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+
+
+def storages(model: torch.nn.Module) -> list[torch.UntypedStorage]:
+    """Of all parameters, each once: a head tied to the embedding shares its storage."""
+    # A parameter is on meta where a reload failed half-way.
+    found = (each.untyped_storage() for each in model.parameters() if not each.is_meta)
+    return list({storage._cdata: storage for storage in found}.values())
