@@ -143,6 +143,11 @@ class RealEngine:
     def deactivate(self) -> ActivationChange:
         return ActivationChange.model_validate(self.post("deactivate", {}).raise_for_status().json())
 
+    def begin_anew(self) -> None:
+        """Active, idle and without a cache, wherever a test has left it: a pause ends all requests."""
+        self.deactivate()
+        self.activate()
+
     def post(self, route: str, body: dict[str, Any]) -> httpx.Response:
         return self._http.post(f"/rose/v1/{route}", json=body)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from real_engine import RealEngine, runtime_dir, until
 from tiny_models import SLAB_BYTES
+from weight_probes import update, version_name
 
 from rose._shm import Words
 from rose.admission.board import NUM_WORDS, Word
@@ -102,12 +103,23 @@ class SharedGpu:
         return RealEngine(self._models[role], role, self.folder, *flags, **self._settings)
 
     def settle(self) -> None:
-        """Idle engines, default gate, no pressure: where every test starts."""
+        """Idle engines, active, with their first weights, default gate, no pressure: where every test starts.
+
+        A test that failed half-way may have left them anywhere else.
+        """
+        self.engine(Role.ROLLOUT).activate()
         for engine in self._engines.values():
             engine.set_gate(self._gate)
             until(lambda e=engine: e.status().num_running + e.status().num_waiting == 0, "idle engine")
         until(lambda: self.ledger.num_held(Role.SERVING) == 1, "serving returned its slabs")
+        self._restore_weights()
         self.begin_rl_step()
+
+    def _restore_weights(self) -> None:
+        rollout = self.engine(Role.ROLLOUT)
+        # An engine that has had no update names no version.
+        if rollout.status().weight_version not in (None, version_name(0)):
+            update(rollout, self._models[Role.ROLLOUT], 0)
 
     def begin_rl_step(self) -> None:
         """As the router does at each step of the trainer; returns once the new budget counts."""

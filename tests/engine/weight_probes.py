@@ -22,8 +22,12 @@ def probe(engine: RealEngine) -> Probed:
     return answers
 
 
+def version_name(number: int) -> str:
+    return f"test/{number}"
+
+
 def update(engine: RealEngine, folder: Path, number: int) -> None:
-    wanted = staged_update(folder, f"test/{number}")
+    wanted = staged_update(folder, version_name(number))
     response = engine.update_weights(wanted)
     assert response.status_code == 200, response.text
     done = WeightUpdated.model_validate(response.json())

@@ -27,7 +27,7 @@ def heavy_models(engines_dir: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def heavy(engines_dir: Path, heavy_models: list[Path]) -> Iterator[RealEngine]:
+def _heavy(engines_dir: Path, heavy_models: list[Path]) -> Iterator[RealEngine]:
     """A dedicated rollout engine with weights that show in its memory."""
     engine = RealEngine(heavy_models[0], Role.ROLLOUT, engines_dir)
     try:
@@ -37,10 +37,17 @@ def heavy(engines_dir: Path, heavy_models: list[Path]) -> Iterator[RealEngine]:
 
 
 @pytest.fixture
+def heavy(_heavy: RealEngine) -> Iterator[RealEngine]:
+    """Active and without a cache. It is brought there after each test: its very first pause is tested too."""
+    yield _heavy
+    _heavy.begin_anew()
+
+
+@pytest.fixture
 def active(rollout: RealEngine) -> Iterator[RealEngine]:
-    """The shared rollout engine, active again afterwards."""
+    """The shared rollout engine, active and without a cache for whoever comes next."""
     yield rollout
-    rollout.activate()
+    rollout.begin_anew()
 
 
 def anonymous_bytes(engine: RealEngine) -> int:
