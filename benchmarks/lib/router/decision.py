@@ -11,10 +11,10 @@ from rose.demo.figures import Figure, percentile
 from rose.errors import NoWorkerError
 from rose.messages import RoutingStatus
 from rose.scheduler.rollout.placing.policy import PaperPolicy
-from rose.scheduler.rollout.placing.views import Turn
+from rose.scheduler.rollout.placing.views import TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.turn.jobs import JobTable
-from rose.scheduler.rollout.turn.placement import Place, Placement, Waiter
+from rose.scheduler.rollout.turn.accounts import JobAccounts
+from rose.scheduler.rollout.turn.places import Place, Places, Waiter
 from rose.scheduler.rollout.workers.worker import Worker
 
 
@@ -30,7 +30,7 @@ def decision(count: int, is_queued: bool) -> Figure:
         worker.take_status(RoutingStatus(), 0.0)
         worker.seen(0.0)
         workers[worker.id] = worker
-    placement, jobs = Placement(lambda: workers, PaperPolicy(), JobTable(config)), JobTable(config)
+    placement, jobs = Places(lambda: workers, PaperPolicy(), JobAccounts(config)), JobAccounts(config)
     job = jobs.get("job", 0.0)
     places: list[Place] = []
     took: list[float] = []
@@ -41,7 +41,7 @@ def decision(count: int, is_queued: bool) -> Figure:
         places.append(found)
 
     for number in range(count):
-        turn = Turn(
+        turn = TurnView(
             session=str(number), affine=f"w:{number % 16 + 1}", prompt_tokens=1000, expected_tokens=100
         )
         began, cpu_began = time.perf_counter(), time.thread_time()

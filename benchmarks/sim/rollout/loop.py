@@ -1,7 +1,7 @@
 """The simulator's event loop: one rollout phase under one policy.
 
 Owns: simulated time, what happens when.
-Promises: the router's own objects decide everything they decide in the service (Placement, Worker, JobTable,
+Promises: the router's own objects decide everything they decide in the service (Places, Worker, JobAccounts,
 SessionTable, the policies); the simulator gives them what the service would see, when it would see it.
 Never does: read a clock, measure anything real. Its figures are simulated.
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from rose.errors import NoWorkerError
 from rose.messages import RoutingStatus
 from rose.scheduler.rollout.placing.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
-from rose.scheduler.rollout.placing.views import DEFAULT_JOB, Policy, Turn, WorkerKind
+from rose.scheduler.rollout.placing.views import DEFAULT_JOB, Policy, TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.turn.jobs import JobTable
-from rose.scheduler.rollout.turn.placement import Place, Placement, Waiter, probably_cached
+from rose.scheduler.rollout.turn.accounts import JobAccounts
+from rose.scheduler.rollout.turn.places import Place, Places, Waiter, probably_cached
 from rose.scheduler.rollout.workers.worker import Worker
 from sim.rollout.engine import Engine, Run
 from sim.rollout.prompts import Prompts
@@ -86,8 +86,8 @@ class Simulation:
         self._traffic: dict[str, Iterator[float]] = {}
         self._busy_s: dict[str, float] = {}
         self._add_engines(seed)
-        self._jobs = JobTable(self._config)
-        self._placement = Placement(self.members, policy, self._jobs)
+        self._jobs = JobAccounts(self._config)
+        self._placement = Places(self.members, policy, self._jobs)
         self._sessions = SessionTable(self._config.max_sessions)
         drawn = trajectories(scenario, seed)
         self._trajectories = [_Trajectory(steps) for steps in drawn]
@@ -161,7 +161,7 @@ class Simulation:
         key = self._key(index, trajectory.context_tokens + step.new_prompt_tokens)
         session = self._sessions.get(key)
         job = self._jobs.get(DEFAULT_JOB, self._now_s)
-        turn = Turn(
+        turn = TurnView(
             session=key,
             affine=session.worker if session is not None else None,
             prompt_tokens=trajectory.context_tokens + step.new_prompt_tokens,

@@ -1,8 +1,8 @@
-"""Request and answer bodies with long lists of token ids, which are never turned into Python objects.
+"""Bodies of requests and answers, in which long lists of token ids stay JSON text.
 
 Owns: TokenIds, the JSON text of a list of ids; reading and writing bodies that hold one.
-Promises: a body of 32k ids costs a search and a copy of its bytes, not 32k integers; what is not a plain list
-of ids is parsed like any JSON.
+Promises: a body of 32k ids costs a search and a copy of its bytes instead of 32k integers. Everything else is
+parsed like any JSON.
 Never does: know which fields a request has.
 """
 
@@ -18,12 +18,12 @@ Json = dict[str, Any]
 _WHITESPACE = b" \t\r\n"
 _SAMPLE_BYTES = 2048
 _MARK = f"ids-{os.urandom(8).hex()}"
-"""Stands for the ids while the rest is parsed; random, so that no client can write it."""
+"""Replaces the ids while the rest is parsed. It is random, so that no client can send it."""
 _QUOTED_MARK = b'"%b"' % _MARK.encode()
 
 
 class BadRequest(ValueError):
-    """The client's body can't be understood; answered 400."""
+    """The client's request can't be understood; answered 400."""
 
 
 class TokenIds:
@@ -32,7 +32,7 @@ class TokenIds:
     __slots__ = ("data",)
 
     def __init__(self, data: bytes) -> None:
-        """`data`: as `[1,2,3]`, without spaces."""
+        """`data`: JSON without spaces, such as `[1,2,3]`."""
         self.data = data
 
     @classmethod
@@ -53,7 +53,7 @@ class TokenIds:
         return len(self.data) == 2
 
     def about(self) -> int:
-        """How many there are: exact for short lists, else within some percent. Counting costs too much."""
+        """Estimates the number of ids: exactly for short lists, else within some percent and much faster."""
         if len(self.data) <= _SAMPLE_BYTES:
             return self.count()
         middle = len(self.data) // 2 - _SAMPLE_BYTES // 2
@@ -61,21 +61,21 @@ class TokenIds:
         return len(self.data) * found // _SAMPLE_BYTES
 
     def plus(self, ids: Sequence[int]) -> "TokenIds":
-        """These and then those."""
+        """Returns these ids followed by `ids`."""
         more = msgspec.json.encode(ids)
         if self.is_empty:
             return TokenIds(more)
         return TokenIds(b"%b,%b" % (self.data[:-1], more[1:])) if ids else self
 
     def count(self) -> int:
-        """How many there are, exactly."""
+        """Counts the ids exactly."""
         return 0 if self.is_empty else self.data.count(b",") + 1
 
     def listed(self) -> list[int]:
         return msgspec.json.decode(self.data, type=list[int])
 
     def prefix(self) -> bytes:
-        """Bytes with which the text of every list begins that begins with these ids."""
+        """Returns the bytes that begin the text of every list that begins with these ids."""
         return self.data[:-1] if self.is_empty else self.data[:-1] + b","
 
 
@@ -87,11 +87,11 @@ def _encode_ids(value: object) -> object:
 
 _encoder = msgspec.json.Encoder(enc_hook=_encode_ids)
 encode = _encoder.encode
-"""JSON of a body; TokenIds are written as they are."""
+"""Returns the JSON of a body; TokenIds are written as they are."""
 
 
 def encode_apart(body: Json) -> list[bytes]:
-    """The same in pieces, so that the ids of the prompt aren't copied."""
+    """Returns the JSON of a body in pieces, so that the prompt's ids are not copied."""
     prompt = body.get("prompt")
     if not isinstance(prompt, TokenIds):
         return [encode(body)]
@@ -100,13 +100,13 @@ def encode_apart(body: Json) -> list[bytes]:
 
 
 def cut_ids(data: bytes, key: bytes, *, is_trusted: bool = False) -> tuple[bytes, TokenIds] | None:
-    """Cut the first plain list of ids behind `key` (with its quotes) out of a JSON text, a mark in its place.
+    """Cuts the first plain list of ids behind `key` (with its quotes) out of a JSON text and leaves a mark.
 
-    `is_trusted`: the list is known to hold ids alone, without spaces.
+    `is_trusted`: the list is known to hold only ids, without spaces.
 
-    None where there is no such list, or it holds any other JSON values. What isn't JSON at all between the
-    brackets may pass: its reader, the worker, refuses it. (Checking each comma takes ten times as long.) A
-    key can't be mistaken for text: inside of a JSON string its quotes would be escaped.
+    Returns None if there is no such list, or if it holds other JSON values. Text between the brackets that is
+    no JSON at all may pass, because checking each comma takes ten times as long; the worker refuses it. The
+    key can't be mistaken for text: inside a JSON string its quotes would be escaped.
     """
     at = data.find(key)
     if at < 0:
@@ -126,27 +126,27 @@ def cut_ids(data: bytes, key: bytes, *, is_trusted: bool = False) -> tuple[bytes
 
 
 def _are_ids(data: bytes) -> bool:
-    """Whether digits and commas alone are between the brackets."""
+    """Whether there are only digits and commas between the brackets."""
     if len(data) == len(b"[]"):
         return True
     characters = np.frombuffer(data, np.uint8, len(data) - 2, 1)
-    # Between "," and "9" are also "-", "." and "/", of which no JSON has the last outside of strings.
+    # "-", "." and "/" also lie between "," and "9"; JSON has no "/" outside of strings.
     is_within = characters.min() >= ord(",") and characters.max() <= ord("9")
     return bool(is_within) and data.find(b"-") < 0 and data.find(b".") < 0
 
 
 def parse(data: bytes, key: str = "prompt") -> Json:
-    """A client's JSON object; a plain list of ids under `key` comes as TokenIds, all else as usual.
+    """Parses a client's JSON object; a plain list of ids under `key` becomes TokenIds.
 
     Raises:
-        BadRequest: not JSON, or not an object.
+        BadRequest: the data is not JSON, or not an object.
     """
     if (cut := cut_ids(data, f'"{key}"'.encode())) is not None:
         rest, ids = cut
         body = _object(rest)
         if body.get(key) == _MARK:
             return {**body, key: ids}
-    return _object(data)  # the list was in some inner object, or there is none
+    return _object(data)  # there is no such list, or an inner object holds it
 
 
 def _object(data: bytes) -> Json:

@@ -1,9 +1,9 @@
-"""The shape of /v1/chat/completions, and how a chat that was cut goes on.
+"""The shape of /v1/chat/completions, and how a chat that was cut is resumed.
 
 Owns: which chats can be resumed; their continuation, answers and streams.
-Promises: a resumed answer's text is that of the unbroken run: the worker goes on from prompt + generated
-tokens, and it is still its chat endpoint that turns them into text. What can't keep that promise is named
-before anything was sent, and goes to one worker whole (passthrough.py).
+Promises: the text of a resumed answer is that of an unbroken run, because the worker continues from prompt +
+generated tokens and its chat endpoint still makes the text. A chat that can't be resumed is recognized before
+its client receives anything, and is forwarded to one worker whole (http/passthrough.py).
 Never does: I/O, render messages, parse text.
 """
 
@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 from rose.errors import RoseError
 from rose.scheduler.rollout.formats.bodies import Json, TokenIds, encode
+from rose.scheduler.rollout.formats.chunks import Chunk
 from rose.scheduler.rollout.formats.completions import Call, Single, checked_n, child_body, usage_of
 from rose.scheduler.rollout.formats.events import CHAT_PATH
-from rose.scheduler.rollout.formats.resume import Accumulated, Chunk
+from rose.scheduler.rollout.formats.resume import Accumulated
 
 _RENDERING = frozenset(
     (
@@ -28,7 +29,7 @@ _RENDERING = frozenset(
         "add_special_tokens",
     )
 )
-"""Decide over the prompt alone, whose ids a continuation is given."""
+"""Fields that only affect the prompt, whose ids a continuation is given."""
 _SAMPLING = frozenset(
     (
         "max_tokens",
@@ -70,27 +71,28 @@ _ANSWERING = frozenset(
     )
 )
 _KEPT = _RENDERING | _SAMPLING | _ANSWERING
-"""Fields that mean the same to a continuation. With any other the chat goes to one worker whole: tools, stop
-strings, structured output and penalties carry a state over the cut; images are not in the ids."""
+"""Fields that mean the same to a continuation. A chat with any other field goes to one worker whole: a cut
+loses the state of tools, stop strings, structured output and penalties, and the ids don't hold images."""
 _SAYS_NOTHING: tuple[object, ...] = ("none", {"type": "text"})
-"""Values of tool_choice and response_format that ask for nothing."""
+"""Values of tool_choice and response_format that change nothing."""
 
 
 class ChatParsed(RoseError):
-    """A parser of the worker's makes the text (reasoning, tools): only a whole answer of its own is right."""
+    """A parser in the worker makes the text (reasoning, tools), so only a whole answer of one worker is
+    right."""
 
 
 def can_resume(body: Mapping[str, Any]) -> bool:
-    """Whether a cut answer to this chat can go on elsewhere, as far as the request tells.
+    """Whether a cut answer to this chat can be resumed on another worker, as far as the request tells.
 
-    It has to say how long it may get: what a worker allows by default, the router can't know.
+    The request has to limit its length, because the router can't know a worker's default.
     """
     limit = _limit(body)
     return (
         all(name in _KEPT or not value or value in _SAYS_NOTHING for name, value in body.items())
         and type(limit) is int
         and limit > 0
-        and body.get("add_generation_prompt") is not False  # else the role is the last message's
+        and body.get("add_generation_prompt") is not False  # otherwise the role is that of the last message
         and _is_plain(body.get("stream_options"))
         and _are_texts(body.get("messages"))
     )
@@ -102,7 +104,7 @@ def _limit(body: Mapping[str, Any]) -> object:
 
 
 def _is_plain(stream_options: object) -> bool:
-    """Whether no event but the last is to tell the usage."""
+    """Whether only the last event may hold the usage."""
     if not isinstance(stream_options, dict):
         return stream_options is None
     return not stream_options.get("continuous_usage_stats")
@@ -123,7 +125,7 @@ def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A text that the next turn's begins with, once the answer is put behind it."""
+    """Returns a text such that the next turn's text begins with it, followed by the answer."""
     said = [f"{_line(message)}\0" for message in messages]
     return "".join([*said, "assistant\0"])
 
@@ -150,23 +152,23 @@ class ChatGeneration(Accumulated):
         return self.is_parsed or self.prompt_token_ids is None
 
     def _take_context(self, chunk: Chunk) -> None:
-        """Raises: ChatParsed; ValueError if the worker did not go on from the ids it was given."""
+        """Raises: ChatParsed; ValueError if the worker did not continue from the ids that it was given."""
         if chunk.role is not None:
             self.role = chunk.role
         if chunk.is_parsed and not self.is_parsed:
             if not (self.is_streamed and self.token_ids):
-                raise ChatParsed("the worker parses this model's chats; they are not resumed")
-            self.is_parsed = True  # the client has a part already: no more than a cut can't be healed
+                raise ChatParsed("the worker parses this model's chats, so they can't be resumed")
+            self.is_parsed = True  # the client has a part already, and only a cut would need a restart
         if chunk.prompt_token_ids is None:
             return
         if not self.token_ids:
             self.prompt_token_ids = chunk.prompt_token_ids
         elif chunk.prompt_token_ids.listed() != self.so_far().listed():
-            self.prompt_token_ids = None  # so it must restart
-            raise ValueError("it took the messages instead of the token ids, as vLLM before 0.32 may")
+            self.prompt_token_ids = None  # this forces a restart
+            raise ValueError("the worker used the messages instead of the token ids, as vLLM before 0.32 may")
 
     def _continued(self, ids: TokenIds) -> Json:
-        """vLLM takes ids in a chat as it would from a prefiller: it renders no messages then."""
+        """Gives vLLM the ids as a prefiller would, so that it renders no messages."""
         return {"kv_transfer_params": {"prompt_token_ids": ids}}
 
     def _add_logprobs(self, logprobs: Mapping[str, Any]) -> None:
@@ -179,13 +181,13 @@ class ChatGeneration(Accumulated):
 
 
 class Chat:
-    """OpenAI's /v1/chat/completions as vLLM has it. See formats.Format."""
+    """OpenAI's /v1/chat/completions as vLLM has it. See shape.Format."""
 
     ids_key = "prompt"  # a chat has none
     end = b"data: [DONE]\n\n"
 
     def call(self, body: Json) -> Call:
-        """Of a body that `can_resume`."""
+        """Reads a request for which `can_resume` holds."""
         limited = {**body, "max_tokens": _limit(body)}
         limited.pop("max_completion_tokens", None)
         n, call_id = checked_n(limited), uuid.uuid4().hex

@@ -1,7 +1,7 @@
-"""The shape of /v1/completions: one call into single requests, finished generations into one answer.
+"""The shape of /v1/completions: one call becomes single requests, their generations become one answer.
 
-Owns: fanning out prompts x n, the merged JSON answer, the chunks of a streamed answer.
-Promises: without a fault, choices equal those that vLLM would have given, plus a `rose` field.
+Owns: the fan-out of prompts x n, the merged JSON answer, the events of a streamed answer.
+Promises: without a fault, the choices equal those of vLLM, plus a `rose` field.
 Never does: I/O.
 """
 
@@ -12,21 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds
-from rose.scheduler.rollout.formats.resume import Accumulated, Chunk, known_prompt, text_offsets
+from rose.scheduler.rollout.formats.chunks import Chunk
+from rose.scheduler.rollout.formats.resume import Accumulated, known_prompt, text_offsets
 
 _WHOLE_ONLY = ("use_beam_search", "echo", "prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 
 
 def can_stream(body: Mapping[str, Any]) -> bool:
-    """Whether vLLM can stream what this call asks for. What it can't is passed to one worker as it is."""
+    """Whether vLLM can stream what this call asks for; otherwise the call is forwarded to one worker
+    whole."""
     return not any(body.get(name) for name in _WHOLE_ONLY) and body.get("prompt_logprobs") is None
 
 
 def split_prompts(prompt: object) -> list[str | TokenIds]:
-    """A string, token ids, or a list of either -> a list of single prompts.
+    """Turns a string, token ids, or a list of either into a list of single prompts.
 
     Raises:
-        BadRequest: it is none of them, or empty.
+        BadRequest: the prompt is none of these, or empty.
     """
     if isinstance(prompt, str) and prompt:
         return [prompt]
@@ -37,7 +39,7 @@ def split_prompts(prompt: object) -> list[str | TokenIds]:
             return [TokenIds.of(prompt)]
         if all((isinstance(p, str) and p) or (_are_ids(p) and p) for p in prompt):
             return [p if isinstance(p, str) else TokenIds.of(p) for p in prompt]
-    raise BadRequest("prompt: want a string, a list of token ids, or a list of either; none of them empty")
+    raise BadRequest("prompt: expected a string, a list of token ids, or a list of either; none may be empty")
 
 
 def _are_ids(value: object) -> bool:
@@ -46,23 +48,23 @@ def _are_ids(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Single:
-    """One prompt, n = 1: the unit that is routed."""
+    """One prompt with n = 1: the request of one turn, which is what the router places."""
 
     index: int
     prompt: str | TokenIds
-    """Tells its trajectory; the next turn's begins with it and with what was generated."""
+    """It identifies the trajectory: the next turn's prompt begins with it and the generated tokens."""
     generation: Accumulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One client's call and what it was fanned out to."""
+    """One client's call and its single requests."""
 
     body: Mapping[str, Any]
     n: int
     singles: Sequence[Single]
     is_batch: bool = False
-    """Asked for as a list of prompts, or n above 1."""
+    """The client sent a list of prompts, or n above 1."""
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -76,13 +78,14 @@ class Call:
 
 
 def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
-    """Split a call into single requests, choices in vLLM's order (prompt-major).
+    """Splits a call into single requests, in vLLM's order of choices (prompt-major).
 
-    Seeds: child i of a seeded call gets seed + i, as in vLLM. An unseeded child stays unseeded: a generator
-    per request slows vLLM's sampler. So engines behind one router need seeds of their own (rose serve gives
-    each one), or siblings spread over them could be equal.
+    Child i of a seeded call gets seed + i, as in vLLM. An unseeded child stays unseeded, because a generator
+    per request slows vLLM's sampler. Engines behind one router therefore need seeds of their own (rose serve
+    gives each one), or siblings on different engines could be equal.
 
-    `shown_id`: what the answer is named; workers get a name of ours, as two clients' could be equal.
+    `shown_id`: the id of the answer. Workers get an id of the router's, since two clients' ids could be
+    equal.
 
     Raises:
         BadRequest: prompt, n, max_tokens or seed is malformed.
@@ -100,28 +103,28 @@ def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
 
 
 _MAX_SINGLES = 2**16
-"""Of one call: each costs some KB here, and n alone is a few bytes of a body."""
+"""The most single requests of one call: each costs the router some KB, and n costs the client a few bytes."""
 _INTEGERS = ("max_tokens", "seed", "min_tokens", "stream_interval")
 _MAX_INTEGER = 2**63
 
 
 def checked_n(body: Mapping[str, Any], num_prompts: int = 1) -> int:
-    """How many choices are asked for of each prompt.
+    """Returns n, and checks the other fields that the router itself uses.
 
     Raises:
-        BadRequest: what the router itself needs of the body is malformed.
+        BadRequest: one of them is malformed.
     """
     n = body.get("n") if body.get("n") is not None else 1
     if type(n) is not int or n < 1:
-        raise BadRequest(f"n: want a positive integer, got {n!r}")
+        raise BadRequest(f"n: expected a positive integer, got {n!r}")
     if n * num_prompts > _MAX_SINGLES:
-        raise BadRequest(f"n: {num_prompts} prompts x {n}, at most {_MAX_SINGLES}; send several requests")
+        raise BadRequest(f"n: {num_prompts} prompts x {n} is more than {_MAX_SINGLES}; send several requests")
     for name in _INTEGERS:
         value = body.get(name)
         if value is not None and (type(value) is not int or abs(value) >= _MAX_INTEGER):
-            raise BadRequest(f"{name}: want an integer of 64 bits, got {str(value)[:40]!r}")
+            raise BadRequest(f"{name}: expected a 64-bit integer, got {str(value)[:40]!r}")
     if not isinstance(body.get("stream_options"), dict | None):
-        raise BadRequest(f"stream_options: want an object, got {body['stream_options']!r}")
+        raise BadRequest(f"stream_options: expected an object, got {body['stream_options']!r}")
     return n
 
 
@@ -129,7 +132,7 @@ _OF_THE_CALL = ("stream", "stream_options", "n", "request_id")
 
 
 def child_body(body: Mapping[str, Any], child: int) -> Json:
-    """What single request number `child` of a prompt takes over from the call."""
+    """Returns what single request number `child` of a prompt takes over from the call."""
     seed = {"seed": body["seed"] + child} if body.get("seed") is not None else {}
     return {k: v for k, v in body.items() if k not in _OF_THE_CALL} | seed
 
@@ -139,7 +142,7 @@ def _envelope(call: Call, model: str | None) -> Json:
 
 
 def usage_of(call: Call, singles: Sequence[Single] | None = None) -> Json:
-    """OpenAI's usage of a call, or of some of its single requests. A prompt counts once, whatever n."""
+    """Returns OpenAI's usage of a call, or of some of its singles. A prompt counts once, whatever n is."""
     of = call.singles if singles is None else singles
     prompts = of[:: call.n] if singles is None else of
     prompt_tokens = sum(_prompt_tokens(s.generation) for s in prompts)
@@ -156,7 +159,7 @@ def usage_of(call: Call, singles: Sequence[Single] | None = None) -> Json:
 def _prompt_tokens(generation: Accumulated) -> int:
     if generation.num_prompt_tokens is not None:
         return generation.num_prompt_tokens
-    ids = generation.prompt_token_ids  # its worker's count was lost with the finish
+    ids = generation.prompt_token_ids  # the worker's count was lost with the finish
     return ids.count() if ids is not None else 0
 
 
@@ -177,7 +180,7 @@ def _choice(single: Single, returns_ids: bool) -> Json:
 
 
 class Completions:
-    """OpenAI's /v1/completions as vLLM has it. See formats.Format."""
+    """OpenAI's /v1/completions as vLLM has it. See shape.Format."""
 
     ids_key = "prompt"
     end = b"data: [DONE]\n\n"
@@ -191,7 +194,6 @@ class Completions:
         return {**_envelope(call, model), "choices": choices, "usage": usage_of(call)}
 
     def stream_chunk(self, call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
-        """The event for a chunk that was just added to the single's generation."""
         generation = single.generation
         choice: Json = {"index": single.index, "text": chunk.text, "logprobs": None, "finish_reason": None}
         choice["stop_reason"] = None
@@ -206,7 +208,6 @@ class Completions:
         return {**_envelope(call, model), "choices": [choice]}
 
     def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
-        """The event that finishes one choice."""
         generation = single.generation
         choice: Json = {"index": single.index, "text": "", "logprobs": None}
         choice |= {"finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
@@ -216,7 +217,6 @@ class Completions:
         return {**_envelope(call, model), "choices": [choice]}
 
     def stream_usage(self, call: Call, model: str | None) -> Json | None:
-        """The usage event, if the client asked for one."""
         if not call.wants_usage:
             return None
         return {**_envelope(call, model), "choices": [], "usage": usage_of(call)}

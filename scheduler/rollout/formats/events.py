@@ -1,8 +1,8 @@
 """vLLM's event stream of a completion or a chat.
 
-Owns: the events' shape, as far as it is used; cutting the stream into events.
-Promises: the echo of a long prompt is never parsed, nor copied where it tells nothing new.
-Never does: judge what an event means (attempt.py).
+Owns: the shape of the events as far as the router uses it, and cutting the stream into events.
+Promises: the echo of a long prompt is never parsed, and not copied where it is known already.
+Never does: judge what an event means (turn/attempt.py).
 """
 
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     prompt_tokens_details: _CachedTokens | None = None
     completion_tokens_details: Any = None
-    """A chat's; vLLM sends it only where a reasoning parser is set."""
+    """vLLM sends this for chats only, where a reasoning parser is set."""
 
 
 class _Delta(msgspec.Struct):
@@ -43,7 +43,7 @@ class _Choice(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """One event of vLLM's /v1/completions or /v1/chat/completions stream, as far as it is used."""
+    """One event of a stream from vLLM's /v1/completions or /v1/chat/completions."""
 
     model: str | None = None
     choices: list[_Choice] = []
@@ -60,15 +60,15 @@ _PROMPT_IDS = _PROMPT_KEY + b":["
 async def read_events(
     stream: AsyncIterator[bytes], *, skips_prompt: bool = False
 ) -> AsyncIterator[tuple[Event, TokenIds | None]]:
-    """The events of a completion stream until [DONE], each with the prompt's ids if it carries them.
+    """Yields the events up to [DONE], each with the prompt's ids if it carries them.
 
-    `skips_prompt`: who reads knows them already, and needn't be given them.
+    `skips_prompt`: the caller knows the prompt's ids, so they are skipped.
 
     Raises:
         ConnectionError: the stream broke off before [DONE].
-        ValueError: an event is not JSON of that shape.
+        ValueError: an event is not JSON of this shape.
     """
-    pieces: list[bytes] = []  # of a line that has not ended: a long prompt's echo comes in many
+    pieces: list[bytes] = []  # of an unfinished line: the echo of a long prompt arrives in many
     has_prompt = is_skipping = False
     async for data in stream:
         if is_skipping:
@@ -82,7 +82,7 @@ async def read_events(
         if is_skipping or b"\n" not in pieces[-1]:
             continue
         text, start = b"".join(pieces), 0
-        # One event a line: JSON holds no bare line feed. Not split(), which looks at each byte by itself.
+        # Each line is one event, as JSON holds no bare line feed. split() would look at each byte by itself.
         while (end := text.find(b"\n", start)) >= 0:
             line, start = text[start:end], end + 1
             if not line.startswith(_DATA):
@@ -99,7 +99,7 @@ async def read_events(
 
 
 def _cut_echo(text: bytes) -> tuple[list[bytes], bool]:
-    """(a stream's text without the prompt's ids, as vLLM writes them; whether more of them are to come)."""
+    """Removes the prompt's ids as vLLM writes them. Returns (the rest in pieces, whether more ids follow)."""
     if (start := text.find(_PROMPT_IDS)) < 0:
         return [text], False
     start += len(_PROMPT_IDS)

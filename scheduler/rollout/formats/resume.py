@@ -1,9 +1,10 @@
-"""Finishing a generation that was cut: what was received, what to ask next, the merged answer.
+"""Finishing a generation that was cut: what has arrived, what to ask for next, the merged answer.
 
-Owns: Accumulated, one single request's tokens over all its attempts; the rule resume or restart.
+Owns: Accumulated, the tokens of one single request over all its attempts; the choice between resume and
+restart.
 Promises: however a generation is cut into attempts, the merged answer holds each token once, in order, with
-its log-probability and the worker and weight version that made it. Chunks of a given-up attempt are dropped.
-Never does: I/O, choosing workers.
+its log-probability and the worker and weight version that made it. Chunks of abandoned attempts are dropped.
+Never does: I/O, choose workers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from rose.scheduler.rollout.formats.bodies import Json, TokenIds
+from rose.scheduler.rollout.formats.chunks import Chunk
 from rose.scheduler.rollout.formats.events import COMPLETIONS_PATH
 from rose.types import WeightVersion
 
 _DEFAULT_MAX_TOKENS = 16
-"""What vLLM's /v1/completions takes when max_tokens is absent or null."""
+"""The default of vLLM's /v1/completions, where max_tokens is absent or null."""
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = (1 << 63) - 1
 _STATEFUL = (
-    # Their state spans all generated tokens; a continuation sees the first part as prompt and begins anew.
+    # Their state spans all generated tokens, but a continuation takes the first part for a prompt.
     "stop",
     "structured_outputs",
     "response_format",
@@ -34,21 +36,21 @@ _LOGPROB_LISTS = ("token_logprobs", "tokens", "top_logprobs")
 
 
 def must_restart(body: Mapping[str, Any]) -> bool:
-    """Whether a cut generation has to begin anew, because its constraints can't be carried over the cut."""
+    """Whether a cut generation has to start again, because a constraint's state can't be carried over."""
     if body.get("response_format") == {"type": "text"}:
         body = {**body, "response_format": None}
     return any(body.get(name) for name in _STATEFUL)
 
 
 def known_prompt(body: Mapping[str, Any]) -> TokenIds | None:
-    """The prompt's ids where the worker takes them as they are, and has none to tell."""
+    """Returns the prompt's ids if the worker uses exactly these; None if only the worker knows them."""
     prompt = body.get("prompt")
     is_whole = body.get("truncate_prompt_tokens") is None
     return prompt if is_whole and isinstance(prompt, TokenIds) else None
 
 
 def text_offsets(tokens: Sequence[str], start: int = 0) -> list[int]:
-    """Where each token begins in the text, as vLLM counts it: by the lengths of the tokens as printed."""
+    """Returns where each token begins in the text. vLLM counts the lengths of the tokens as printed."""
     offsets = []
     for token in tokens:
         offsets.append(start)
@@ -58,7 +60,7 @@ def text_offsets(tokens: Sequence[str], start: int = 0) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Consecutive tokens made by one worker with one version of the weights."""
+    """Consecutive tokens that one worker made with one version of the weights."""
 
     worker: str
     weight_version: WeightVersion | None
@@ -69,42 +71,26 @@ class Span:
         return {"worker": self.worker, "weight_version": version, "tokens": self.num_tokens}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """What one streamed event adds to the generation."""
-
-    text: str
-    token_ids: Sequence[int]
-    logprobs: Mapping[str, Any] | None = None
-    prompt_token_ids: TokenIds | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    role: str | None = None
-    """A chat's speaker; its first event tells."""
-    is_parsed: bool = False
-    """A chat's text is not simply its tokens': a parser of the worker's stands between."""
-
-
 @dataclass(slots=True)
 class Accumulated:
-    """One single request (one prompt, n = 1) over all its attempts. An attempt is named by its epoch.
+    """One single request (one prompt, n = 1) over all its attempts, which are numbered by epochs.
 
-    What a chat does otherwise is in chat.py.
+    chat.py has the differences of a chat.
     """
 
     path: ClassVar[str] = COMPLETIONS_PATH
-    """Where workers take it."""
+    """The workers' path for the request."""
 
     request: Mapping[str, Any]
     epoch: int = 0
     prompt_token_ids: TokenIds | None = None
     num_prompt_tokens: int | None = None
-    """As a worker counted them."""
+    """The prompt's tokens as a worker counted them."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[str, list[Any]] | None = None
     num_printed: int = 0
-    """Characters of all tokens as printed in `logprobs`."""
+    """The length of all tokens as printed in `logprobs`."""
     spans: list[Span] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -119,7 +105,7 @@ class Accumulated:
 
     @property
     def is_exhausted(self) -> bool:
-        """All tokens asked for are there; only the finish was lost with its worker."""
+        """Whether all tokens have arrived, and only the finish was lost with its worker."""
         return self.num_tokens > 0 and self.num_tokens >= self.max_tokens
 
     @property
@@ -128,11 +114,11 @@ class Accumulated:
 
     @property
     def must_restart(self) -> bool:
-        """Whether a cut ends in a new beginning."""
+        """Whether a cut forces the generation to start again."""
         return self.prompt_token_ids is None or must_restart(self.request)
 
     def begin(self) -> int:
-        """Start the next attempt and return its epoch; from now on, chunks of earlier epochs are dropped."""
+        """Starts the next attempt and returns its epoch. Chunks of earlier epochs are dropped from now on."""
         if self.token_ids:
             if self.must_restart:
                 self._forget()
@@ -147,7 +133,7 @@ class Accumulated:
         self.num_printed = 0
 
     def drop_last(self, count: int) -> None:
-        """Take back so many tokens, none of which has given text."""
+        """Drops the last `count` tokens, none of which has given text."""
         if not count:
             return
         del self.token_ids[-count:]
@@ -161,7 +147,7 @@ class Accumulated:
             count -= min(count, last.num_tokens)
 
     def add(self, epoch: int, chunk: Chunk, worker: str, version: WeightVersion | None) -> bool:
-        """Take one chunk in; False if it came too late, from an attempt that was given up."""
+        """Adds a chunk. Returns False if it belongs to an attempt that was abandoned."""
         if epoch != self.epoch or self.finish_reason is not None:
             return False
         self._take_context(chunk)
@@ -174,7 +160,7 @@ class Accumulated:
         return True
 
     def _take_context(self, chunk: Chunk) -> None:
-        """What an attempt tells of its prompt, ahead of its tokens."""
+        """Takes in what a chunk says about the prompt."""
         if self.prompt_token_ids is None:
             self.prompt_token_ids = chunk.prompt_token_ids
 
@@ -194,7 +180,8 @@ class Accumulated:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def next_body(self) -> Json:
-        """The next attempt's body: the request itself, or its continuation from prompt + generated tokens."""
+        """Returns the next attempt's body: the request, or its continuation from prompt + generated
+        tokens."""
         body = dict(self.request)
         if not self.token_ids:
             return body
@@ -203,20 +190,20 @@ class Accumulated:
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - self.num_tokens)
         if body.get("seed") is not None:
-            # The same seed would replay the random numbers that the first part has used up.
+            # The same seed would repeat the random numbers that the first part used.
             body["seed"] = (body["seed"] + _SEED_STEP * self.num_tokens) & _SEED_MASK
-        # Both were applied to the original prompt, whose ids are sent now.
+        # Both were applied to the original prompt; its ids are sent now.
         body.pop("truncate_prompt_tokens", None)
         body.pop("add_special_tokens", None)
         return body
 
     def so_far(self) -> TokenIds:
-        """Prompt and generated tokens."""
+        """Returns the prompt and the generated tokens."""
         assert self.prompt_token_ids is not None
         return self.prompt_token_ids.plus(self.token_ids)
 
     def _continued(self, ids: TokenIds) -> Json:
-        """The fields that make a request go on from these ids."""
+        """Returns the fields that make a request continue from these ids."""
         return {"prompt": ids}
 
     def merged_logprobs(self) -> Json | None:
@@ -225,7 +212,7 @@ class Accumulated:
         return {"text_offset": text_offsets(self.logprobs["tokens"]), **self.logprobs}
 
     def provenance(self) -> Json:
-        """The `rose` field of a choice. cached_tokens: prompt tokens found cached, over all attempts."""
+        """Returns the `rose` field of a choice. Its cached_tokens are summed over all attempts."""
         return {
             "spans": [span.as_json() for span in self.spans],
             "resumes": self.num_resumes,

@@ -1,8 +1,8 @@
-"""The operator's side: workers and jobs at run time, weight versions, RL steps, status, metrics.
+"""The operator's routes: workers and jobs at run time, weight versions, RL steps, status, metrics.
 
 Owns: /workers, /admin/*, /metrics.
-Promises: the admin key, where set, is asked on /workers and /admin.
-Never does: hand a worker's own routes through; it calls them itself where needed.
+Promises: a worker's own routes can't be reached through these; the router calls them itself where needed.
+Never does: check keys (guard.py).
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rose.messages import RlStep
 from rose.scheduler.rollout.formats.bodies import BadRequest
+from rose.scheduler.rollout.http.errors import Conflict, NotFound
 from rose.scheduler.rollout.http.guard import Guard
+from rose.scheduler.rollout.http.metrics import prometheus_text
 from rose.scheduler.rollout.placing.versions import VersionMode
 from rose.scheduler.rollout.router_config import JobSpec, WorkerSpec
-from rose.scheduler.rollout.turn.counters import prometheus_text
 from rose.scheduler.rollout.turn.dataplane import DataPlane
-from rose.scheduler.rollout.turn.errors import Conflict, NotFound
 from rose.scheduler.rollout.workers.registry import rose_headers
 from rose.scheduler.rollout.workers.worker import Worker
 
@@ -34,7 +34,7 @@ class _Body(BaseModel):
 
 
 class JobName(_Body):
-    """Body of pause, resume and abort; without a job it means all."""
+    """The body of pause, resume and abort. Without a job it means all jobs."""
 
     job: str | None = None
 
@@ -94,16 +94,16 @@ class Admin:
         return web.json_response({"removed": worker.id})
 
     async def drain_worker(self, request: web.Request) -> web.Response:
-        """No new turns for it; what runs there ends in its own time."""
+        """Keeps new turns from a worker; its running turns finish."""
         worker = self._worker(request)
-        worker.is_draining = True
+        worker.drain()
         return web.json_response({"draining": worker.id, "in_flight": worker.in_flight})
 
     def _worker(self, request: web.Request) -> Worker:
         worker_id = request.match_info["worker_id"]
         worker = self._plane.registry.get(worker_id)
         if worker is None:
-            raise NotFound(f"no worker {worker_id}")
+            raise NotFound(f"worker {worker_id} is not registered; see GET /workers")
         return worker
 
     # Jobs ---------------------------------------------------------------------------------------------------
@@ -112,26 +112,26 @@ class Admin:
         return web.json_response({"jobs": self._plane.job_status()})
 
     async def change_job(self, request: web.Request) -> web.Response:
-        """Give a job other limits."""
+        """Sets a job's limits."""
         name = request.match_info["job"]
         job = self._plane.jobs.change(name, await _read(request, JobSpec), time.monotonic())
         self._plane.dispatcher.pump()
         return web.json_response({name: job.as_json(0)})
 
     async def forget_job(self, request: web.Request) -> web.Response:
-        """A job has ended: its serving GPUs are free at once."""
+        """Closes a job's account, which frees its serving GPUs at once."""
         name = request.match_info["job"]
         try:
             self._plane.jobs.forget(name)
         except KeyError as error:
-            raise NotFound(f"no job {name}") from error
+            raise NotFound(f"job {name} is unknown; see GET /admin/jobs") from error
         except ValueError as error:
             raise Conflict(str(error)) from error
         self._plane.dispatcher.pump()
         return web.json_response({"forgotten": name})
 
     async def pause(self, request: web.Request) -> web.Response:
-        """Place no new turns; those that run go on."""
+        """Stops placing turns; running turns go on."""
         return await self._set_paused(request, is_paused=True)
 
     async def resume(self, request: web.Request) -> web.Response:
@@ -147,7 +147,7 @@ class Admin:
         return web.json_response({"job": name, "paused": is_paused})
 
     async def abort(self, request: web.Request) -> web.Response:
-        """End all requests of a job, or of all jobs; their clients get 409."""
+        """Ends all requests of a job, or of all jobs; their clients get 409."""
         name = (await _read(request, JobName)).job
         return web.json_response({"job": name, "aborted": self._plane.abort(name)})
 
@@ -161,24 +161,27 @@ class Admin:
         return web.json_response(shown)
 
     async def change_version(self, request: web.Request) -> web.Response:
-        """Which weights turns may run on from now on."""
+        """Changes which weights turns may run on."""
         change = await _read(request, VersionChange)
         self._plane.set_versions(change.mode, change.max_lag)
         return await self.show_version(request)
 
     async def forget_run(self, request: web.Request) -> web.Response:
-        """A training run has ended: workers with older weights than its newest may have turns again."""
+        """Forgets a training run that has ended, so that workers with older weights may have turns again."""
         run_id = request.match_info["run_id"]
         newest = self._plane.registry.newest
         try:
             newest.forget(run_id)
         except KeyError as error:
-            raise NotFound(f"no run {run_id}; known: {sorted(newest.numbers)}") from error
+            raise NotFound(
+                f"run {run_id} is unknown; known runs: {', '.join(sorted(newest.numbers)) or 'none'}"
+            ) from error
         self._plane.dispatcher.pump()
         return web.json_response({"forgotten": run_id})
 
     async def rl_step(self, request: web.Request) -> web.Response:
-        """Tell all live workers that a new RL step begins: they recompute their budgets (ROSE §4.1)."""
+        """Tells all live workers that an RL step begins, so that they compute their budgets again (ROSE
+        §4.1)."""
         step = await _read(request, RlStep)
         self._plane.dispatcher.lend_anew()
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
@@ -202,7 +205,7 @@ class Admin:
     # The router itself ------------------------------------------------------------------------------
 
     async def drain(self, _request: web.Request) -> web.Response:
-        """Refuse new requests from now on; the process goes on until it is stopped."""
+        """Refuses new requests from now on; the process goes on until it is stopped."""
         self._guard.is_draining = True
         return web.json_response({"draining": True, "queued": self._plane.dispatcher.num_queued})
 
@@ -210,13 +213,12 @@ class Admin:
         return web.json_response(self._plane.status())
 
     async def metrics(self, _request: web.Request) -> web.Response:
-        plane = self._plane
-        text = prometheus_text(plane.counters, plane.latencies, plane.registry, plane.dispatcher, plane.jobs)
+        text = prometheus_text(self._plane)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 async def _read(request: web.Request, kind: type[Message]) -> Message:
-    """The request's body as a message; an empty body is an empty object. Raises: BadRequest."""
+    """Returns the request's body as a message; an empty body means {}. Raises: BadRequest."""
     data = await request.read()
     try:
         return kind.model_validate_json(data or b"{}")
@@ -224,4 +226,4 @@ async def _read(request: web.Request, kind: type[Message]) -> Message:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         fields = ", ".join(kind.model_fields)
-        raise BadRequest(f"{key or 'body'}: {first['msg']}; want {{{fields}}}") from error
+        raise BadRequest(f"{key or 'body'}: {first['msg']}; allowed fields: {fields}") from error

@@ -1,31 +1,35 @@
-"""What can be said of a request before any worker sees it.
+"""Checks of a request before any worker sees it.
 
-Owns: unknown and ambiguous models, prompts over the context.
-Promises: what passes here may still be refused by a worker; what is refused here every worker would refuse.
-Never does: parse (bodies.py, completions.py).
+Owns: the checks of model names, training runs and prompt lengths.
+Promises: a request that fails here would fail on every worker. One that passes may still be refused by a
+worker.
+Never does: parse bodies (formats/).
 """
 
 from rose.errors import NoWorkerError
+from rose.http import RUN_HEADER
 from rose.scheduler.rollout.formats.bodies import BadRequest, TokenIds
 from rose.scheduler.rollout.formats.completions import Call
-from rose.scheduler.rollout.turn.errors import UnknownModel
+from rose.scheduler.rollout.http.errors import NotFound
 from rose.scheduler.rollout.workers.registry import Registry
 
 _NEAR = 0.7
-"""Below this part of the limit an estimated length needs no counting."""
+"""A prompt whose estimated length is below this fraction of the context is not counted."""
 
 
 class Checks:
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, run_id: str | None) -> None:
+        """`run_id`: the only training run of this router; None: several may use it."""
         self._registry = registry
+        self._run_id = run_id
 
     async def model(self, given: object) -> str | None:
-        """The model that a request is for, whose body has `given`; None: any, as nobody says what it serves.
+        """Returns the model that a request with `given` as its `model` is for; None: any worker will do.
 
         Raises:
-            BadRequest: no name, or none given where workers serve different models.
-            UnknownModel: no worker serves it.
-            NoWorkerError: none does any more.
+            BadRequest: `given` is not a name, or it is missing where workers serve different models.
+            NotFound: no worker serves the model.
+            NoWorkerError: all workers that served the model were removed.
         """
         catalogue = self._registry.catalogue
         if given is None:
@@ -34,20 +38,38 @@ class Checks:
             raise BadRequest(f"model: want a name, got {given!r}")
         if given in catalogue or self._may_serve_any():
             return given
-        await self._registry.refresh_models()  # it may have been loaded meanwhile
+        await self._registry.refresh_models()  # the model may have been loaded meanwhile
         if given in catalogue:
             return given
         if catalogue.is_removed(given):
-            raise NoWorkerError(f"the workers that served model {given} were removed")
-        raise UnknownModel(f"model {given} is served by no worker; known: {', '.join(catalogue.names)}")
+            raise NoWorkerError(f"all workers that served model {given} were removed")
+        raise NotFound(f"model {given} is served by no worker; known: {', '.join(catalogue.names)}")
 
     def _may_serve_any(self) -> bool:
-        """Whether a worker doesn't say what it serves, or none is there to say."""
+        """Whether some live worker doesn't say what it serves, or no worker is alive."""
         alive = [worker for worker in self._registry.workers() if worker.is_alive]
         return not alive or any(worker.models is None for worker in alive)
 
+    def run(self, given: str | None, model: str | None) -> str | None:
+        """Returns the training run that a request asks for; None: any.
+
+        While nothing is published for the model every run is accepted, since a trainer may send its first
+        turns before it publishes.
+
+        Raises:
+            NotFound: workers have weights of other runs, and never had any of this one.
+        """
+        if given is None or given == self._run_id:
+            return given
+        known = {*self._registry.newest.of(model), *((self._run_id,) if self._run_id is not None else ())}
+        if known and given not in known:
+            raise NotFound(
+                f"{RUN_HEADER}: no worker has weights of run {given!r}; known: {', '.join(sorted(known))}"
+            )
+        return given
+
     def lengths(self, call: Call, model: str | None) -> None:
-        """Raises: BadRequest if a prompt is longer than any worker's context."""
+        """Raises: BadRequest if a prompt does not fit into any worker's context."""
         limit = self._registry.catalogue.context(model)
         if limit is None or call.body.get("truncate_prompt_tokens"):
             return

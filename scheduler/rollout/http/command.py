@@ -1,7 +1,7 @@
 """The router process behind `rose router`.
 
-Owns: start, drain, stop; the command's flags.
-Promises: SIGTERM and SIGINT let turns in flight finish for `drain_s`.
+Owns: the process's start, drain and stop, and the command's flags.
+Promises: SIGTERM and SIGINT leave turns in flight `drain_s` to finish.
 Never does: handle requests (service.py).
 """
 
@@ -9,11 +9,11 @@ import asyncio
 import ctypes
 import gc
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import uvloop
@@ -23,6 +23,7 @@ from rose.arguments import CommandParser, run_command
 from rose.config import Settings, read_yaml
 from rose.errors import ConfigError
 from rose.http import KEEPALIVE_S
+from rose.scheduler.rollout.http.guard import ClientConnection
 from rose.scheduler.rollout.http.service import Service
 from rose.scheduler.rollout.router_config import RouterConfig, build_config, parse_worker
 from rose.scheduler.rollout.turn.dataplane import POLICIES, DataPlane
@@ -30,52 +31,58 @@ from rose.scheduler.rollout.turn.dataplane import POLICIES, DataPlane
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 2**20
+_NO_LOG: dict[str, Any] = {"access_log": None}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
 _MAPPED_BYTES = 2**25
-"""The largest that glibc takes."""
+"""The largest value that glibc accepts."""
 _KEPT_BYTES = 2**28
 
 
 class RunningRouter:
-    """A started router; use as an async context manager. `url` is where it listens."""
+    """A started router, as an async context manager. It listens at `url`."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        self._listener: asyncio.Server | None = None
         self.url = ""
 
     async def __aenter__(self) -> "RunningRouter":
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        # No cookies, and room for the echo of a long prompt: both cost CPU per request otherwise.
+        # Cookies, and a buffer too small for the echo of a long prompt, would cost CPU with each request.
         self._http = aiohttp.ClientSession(
             connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=_READ_BYTES
         )
         self.plane = DataPlane(self._config, self._http)
         self._service = Service(self._config, self.plane)
-        self._runner = web.AppRunner(
-            self._service.build_app(),
-            handler_cancellation=True,
-            access_log=None,
-            read_bufsize=_READ_BYTES,  # a long prompt comes in one go, the connection isn't stopped for it
-            shutdown_timeout=1.0,
-            # From its opening or last answer on, so that a head that trickles in doesn't hold it for ever.
-            keepalive_timeout=self._config.idle_s,
-        )
+        app = self._service.build_app()
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._config.host, self._config.port)
+        host, port = self._config.host, self._config.port
         try:
-            await site.start()
+            self._listener = await asyncio.get_running_loop().create_server(self._connection, host, port)
         except OSError as error:
             await self._close()
-            where = f"{self._config.host}:{self._config.port}"
+            reason = error.strerror or str(error)
             raise ConfigError(
-                f"--port: {where} can't be used ({os.strerror(error.errno or 0)}); try another"
+                f"--host, --port: can't listen on {host}:{port} ({reason}); try another"
             ) from error
-        host, port = self._runner.addresses[0][:2]
+        host, port = self._listener.sockets[0].getsockname()[:2]
         self.url = f"http://{host}:{port}"
         for spec in self._config.workers:
             self.plane.registry.add(spec)
         return self
+
+    def _connection(self) -> ClientConnection:
+        assert self._runner.server is not None
+        return ClientConnection(
+            self._runner.server,
+            loop=asyncio.get_running_loop(),
+            **_NO_LOG,
+            read_bufsize=_READ_BYTES,  # a long prompt arrives at once, without stopping the connection
+            # Counts from the opening or the last answer, so that a slow request head can't hold a connection.
+            keepalive_timeout=self._config.idle_s,
+        )
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._close()
@@ -84,19 +91,21 @@ class RunningRouter:
         await self._service.drain()
 
     async def _close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
         await self.plane.registry.close()
         self.plane.wire.close()
         await self._http.close()
-        if self.plane.traces is not None:
-            await asyncio.to_thread(self.plane.traces.close)
+        if (traces := self.plane.records.traces) is not None:
+            await asyncio.to_thread(traces.close)
 
 
 async def run_router(config: RouterConfig, ready: Callable[[str], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. `ready(url)` is called once it listens.
+    """Serves until SIGTERM or SIGINT, then drains. `ready(url)` is called once the router listens.
 
     Raises:
-        ConfigError: the port can't be used.
+        ConfigError: the address can't be used.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -118,17 +127,17 @@ def main(argv: Sequence[str]) -> int:
     config = _parse_arguments(argv)
     _keep_freed_memory()
     gc.collect()
-    gc.freeze()  # what is there now stays: looking through it again and again shows in the slowest turns
+    gc.freeze()  # what exists now stays; scanning it again and again would show in the slowest turns
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run_router(config, ready=lambda url: print(f"rose router ready {url}", flush=True)))
     return 0
 
 
 def _keep_freed_memory() -> None:
-    """Let the memory of a long body serve the next one.
+    """Keeps the memory of a long body for the next one.
 
-    glibc gives it back to the system with each request: about 50 page faults for 190 KB, a fifth of the
-    request's CPU. Without glibc nothing is changed.
+    glibc would return it to the system with each request: about 50 page faults for 190 KB, a fifth of the
+    request's CPU. Without glibc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -156,21 +165,28 @@ def _parser() -> CommandParser:
         "rose router --worker http://gpu1:8000 --worker http://gpu2:8001,serving --port 8100",
     )
     parser.add_argument(
-        "file", nargs="?", type=Path, metavar="ROUTER.yaml", help="settings, see RouterConfig; flags win"
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="ROUTER.yaml",
+        help="settings (see RouterConfig); flags win",
     )
     parser.add_argument(
         "--worker",
         action="append",
         default=[],
         metavar="URL[,dedicated|serving][,gpus=N]",
-        help="a rollout engine; may be repeated",
+        help="address of a rollout engine; may be repeated (default kind dedicated, gpus 1)",
     )
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8100)")
     parser.add_argument(
-        "--concurrency-profile", type=Path, metavar="FILE", help="cap of turns per GPU, by rose profile"
+        "--concurrency-profile",
+        type=Path,
+        metavar="FILE",
+        help="turns per GPU, as found by rose profile",
     )
-    parser.add_argument("--policy", choices=tuple(POLICIES), help="placement of turns (default paper)")
+    parser.add_argument("--policy", choices=tuple(POLICIES), help="policy that places turns (default paper)")
     return parser
 
 

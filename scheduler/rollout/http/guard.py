@@ -1,8 +1,8 @@
-"""What stands before every route: keys, drain, errors as answers.
+"""What stands before every route: keys, draining, and errors as answers.
 
-Owns: the middleware.
-Promises: every refusal and every error is OpenAI-shaped; a crash of ours is logged with its traceback and
-answered 500.
+Owns: the middleware, and the answers to requests that are not valid HTTP.
+Promises: every refusal and every error has OpenAI's shape. A bug in the router is logged with its traceback
+and answered 500. No answer names a library or its version.
 Never does: know what a route does.
 """
 
@@ -13,19 +13,19 @@ import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 from aiohttp.typedefs import RawHeaders
 
 from rose.errors import RoseError
-from rose.scheduler.rollout.formats.bodies import BadRequest, encode
+from rose.scheduler.rollout.formats.bodies import BadRequest
+from rose.scheduler.rollout.http.errors import SERVER_NAME, error_response, http_status
 from rose.scheduler.rollout.router_config import RouterConfig
-from rose.scheduler.rollout.turn.errors import error_body, http_status
 from rose.scheduler.rollout.turn.journey import Refused
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_RETRY_AFTER_S = 1
 _OPEN_PATHS = ("/health", "/metrics")
 _ADMIN_PATHS = ("/admin", "/workers")
 
@@ -38,11 +38,11 @@ class Guard:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keys, drain, and errors as HTTP answers."""
+        """Checks the key, refuses work while draining, and turns errors into HTTP answers."""
         if not _are_text(request.raw_headers):
             return error_response(400, "a header is not text in UTF-8")
         if not self._is_allowed(request):
-            return error_response(401, "wrong or missing key in Authorization")
+            return error_response(401, "the key in the Authorization header is missing or wrong")
         if self.is_draining and request.method == "POST" and not request.path.startswith(_ADMIN_PATHS):
             return error_response(503, "the router is shutting down")
         self._num_active += 1
@@ -59,7 +59,7 @@ class Guard:
             raise  # the client left
         except Exception:
             logger.exception("request failed path=%s", request.path)
-            return error_response(500, "the router failed; its log has the reason")
+            return error_response(500, "the router failed; its log holds the reason")
         finally:
             self._num_active -= 1
 
@@ -73,12 +73,44 @@ class Guard:
         return hmac.compare_digest(given.encode(), key.encode())
 
     async def drain(self) -> None:
-        """Refuse new work and wait for what is in flight, at most `drain_s`."""
+        """Refuses new work and waits for the requests in flight, at most `drain_s`."""
         self.is_draining = True
         until = time.monotonic() + self._config.drain_s
         while self._num_active and time.monotonic() < until:
             await asyncio.sleep(0.05)
         logger.info("drained left=%d", self._num_active)
+
+
+async def name_server(_request: web.Request, response: web.StreamResponse) -> None:
+    """Replaces the `Server` header, in which aiohttp would name its version and Python's."""
+    response.headers["Server"] = SERVER_NAME
+
+
+class ClientConnection(web.RequestHandler):
+    """A client's connection, on which a request that is not valid HTTP is answered like any other error."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answers a request that has not reached the middleware."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the answer has been sent already")
+        if isinstance(exc, LineTooLong):
+            response = error_response(
+                431, "a header or the request line is too long; at most 8190 bytes are allowed"
+            )
+        elif status < 500:
+            reason = " ".join((message or "").split()) or type(exc).__name__
+            response = error_response(status, f"the request is not valid HTTP: {reason[:200]}")
+        else:
+            logger.error("request failed before it was routed", exc_info=exc)
+            response = error_response(500, "the router failed; its log holds the reason")
+        response.force_close()
+        return response
 
 
 def _are_text(headers: RawHeaders) -> bool:
@@ -90,9 +122,3 @@ def _are_text(headers: RawHeaders) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def error_response(status: int, message: str) -> web.Response:
-    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status in (429, 503) else None
-    body = encode(error_body(status, message))
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")

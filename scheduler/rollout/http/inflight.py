@@ -1,8 +1,9 @@
-"""Requests that a client sends twice: the second waits for the first one's answer.
+"""Requests that a client sends twice: the second one waits for the first one's answer.
 
 Owns: the table of Idempotency-Keys in flight.
 Promises: while a request with a key runs, another with the same key and body gets the same answer and costs
-no worker anything; once it has been answered the key is free again, as equal GRPO prompts are legitimate.
+no worker anything. The key is free again once the request is answered, because equal GRPO prompts are
+legitimate.
 Never does: remember answers.
 """
 
@@ -14,14 +15,14 @@ from typing import Any
 import xxhash
 from aiohttp import web
 
-from rose.scheduler.rollout.turn.errors import Conflict
+from rose.scheduler.rollout.http.errors import Conflict
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """A whole answer, to be sent to each who asked for it."""
+class SharedAnswer:
+    """A whole answer, which is sent to every client that waits for it."""
 
     body: bytes
     status: int = 200
@@ -34,7 +35,7 @@ class Reply:
 @dataclass(slots=True)
 class _Running:
     digest: int
-    task: asyncio.Task[Reply]
+    task: asyncio.Task[SharedAnswer]
     num_waiting: int = 0
 
 
@@ -48,15 +49,15 @@ class InFlight:
         return key in self._running
 
     async def run(
-        self, key: str | None, body: bytes, work: Callable[[], Coroutine[Any, Any, Reply]]
-    ) -> Reply:
-        """`work()`'s answer, or that of the same request already running.
+        self, key: str | None, body: bytes, work: Callable[[], Coroutine[Any, Any, SharedAnswer]]
+    ) -> SharedAnswer:
+        """Returns the answer of `work()`, or of the same request that is already running.
 
-        A request with a key goes on while anybody waits for it, and ends when the last one leaves.
+        A request with a key goes on while any client waits for it, and is cancelled when the last one leaves.
 
         Raises:
-            Conflict: the key is in use for another body.
-            what `work` raises.
+            Conflict: a request with the same key and another body is in flight.
+            Exception: whatever `work` raises.
         """
         if key is None:
             return await work()
@@ -66,7 +67,7 @@ class InFlight:
             running = self._running[key] = _Running(digest, asyncio.create_task(work()))
             running.task.add_done_callback(lambda _: self._running.pop(key))
         elif running.digest != digest:
-            raise Conflict(f"{IDEMPOTENCY_HEADER}: {key} is in flight with another body")
+            raise Conflict(f"{IDEMPOTENCY_HEADER}: {key} is in flight with another body; use another key")
         running.num_waiting += 1
         try:
             return await asyncio.shield(running.task)

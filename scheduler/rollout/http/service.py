@@ -1,9 +1,9 @@
-"""HTTP in front of the data plane.
+"""The clients' routes.
 
-Owns: the clients' routes.
+Owns: reading requests, and answering them whole or as event streams.
 Promises: only the routes listed here and in admin.py exist, so a worker's /rose/v1 and RL routes can't be
 reached through the router.
-Never does: routing decisions, keys and error answers (guard.py).
+Never does: place turns (turn/), check keys, turn errors into answers (guard.py).
 """
 
 import asyncio
@@ -19,20 +19,22 @@ from rose.http import JOB_HEADER, RUN_HEADER
 from rose.scheduler.rollout.formats import chat, completions
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, encode, parse
 from rose.scheduler.rollout.formats.chat import Chat, ChatParsed
+from rose.scheduler.rollout.formats.chunks import Chunk
 from rose.scheduler.rollout.formats.completions import Call, Completions, Single
-from rose.scheduler.rollout.formats.formats import Format, SglangGenerate, TokenGenerate
-from rose.scheduler.rollout.formats.resume import Chunk
+from rose.scheduler.rollout.formats.generate import TokenGenerate
+from rose.scheduler.rollout.formats.sglang import SglangGenerate
+from rose.scheduler.rollout.formats.shape import Format
 from rose.scheduler.rollout.http.admin import Admin
 from rose.scheduler.rollout.http.checks import Checks
-from rose.scheduler.rollout.http.guard import Guard, Handler
-from rose.scheduler.rollout.http.inflight import IDEMPOTENCY_HEADER, InFlight, Reply
+from rose.scheduler.rollout.http.errors import BodyTooSlow, Conflict, error_event, http_status
+from rose.scheduler.rollout.http.guard import Guard, Handler, name_server
+from rose.scheduler.rollout.http.inflight import IDEMPOTENCY_HEADER, InFlight, SharedAnswer
+from rose.scheduler.rollout.http.passthrough import RENDER_PATH, Passthrough
 from rose.scheduler.rollout.placing.sessions import explicit_key
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, of_model
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.dataplane import DataPlane
-from rose.scheduler.rollout.turn.errors import BodyTooSlow, Conflict, error_event, http_status
 from rose.scheduler.rollout.turn.journey import Route
-from rose.scheduler.rollout.turn.passthrough import Passthrough
 from rose.scheduler.rollout.turn.traces import PARENT_HEADER
 from rose.scheduler.rollout.workers.registry import openai_headers
 
@@ -44,9 +46,8 @@ _FORMATS: dict[str, Format] = {
     "/inference/v1/generate": TokenGenerate(),
     "/generate": SglangGenerate(),
 }
-_RENDER_PATH = "/v1/chat/completions/render"
 _QUESTION_PATHS = {"/tokenize": "prompt", "/detokenize": "tokens"}
-"""Where each may have long lists."""
+"""The paths, each with the field that may hold a long list."""
 _FINISH_PATH = "/finish_session"
 _TIMEOUT_HEADER = "X-Rose-Timeout-S"
 
@@ -56,21 +57,22 @@ class Service:
         self._config = config
         self._plane = plane
         self._passthrough = Passthrough(plane)
-        self._checks = Checks(plane.registry)
+        self._checks = Checks(plane.registry, config.run_id)
         self._guard = Guard(config)
         self._in_flight = InFlight()
         self._parsed_models: set[str | None] = set()
-        """Whose chats a parser of the workers' turns into reasoning and tool calls."""
+        """The models whose chats a parser in the workers splits into reasoning and tool calls."""
 
     def build_app(self) -> web.Application:
         app = web.Application(
             client_max_size=self._config.max_body_bytes, middlewares=[self._guard.middleware]
         )
+        app.on_response_prepare.append(name_server)
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
         for path, shape in _FORMATS.items():
             app.router.add_post(path, self._generating(shape))
-        app.router.add_post(_RENDER_PATH, self.forward)
+        app.router.add_post(RENDER_PATH, self.forward)
         for path in _QUESTION_PATHS:
             app.router.add_post(path, self.ask)
         app.router.add_post(_FINISH_PATH, self.finish_session)
@@ -78,7 +80,7 @@ class Service:
         return app
 
     async def drain(self) -> None:
-        """Refuse new work and wait for what is in flight, at most `drain_s`."""
+        """Refuses new work and waits for the requests in flight, at most `drain_s`."""
         await self._guard.drain()
 
     async def health(self, _request: web.Request) -> web.Response:
@@ -87,19 +89,19 @@ class Service:
         is_up = num_alive > 0 and not self._guard.is_draining
         return web.json_response({"workers": len(workers), "alive": num_alive}, status=200 if is_up else 503)
 
-    # Questions that any worker can answer without generating ---------------------------------------------
+    # Questions that any worker answers without generating ------------------------------------------------
 
     async def models(self, _request: web.Request) -> web.Response:
-        """All models, each once, wherever it is served."""
+        """Lists every model that some worker serves."""
         registry = self._plane.registry
         if not any(worker.is_alive for worker in registry.workers()):
-            raise NoWorkerError(f"none of {len(registry.workers())} workers answers")
+            raise NoWorkerError(f"no worker answers; {len(registry.workers())} are registered")
         await registry.refresh_models()
         body = encode({"object": "list", "data": registry.model_cards()})
         return web.Response(body=body, content_type="application/json")
 
     async def ask(self, request: web.Request) -> web.Response:
-        """As any worker that serves the model answers."""
+        """Hands on the answer of a worker that serves the model."""
         body = await self._read(request)
         model = await self._checks.model(parse(body, _QUESTION_PATHS[request.path]).get("model"))
         able = of_model(model, self._plane.registry.workers())
@@ -117,27 +119,27 @@ class Service:
                 logger.warning(
                     "no answer worker=%s path=%s error=%s", worker.id, request.path, type(error).__name__
                 )
-        raise NoWorkerError(f"none of {len(able)} workers answers")
+        raise NoWorkerError(f"no worker answered {request.path}; {len(able)} serve the model")
 
     async def finish_session(self, request: web.Request) -> web.Response:
-        """What SkyRL says at a trajectory's end, as to vllm-router; an unknown session is no error."""
+        """Takes SkyRL's message that a trajectory has ended; an unknown session is no error."""
         self._plane.trajectories.finished(request.query.get("session_id", ""))
         return web.json_response({})
 
     # Turns --------------------------------------------------------------------------------------------------
 
     async def _read(self, request: web.Request) -> bytes:
-        """The whole body. Raises: BodyTooSlow."""
-        if request.content.is_eof():  # the common case: it came with its head, and needs no clock
+        """Returns the whole body. Raises: BodyTooSlow."""
+        if request.content.is_eof():  # usually the body came with the head and needs no timer
             return await self._read_all(request)
         try:
             async with asyncio.timeout(self._config.body_s):
                 return await self._read_all(request)
         except TimeoutError as error:
-            raise BodyTooSlow(f"the body did not arrive within {self._config.body_s:g} s") from error
+            raise BodyTooSlow(f"the body did not arrive within {self._config.body_s:g} s (body_s)") from error
 
     async def _read_all(self, request: web.Request) -> bytes:
-        """As request.read(), which copies a long body twice more."""
+        """Does what request.read() does, without its two extra copies of a long body."""
         pieces, size, limit = [], 0, self._config.max_body_bytes
         while piece := await request.content.readany():
             size += len(piece)
@@ -149,12 +151,14 @@ class Service:
     def _route(self, request: web.Request, body: Json, model: str | None) -> Route:
         given = request.headers.get(_TIMEOUT_HEADER)
         return Route(
-            job=request.headers.get(JOB_HEADER, DEFAULT_JOB),
+            job=_job(request.headers.get(JOB_HEADER)),
             explicit_session=explicit_key(request.headers, body),
             model=model,
-            run_id=request.headers.get(RUN_HEADER),
+            run_id=self._checks.run(request.headers.get(RUN_HEADER), model),
             deadline=time.monotonic() + min(_seconds(given), self._config.deadline_s),
-            trace_parent=request.headers.get(PARENT_HEADER) if self._plane.traces is not None else None,
+            trace_parent=request.headers.get(PARENT_HEADER)
+            if self._plane.records.traces is not None
+            else None,
         )
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
@@ -187,29 +191,29 @@ class Service:
     async def _generate(
         self, request: web.Request, shape: Format, data: bytes, body: Json, route: Route
     ) -> web.StreamResponse:
-        """Raises: ChatParsed, as long as the client has received nothing."""
+        """Raises: ChatParsed, while the client has received nothing."""
         call = shape.call(body)
         self._checks.lengths(call, route.model)
         given = request.headers.get(IDEMPOTENCY_HEADER)
         key = f"{request.path} {given}" if given is not None else None
         if call.wants_stream:
             if key is not None and key in self._in_flight:
-                raise Conflict(f"{IDEMPOTENCY_HEADER} {given} is in flight; a stream can't be shared")
+                raise Conflict(f"{IDEMPOTENCY_HEADER}: {given} is in flight; a stream can't be shared")
             return await self._stream(request, shape, call, route)
 
-        async def work() -> Reply:
-            model = await self._plane.complete(call, route, None)
-            return Reply(encode(shape.answer(call, model)))
+        async def work() -> SharedAnswer:
+            model = await self._plane.turns.complete(call, route, None)
+            return SharedAnswer(encode(shape.answer(call, model)))
 
-        reply = await self._in_flight.run(key, data, work)
-        return reply.response()
+        shared = await self._in_flight.run(key, data, work)
+        return shared.response()
 
     async def _stream(
         self, request: web.Request, shape: Format, call: Call, route: Route
     ) -> web.StreamResponse:
         sink = _EventStream(request, shape, call)
         try:
-            model = await self._plane.complete(call, route, sink)
+            model = await self._plane.turns.complete(call, route, sink)
         except RoseError as error:
             if not sink.answer.prepared:
                 raise
@@ -222,7 +226,8 @@ class Service:
 
 
 class _EventStream:
-    """A client's event stream; begins with the first event, so that an error before it has its own status."""
+    """A client's event stream. It starts with the first event, so that an earlier error has its own
+    status."""
 
     def __init__(self, request: web.Request, shape: Format, call: Call) -> None:
         self._request = request
@@ -244,11 +249,18 @@ class _EventStream:
 
 
 def _seconds(given: str | None) -> float:
-    """The client's timeout; infinity for none. Raises: BadRequest."""
+    """Returns the client's timeout, infinity if it set none. Raises: BadRequest."""
     try:
         seconds = float(given) if given is not None else math.inf
     except ValueError as error:
-        raise BadRequest(f"{_TIMEOUT_HEADER}: want seconds, got {given!r}") from error
+        raise BadRequest(f"{_TIMEOUT_HEADER}: expected seconds, got {str(given)[:40]!r}") from error
     if not seconds > 0:
-        raise BadRequest(f"{_TIMEOUT_HEADER}: want more than 0 seconds, got {given!r}")
+        raise BadRequest(f"{_TIMEOUT_HEADER}: expected more than 0 seconds, got {given!r}")
     return seconds
+
+
+def _job(given: str | None) -> str:
+    """Returns the job's name. Raises: BadRequest."""
+    if given is not None and not given.strip():
+        raise BadRequest(f"{JOB_HEADER}: the name is empty; name the job or leave the header out")
+    return given if given is not None else DEFAULT_JOB

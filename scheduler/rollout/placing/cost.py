@@ -1,4 +1,4 @@
-"""Placement by cost: where does this turn finish soonest, counting what it does to the others there?
+"""Places by cost: where does this turn finish soonest, counting what it does to the others there?
 
 Owns: the score and its fallback.
 Promises: pure; without a fresh share of every worker in question it is the paper's policy, because a score is
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rose.scheduler.rollout.placing.policy import constraints, prefer_affine, usable
 from rose.scheduler.rollout.placing.versions import VersionRule
-from rose.scheduler.rollout.placing.views import Speed, Turn, WorkerView, of_model
+from rose.scheduler.rollout.placing.views import Speed, TurnView, WorkerView, of_model
 
 MIN_SHARE = 0.02
 """A share of zero would make every score infinite, and the least of them meaningless."""
@@ -21,7 +21,7 @@ low: turns left their KV for gains that did not come. Simulated with weight 1, t
 tokens were prefilled again, for phases no shorter; from 8 on phases get longer."""
 
 
-def cost_s(turn: Turn, worker: WorkerView, speed: Speed) -> float:
+def cost_s(turn: TurnView, worker: WorkerView, speed: Speed) -> float:
     """Seconds until the turn's end on this worker, plus those by which its neighbours end later.
 
     Needs the worker's share. (missing prefix, weighed + prefill ahead of it + decoding) / share, then the
@@ -46,7 +46,7 @@ class CostPolicy:
 
     versions: VersionRule = field(default_factory=VersionRule)
 
-    def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
+    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
         found = usable(turn, workers, self.versions, now)
         if not found:
             return None
@@ -56,7 +56,7 @@ class CostPolicy:
         costs = [(cost_s(turn, w, w.speed if w.speed is not None else slowest), w.id) for w in found]
         return min(costs)[1]
 
-    def likeness(self, turn: Turn, now: float) -> Hashable:
+    def likeness(self, turn: TurnView, now: float) -> Hashable:
         return constraints(turn, now)
 
 

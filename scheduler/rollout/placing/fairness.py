@@ -177,7 +177,7 @@ class FairQueue(Generic[Item]):
             yield _Candidate(job, found, rounds, behind)
 
     def _visit(self, job: str) -> None:
-        """Turn the circle until this job is first."""
+        """TurnView the circle until this job is first."""
         while next(iter(self._queues)) != job:
             self._queues.move_to_end(next(iter(self._queues)))
 

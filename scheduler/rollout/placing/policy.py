@@ -9,10 +9,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rose.scheduler.rollout.placing.versions import VersionRule
-from rose.scheduler.rollout.placing.views import Turn, WorkerKind, WorkerView, of_model
+from rose.scheduler.rollout.placing.views import TurnView, WorkerKind, WorkerView, of_model
 
 
-def usable(turn: Turn, workers: Sequence[WorkerView], versions: VersionRule, now: float) -> list[WorkerView]:
+def usable(
+    turn: TurnView, workers: Sequence[WorkerView], versions: VersionRule, now: float
+) -> list[WorkerView]:
     """Workers of the turn's model with room that may take this job's work now."""
     return [
         w
@@ -29,7 +31,7 @@ def least_loaded(workers: Iterable[WorkerView]) -> str | None:
     return min(((w.load, w.id) for w in workers), default=(0.0, None))[1]
 
 
-def constraints(turn: Turn, now: float) -> Hashable:
+def constraints(turn: TurnView, now: float) -> Hashable:
     """What decides whether a turn that may go anywhere can be placed at all."""
     avoided = tuple(sorted(worker for worker, until in turn.avoid_until.items() if until > now))
     return (turn.job, turn.model, turn.run_id, turn.pinned_version, avoided)
@@ -44,10 +46,10 @@ class TurnwisePolicy:
 
     versions: VersionRule = field(default_factory=VersionRule)
 
-    def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
+    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
         return prefer_dedicated(usable(turn, workers, self.versions, now))
 
-    def likeness(self, turn: Turn, now: float) -> Hashable:
+    def likeness(self, turn: TurnView, now: float) -> Hashable:
         return constraints(turn, now)
 
 
@@ -61,14 +63,14 @@ class PaperPolicy:
 
     versions: VersionRule = field(default_factory=VersionRule)
 
-    def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
+    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
         return prefer_affine(turn, usable(turn, workers, self.versions, now))
 
-    def likeness(self, turn: Turn, now: float) -> Hashable:
+    def likeness(self, turn: TurnView, now: float) -> Hashable:
         return constraints(turn, now)
 
 
-def prefer_affine(turn: Turn, found: Sequence[WorkerView]) -> str | None:
+def prefer_affine(turn: TurnView, found: Sequence[WorkerView]) -> str | None:
     """The paper's order among usable workers."""
     if turn.affine is not None and any(w.id == turn.affine for w in found):
         return turn.affine
@@ -89,12 +91,12 @@ class PinnedPolicy:
 
     versions: VersionRule = field(default_factory=VersionRule)
 
-    def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
+    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
         found = usable(turn, workers, self.versions, now)
         able = of_model(turn.model, workers)
         if turn.affine is not None and any(w.id == turn.affine and w.alive for w in able):
             found = [w for w in found if w.id == turn.affine]
         return least_loaded(found)
 
-    def likeness(self, turn: Turn, now: float) -> Hashable:
+    def likeness(self, turn: TurnView, now: float) -> Hashable:
         return (constraints(turn, now), turn.affine)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rose.errors import NoWorkerError
-from rose.scheduler.rollout.placing.views import Turn, WorkerView
+from rose.scheduler.rollout.placing.views import TurnView, WorkerView
 from rose.types import WeightVersion
 
 
@@ -79,7 +79,7 @@ class VersionRule:
     known: NewestVersions = field(default_factory=NewestVersions)
     """What any worker has run, also one that is gone."""
 
-    def admits(self, turn: Turn, workers: Sequence[WorkerView]) -> list[WorkerView]:
+    def admits(self, turn: TurnView, workers: Sequence[WorkerView]) -> list[WorkerView]:
         """The live ones among the workers of its model whose weights this turn may use.
 
         "Newest" is per model and training run, since the run began: numbers of different runs don't compare.
@@ -103,7 +103,7 @@ class VersionRule:
         lag = self.max_lag if self.mode is VersionMode.MAX_LAG else 0
         return [w for w in alive if w.weight_version is not None and _lag(w.weight_version, newest) <= lag]
 
-    def _newest_numbers(self, alive: Iterable[WorkerView], turn: Turn) -> dict[str, int]:
+    def _newest_numbers(self, alive: Iterable[WorkerView], turn: TurnView) -> dict[str, int]:
         known = self.known.of(turn.model)
         newest = {run: number for run, number in known.items() if turn.run_id in (None, run)}
         for worker in alive:

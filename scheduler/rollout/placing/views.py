@@ -1,6 +1,6 @@
 """What a placement policy sees: the turn, and each worker at this moment.
 
-Owns: Turn, WorkerView, Speed, who serves a model, and the protocol of a policy.
+Owns: TurnView, WorkerView, Speed, who serves a model, and the protocol of a policy.
 Promises: plain values that both the service and the simulator fill in.
 Never does: decide, or read a clock.
 """
@@ -25,7 +25,7 @@ class WorkerKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class TurnView:
     """One request for generation within a trajectory."""
 
     session: str
@@ -117,12 +117,12 @@ def of_model(model: str | None, workers: Sequence[_SomeWorker]) -> Sequence[_Som
 
 
 class Policy(Protocol):
-    def pick(self, turn: Turn, workers: Sequence[WorkerView], now: float) -> str | None:
+    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
         """The worker for this turn; None: queue it.
 
         Raises:
             VersionGone: no registered worker can ever take it.
         """
 
-    def likeness(self, turn: Turn, now: float) -> Hashable:
+    def likeness(self, turn: TurnView, now: float) -> Hashable:
         """Turns that are alike can be placed or none of them can: saves asking for each one in a queue."""

@@ -1,7 +1,8 @@
 """Ending a job's requests on an operator's word.
 
-Owns: the scope in which a request can be ended.
-Promises: what runs inside ends as JobAborted, wherever it waits; nobody else's request is touched.
+Owns: JobAborted, and the scope in which a request can be ended.
+Promises: whatever runs inside the scope ends with JobAborted, wherever it waits. No other job's request is
+touched.
 Never does: know what a request does.
 """
 
@@ -9,13 +10,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rose.scheduler.rollout.turn.errors import JobAborted
-from rose.scheduler.rollout.turn.jobs import Job
+from rose.errors import RoseError
+from rose.scheduler.rollout.turn.accounts import JobAccount
+
+
+class JobAborted(RoseError):
+    """An operator ended the job's turns."""
 
 
 @asynccontextmanager
-async def abortable(job: Job) -> AsyncIterator[None]:
-    """What runs inside ends when the job is aborted. Raises: JobAborted."""
+async def abortable(job: JobAccount) -> AsyncIterator[None]:
+    """Lets an abort of the job end what runs inside. Raises: JobAborted."""
     clock = asyncio.timeout(None)
 
     def abort() -> None:

@@ -1,11 +1,12 @@
-"""Where a generation may be taken up again: not within a character.
+"""Ending a cut generation on a whole character, so that another worker can resume it.
 
-Owns: finding the tokens at its end that make no whole character yet, and dropping them.
-Promises: the text of both parts together is that of the unbroken run.
+Owns: finding and dropping the tokens at the end that don't make a whole character yet.
+Promises: the text of both parts together equals the text of an unbroken run.
 Never does: choose workers.
 
-A character may take several tokens, and a worker gives no text before the last. vLLM 0.32's detokenizer is
-primed with the prompt; where that ends within a character, the first text it gives is the whole prompt's.
+A character may consist of several tokens, and a worker gives its text with the last one. vLLM 0.32 primes its
+detokenizer with the prompt: if the prompt ends within a character, the first text is that of the whole
+prompt.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,30 +21,31 @@ from rose.scheduler.rollout.workers.worker import Worker
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _TAIL = 16
-"""Tokens that are looked at: the end of a text doesn't depend on more."""
-
+"""The end of a text depends on no more tokens than these."""
 _NO_TOKENIZER = (404, 405, 501)
-"""Then its answers have no text either."""
+"""A worker without a tokenizer answers so, and its completions hold no text either."""
 
 Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 
-async def end_on_character(generation: Accumulated, decode: Decode, *, is_shown: bool) -> None:
-    """Drop the tokens of an unfinished character.
+async def end_on_character(generation: Accumulated, decode: Decode, *, are_shown: bool) -> None:
+    """Drops the tokens of an unfinished character.
 
-    `is_shown`: the client has been sent the tokens, not their text alone.
+    `are_shown`: the client has been sent the tokens and not just their text.
 
     Raises:
-        WorkerError: they can't be taken back.
+        WorkerError: the client has been sent tokens that would have to be dropped.
     """
     count = await num_unfinished(generation.token_ids, decode)
-    if count and is_shown:
-        raise WorkerError("cut within a character, the first tokens of which were streamed")
+    if count and are_shown:
+        raise WorkerError(
+            "the worker was lost when the client had received a part of a character; send it again"
+        )
     generation.drop_last(count)
 
 
 async def num_unfinished(token_ids: Sequence[int], decode: Decode) -> int:
-    """How many tokens at the end have given no text yet."""
+    """Counts the tokens at the end that have given no text yet."""
     count = 0
     while count < len(token_ids):
         end = len(token_ids) - count
@@ -54,7 +56,7 @@ async def num_unfinished(token_ids: Sequence[int], decode: Decode) -> int:
 
 
 def decoder(http: aiohttp.ClientSession, config: RouterConfig, worker: Worker, model: object) -> Decode:
-    """The worker's own decoding; it raises aiohttp.ClientError, TimeoutError."""
+    """Returns the worker's own decoding, which may raise aiohttp.ClientError and TimeoutError."""
     timeout = aiohttp.ClientTimeout(total=worker.stall_allowance_s(config))
 
     async def decode(token_ids: Sequence[int]) -> str:

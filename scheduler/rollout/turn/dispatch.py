@@ -1,9 +1,9 @@
-"""Placement on the event loop: turns wait for their place, for a bounded time in bounded queues.
+"""Waiting for a place on a worker, for a bounded time in bounded queues.
 
-Owns: waiting, deadlines, the queues' bounds.
-Promises: a turn holds exactly one place on one worker between acquire and release, cancelled or not; a job
-that floods its queue is refused, the others are not held up by it.
-Never does: network I/O, decide (placement.py, policy.py).
+Owns: waiting, deadlines, the bounds of the queues.
+Promises: a turn holds exactly one place on one worker between acquire and release, even if it is cancelled.
+A job that floods its queue is refused and holds up no other job.
+Never does: network I/O, choose workers (places.py, placing/policy.py).
 """
 
 import asyncio
@@ -11,125 +11,151 @@ import time
 from collections.abc import Callable
 
 from rose.errors import NoWorkerError, RoseError
-from rose.scheduler.rollout.placing.views import Policy, Turn
-from rose.scheduler.rollout.turn.jobs import Job, JobTable
-from rose.scheduler.rollout.turn.placement import Place, Placement, Waiter
+from rose.scheduler.rollout.placing.views import Policy, TurnView
+from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
+from rose.scheduler.rollout.turn.journey import Journey
+from rose.scheduler.rollout.turn.places import Place, Places, Waiter
+from rose.scheduler.rollout.turn.trajectories import Trajectories
 from rose.scheduler.rollout.workers.registry import Registry
+from rose.types import WeightVersion
 
 
 class QueueFull(RoseError):
-    """The job has too many turns waiting; the client should come back later."""
+    """The job has too many turns waiting; its client should try again later."""
 
 
 class DeadlineExceeded(RoseError):
-    """The turn's time is over."""
+    """The turn's deadline has passed."""
 
 
 class Dispatcher:
+    """Gives turns their places. Lives on the router's event loop."""
+
     def __init__(
         self,
         registry: Registry,
         policy: Policy,
-        jobs: JobTable,
+        jobs: JobAccounts,
+        trajectories: Trajectories,
         max_queued_per_job: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._jobs = jobs
+        self._trajectories = trajectories
         self._max_queued_per_job = max_queued_per_job
         self._clock = clock
-        self._placement = Placement(registry.members, policy, jobs)
+        self._places = Places(registry.members, policy, jobs)
 
     @property
     def num_queued(self) -> int:
-        return self._placement.num_queued
+        return self._places.num_queued
 
     def queued_by_job(self) -> dict[str, int]:
-        return self._placement.queued_by_job()
+        return self._places.queued_by_job()
 
-    async def acquire(self, turn: Turn, deadline: float, *, is_continuation: bool = False) -> Place:
-        """A place on a worker; waits in the job's queue until there is one.
+    async def place(self, journey: Journey, first_version: WeightVersion | None = None) -> Place:
+        """Waits for a place for the journey's next attempt; release() it afterwards.
 
-        A continuation (its first part is generated already) goes to the front and is never refused.
+        `first_version`: the weights that made the turn's first tokens, if there are any.
+
+        Raises:
+            QueueFull, DeadlineExceeded, NoWorkerError: as acquire() does.
+        """
+        turn, asked_at = self._trajectories.turn(journey, first_version), time.monotonic()
+        is_continuation = journey.num_attempts > 0
+        try:
+            place = await self.acquire(turn, journey.route.deadline, is_continuation=is_continuation)
+        finally:
+            journey.queued_s += time.monotonic() - asked_at
+        journey.num_attempts += 1
+        return place
+
+    async def acquire(self, turn: TurnView, deadline: float, *, is_continuation: bool = False) -> Place:
+        """Waits in the job's queue for a place on a worker.
+
+        A continuation, the first part of which is already generated, goes to the front and is never refused.
 
         Raises:
             QueueFull: the job's queue is at its bound.
             DeadlineExceeded: `deadline` (clock time) passed first.
-            NoWorkerError: none is registered, or none can ever take it.
+            NoWorkerError: no worker is registered, or none can ever take the turn.
         """
         if not self._registry.members():
             raise NoWorkerError("no worker is registered")
         now = self._clock()
         job, cost = self._jobs.get(turn.job, now), 0.0 if is_continuation else turn.expected_tokens
-        if (place := self._placement.place_now(turn, job, cost, now)) is not None:
-            return place  # the common case: no queue, no clock, no wait
+        if (place := self._places.place_now(turn, job, cost, now)) is not None:
+            return place  # the common case needs no queue and no timer
         self._check_bound(job, is_continuation)
-        granted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        waiter = Waiter(turn, job, cost, lambda outcome: _resolve(granted, outcome))
-        self._placement.enqueue(waiter, is_first=is_continuation)
+        placed: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        waiter = Waiter(turn, job, cost, lambda outcome: _resolve(placed, outcome))
+        self._places.enqueue(waiter, is_first=is_continuation)
         try:
             self.pump()
-            if granted.done():
-                return granted.result()
+            if placed.done():
+                return placed.result()
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
-                # Shielded: a place granted in the moment of a cancellation must be found and given back.
-                return await asyncio.shield(granted)
+                # Shielded: a place given at the moment of a cancellation must be found and given back.
+                return await asyncio.shield(placed)
         except TimeoutError as error:
-            self._give_back(granted)
-            raise DeadlineExceeded(f"no worker had room in time, {self.num_queued} turns waiting") from error
+            self._give_back(placed)
+            raise DeadlineExceeded(
+                f"no worker had room in time; {self.num_queued} turns are waiting"
+            ) from error
         except asyncio.CancelledError:
-            self._give_back(granted)
+            self._give_back(placed)
             raise
         finally:
-            if not _has_place(granted):  # who has one has left the queue, which may be long
-                self._placement.withdraw(waiter)
+            if not _has_place(placed):  # a placed turn has left its queue already, which may be long
+                self._places.withdraw(waiter)
 
-    def _check_bound(self, job: Job, is_continuation: bool) -> None:
+    def _check_bound(self, job: JobAccount, is_continuation: bool) -> None:
         limit = job.spec.max_queued if job.spec.max_queued is not None else self._max_queued_per_job
-        waiting = self._placement.num_waiting(job.name)
+        waiting = self._places.num_waiting(job.name)
         if waiting >= limit and not is_continuation:
-            raise QueueFull(f"job {job.name} has {waiting} turns waiting, at most {limit}")
+            raise QueueFull(f"job {job.name} has {waiting} turns waiting, and may have {limit}; try later")
 
-    def _give_back(self, granted: asyncio.Future[Place]) -> None:
-        """The waiter left; if it had been granted a place in the same moment, free it."""
-        if _has_place(granted):
-            self.release(granted.result())
+    def _give_back(self, placed: asyncio.Future[Place]) -> None:
+        """Frees the place of a waiter that left at the moment it was placed."""
+        if _has_place(placed):
+            self.release(placed.result())
 
     def release(self, place: Place, num_tokens: int = 0) -> None:
-        """The turn left its worker, having generated so many tokens there."""
-        self._placement.release(place, num_tokens)
+        """Frees a place whose turn has left; `num_tokens` were generated there."""
+        self._places.release(place, num_tokens)
         self.pump()
 
     def pump(self) -> None:
-        """Place what can be placed. Call when a worker or a job changed."""
-        self._placement.pump(self._clock())
+        """Places every turn that can be placed. Called whenever a worker or a job changed."""
+        self._places.pump(self._clock())
 
     def set_policy(self, policy: Policy) -> None:
-        """Place by another policy from now on."""
-        self._placement.set_policy(policy)
+        """Places turns by another policy from now on."""
+        self._places.set_policy(policy)
         self.pump()
 
     def pause(self, is_paused: bool) -> None:
-        """Place nothing, or go on."""
-        self._placement.is_paused = is_paused
+        """Stops placing turns, or goes on."""
+        self._places.is_paused = is_paused
         self.pump()
 
     @property
     def is_paused(self) -> bool:
-        return self._placement.is_paused
+        return self._places.is_paused
 
     def lend_anew(self) -> None:
-        """Select each job's serving GPUs by their usage of late."""
-        self._placement.lend_anew(self._clock())
+        """Chooses each job's serving GPUs again by their recent usage."""
+        self._places.lend_anew(self._clock())
         self.pump()
 
 
-def _has_place(granted: asyncio.Future[Place]) -> bool:
-    return granted.done() and not granted.cancelled() and granted.exception() is None
+def _has_place(placed: asyncio.Future[Place]) -> bool:
+    return placed.done() and not placed.cancelled() and placed.exception() is None
 
 
-def _resolve(granted: asyncio.Future[Place], outcome: Place | NoWorkerError) -> None:
+def _resolve(placed: asyncio.Future[Place], outcome: Place | NoWorkerError) -> None:
     if isinstance(outcome, NoWorkerError):
-        granted.set_exception(outcome)
+        placed.set_exception(outcome)
     else:
-        granted.set_result(outcome)
+        placed.set_result(outcome)

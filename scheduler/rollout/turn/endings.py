@@ -1,36 +1,43 @@
 """How an attempt can end.
 
-Owns: EndKind, Ending, what a worker's HTTP error means.
+Owns: EndKind, Ending, and the meaning of a worker's HTTP errors and stop reasons.
 Promises: plain values.
-Never does: decide what follows (dataplane.py).
+Never does: decide what follows from an ending (rerouting.py).
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from rose.types import StopReason
 
 _BUSY_STATUSES = (429, 503)
 _REQUEST_TIMEOUT = 408
 
 
 class EndKind(StrEnum):
+    """The values are the `cause` label of rose_router_reroutes_total."""
+
     FINISHED = "finished"
     RECLAIMED = "reclaimed"
-    """The engine aborted it: its memory went back to serving."""
+    """The engine aborted the request because its slabs went back to serving."""
     ENGINE_STALL = "engine_stall"
-    """The engine aborted it: the gate admitted no step for too long."""
+    """The engine aborted the request because serving kept the GPU for too long."""
+    ABORTED = "aborted"
+    """The engine aborted the request before its first token. vLLM sends no reason then, so this is a stall
+    or a reclaim."""
     DEACTIVATED = "deactivated"
-    """The engine aborted it: its weights leave the GPU until the next rollout phase."""
+    """The engine aborted the request because its weights leave the GPU until the next rollout phase."""
     OUTDATED = "outdated"
-    """The worker got other weights than the turn's session is pinned to."""
+    """The worker received other weights than those that the turn's session is pinned to."""
     STALLED = "stalled"
-    """No token came for too long."""
+    """The router saw no token for too long."""
     LOST = "lost"
     """The worker died, or the connection broke."""
     BUSY = "busy"
     FAILED = "failed"
     """The worker answered with an error of its own."""
     REFUSED = "refused"
-    """The worker found fault with the request: the client's mistake, no use in trying elsewhere."""
+    """The worker rejected the request. The client made the mistake, so no other worker would accept it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +47,25 @@ class Ending:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     status: int = 0
-    model: str | None = None
+
+
+_ABORTS = {
+    StopReason.RECLAIMED.value: (EndKind.RECLAIMED, "gave the request's slabs back to serving"),
+    StopReason.STALLED.value: (EndKind.ENGINE_STALL, "reported a stall"),
+    StopReason.DEACTIVATED.value: (EndKind.DEACTIVATED, "was deactivated"),
+}
+
+
+def abort_ending(worker_id: str, stop_reason: object) -> Ending | None:
+    """Returns the ending that a stop reason of ROSE's engines means; None for any other stop reason."""
+    if not isinstance(stop_reason, str) or stop_reason not in _ABORTS:
+        return None
+    kind, what = _ABORTS[stop_reason]
+    return Ending(kind=kind, detail=f"{worker_id} {what}")
 
 
 def error_ending(status: int, detail: str) -> Ending:
-    """What a worker's HTTP error means for the turn."""
+    """Returns what a worker's HTTP error means for the turn."""
     if status in _BUSY_STATUSES:
         kind = EndKind.BUSY
     elif 400 <= status < 500 and status != _REQUEST_TIMEOUT:

@@ -1,8 +1,8 @@
-"""One request on its way: what its client asked of the routing, what became of it so far and when.
+"""One request on its way through the router.
 
-Owns: Route, Journey, and the worker's own refusal.
+Owns: Route, what the client asked of the routing; Journey, what has happened to the request so far; Refused.
 Promises: plain values.
-Never does: decide where it goes next (dataplane.py).
+Never does: decide where a request goes next (placing/policy.py).
 """
 
 import time
@@ -13,7 +13,7 @@ from rose.scheduler.rollout.turn.traces import TurnSpan
 
 
 class Refused(RoseError):
-    """A worker found fault with the request; its answer goes to the client as it is."""
+    """A worker rejected the request. The client receives the worker's answer unchanged."""
 
     def __init__(self, status: int, body: str) -> None:
         super().__init__(f"worker answered {status}: {body[:200]}")
@@ -23,40 +23,43 @@ class Refused(RoseError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What the client says about how to route a call."""
+    """How the client wants a call to be routed."""
 
     job: str
     explicit_session: str | None
     run_id: str | None
     deadline: float
+    """Monotonic time in seconds."""
     model: str | None = None
-    """Only workers that serve it; None: any."""
+    """Only workers that serve this model are eligible; None: all workers are."""
     trace_parent: str | None = None
-    """The client's `traceparent`."""
+    """The client's `traceparent` header."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Journey:
-    """One request's tries so far: what to keep away from, how often workers failed it."""
+    """One request's attempts so far: which workers to avoid, how often they failed, how long it took."""
 
     session: str
     route: Route
     prompt_tokens: int = 0
-    """Of its next attempt, about."""
+    """Estimated prompt tokens of the next attempt."""
     max_tokens: int | None = None
     avoid_until: dict[str, float] = field(default_factory=dict)
     num_failures: int = 0
     num_attempts: int = 0
     span: TurnSpan | None = None
-    """Where turns are traced."""
+    """Set where turns are traced."""
     began: float = field(default_factory=time.monotonic)
     queued_s: float = 0.0
-    """Waited for a worker, all attempts together."""
+    """Time spent waiting for a worker, summed over all attempts."""
     first_token_at: float | None = None
     num_first_tokens: int = 0
-    """That came together with the first."""
+    """Tokens that arrived together with the first one."""
+    served_model: str | None = None
+    """The model's name as the last worker gave it."""
 
-    def took(self, num_tokens: int) -> None:
-        """So many tokens have come."""
+    def received(self, num_tokens: int) -> None:
+        """Notes the arrival of tokens; only the first arrival changes anything."""
         if self.first_token_at is None:
             self.first_token_at, self.num_first_tokens = time.monotonic(), num_tokens

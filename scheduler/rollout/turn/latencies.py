@@ -1,8 +1,8 @@
-"""How long turns take: Prometheus histograms by model.
+"""How long turns take, as Prometheus histograms by model.
 
-Owns: their names and buckets.
-Promises: a turn costs four binary searches, when it has ended. However many models come and go, there is a
-bounded number of series.
+Owns: the histograms' names and buckets.
+Promises: a turn costs four binary searches, at its end. The number of series is bounded, however many models
+come and go.
 Never does: read a clock, decide anything.
 """
 
@@ -18,24 +18,24 @@ _TURN_BOUNDS_S = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
     *(1800.0, 3600.0),
 )
-"""From a place at once to the deadline that turns have where nobody sets another."""
+"""From an immediate place up to the default deadline of turns."""
 _TOKEN_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
 )
-"""From a small model's step to the pace in what a busy serving GPU leaves over."""
+"""From a small model's step up to a rollout's pace on a busy serving GPU."""
 _MAX_MODELS = 64
 _OTHERS = ""
-"""Stands for models past these, such as an adapter for each step, and where no worker says what it serves."""
+"""Stands for the models beyond these, such as one adapter per step, and for models no worker names."""
 _TEXTS = {
-    "queue": "Time without a worker, over all attempts of a turn.",
-    "first_token": "From the request to its first token.",
-    "turn": "From the request to the end of its answer, of turns that finished.",
-    "token": "Mean time of a turn's tokens after the first ones, of turns that finished.",
+    "queue": "Time a turn waited for a worker, over all its attempts.",
+    "first_token": "Time from the request to its first token.",
+    "turn": "Time from the request to the end of its answer, for turns that finished.",
+    "token": "Mean time per token after the first ones, for turns that finished.",
 }
 
 
 class Latencies:
-    """Changed only on the router's event loop."""
+    """Lives on the router's event loop."""
 
     def __init__(self) -> None:
         self._by_model: dict[str, dict[str, Histogram]] = {}
@@ -43,7 +43,7 @@ class Latencies:
     def ended(
         self, journey: Journey, model: str | None, now: float, num_tokens: int, *, is_finished: bool
     ) -> None:
-        """Take down a turn. `model`: a name that a worker gave, None where there is none."""
+        """Adds a turn. `model`: a name that a worker gave; None if there is none."""
         times = self._of(model)
         times["queue"].add(journey.queued_s)
         if journey.first_token_at is not None:
@@ -64,7 +64,7 @@ class Latencies:
         return self._by_model[name]
 
     def metrics(self) -> Iterable[Metric]:
-        """rose_router_{queue,first_token,turn,token}_seconds."""
+        """Yields rose_router_{queue,first_token,turn,token}_seconds."""
         for kind, text in _TEXTS.items():
             family = HistogramMetricFamily(f"rose_router_{kind}_seconds", text, labels=["model"])
             for model, times in sorted(self._by_model.items()):

@@ -1,9 +1,10 @@
-"""Traces for OpenTelemetry: a span per turn, with one inside for each attempt.
+"""Traces for OpenTelemetry: one span per turn, and inside it one span per attempt.
 
-Owns: the spans' names and attributes, and their way to a collector.
-Promises: a turn's span names its job, session, attempts, workers, tokens and result; a client's `traceparent`
-is its parent, and a worker's own spans are children of the attempt's. Sending is another thread's work.
-Never does: load OpenTelemetry unless it is asked for; without it a turn costs one comparison.
+Owns: the names and attributes of the spans, and their way to a collector.
+Promises: a turn's span names its job, session, attempts, workers, tokens and result. The client's
+`traceparent` is its parent, and the worker's own spans are children of the attempt's span. Another thread
+sends the spans.
+Never does: load OpenTelemetry where tracing is off; there a turn costs one comparison.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ _OK = "finished"
 
 
 class TurnSpan:
-    """One turn's span, and that of the attempt under way."""
+    """A turn's span, and the span of its current attempt."""
 
     def __init__(self, tracer: Any, span: Any, context: Any) -> None:
         self._tracer = tracer
@@ -26,7 +27,7 @@ class TurnSpan:
         self._num_attempts = 0
 
     def begin_attempt(self, worker_id: str) -> str:
-        """The `traceparent` by which the worker's spans become the attempt's children."""
+        """Returns the `traceparent` that makes the worker's spans children of the attempt's span."""
         self._num_attempts += 1
         attributes = {"rose.worker": worker_id, "rose.attempt": self._num_attempts}
         self._attempt = self._tracer.start_span("attempt", context=self._context, attributes=attributes)
@@ -34,7 +35,7 @@ class TurnSpan:
         return f"00-{made.trace_id:032x}-{made.span_id:016x}-{int(made.trace_flags):02x}"
 
     def end_attempt(self, ending: str, num_tokens: int | None = None) -> None:
-        """`num_tokens`: that it made; None where the answer isn't ours to count."""
+        """`num_tokens`: the tokens that the attempt generated; None if the router can't count them."""
         self._attempt.set_attribute("rose.ending", ending)
         if num_tokens is not None:
             self._attempt.set_attribute("rose.tokens", num_tokens)
@@ -42,7 +43,7 @@ class TurnSpan:
         self._attempt = None
 
     def end(self, result: str, generation: Accumulated | None = None) -> None:
-        """`result`: as the router counts turns. An attempt that an error cut short ends as well."""
+        """Ends the turn with the result that the router counts, and an attempt that an error cut short."""
         if self._attempt is not None:
             self.end_attempt(result)
         found: dict[str, Any] = {"rose.result": result, "rose.attempts": self._num_attempts}
@@ -75,7 +76,7 @@ def _made(generation: Accumulated) -> dict[str, Any]:
 
 
 class Traces:
-    """Begins spans. Lives on the router's event loop."""
+    """Creates spans. Lives on the router's event loop."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry.trace import set_span_in_context
@@ -87,7 +88,7 @@ class Traces:
         self._set_in_context = set_span_in_context
 
     def begin(self, job: str, session: str, parent: str | None) -> TurnSpan:
-        """`parent`: the client's `traceparent`."""
+        """Begins a turn's span. `parent`: the client's `traceparent`."""
         carrier = {PARENT_HEADER: parent} if parent is not None else {}
         attributes = {"rose.job": job, "rose.session": session}
         span = self._tracer.start_span(
@@ -96,14 +97,15 @@ class Traces:
         return TurnSpan(self._tracer, span, self._set_in_context(span))
 
     def close(self) -> None:
-        """Sends what is left. Blocks for as long as the collector takes."""
+        """Sends the remaining spans. Blocks until the collector has taken them."""
         self._provider.shutdown()
 
 
 def open_traces(endpoint: str) -> Traces:
-    """Spans go to `endpoint`, an OTLP collector over HTTP. Its sampler is OpenTelemetry's own setting.
+    """Sends spans to `endpoint`, an OTLP collector over HTTP. The sampler is OpenTelemetry's own setting.
 
-    Raises: ModuleNotFoundError without the extra `otel`.
+    Raises:
+        ModuleNotFoundError: the extra `otel` is not installed.
     """
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource

@@ -1,8 +1,8 @@
-"""What the router remembers of trajectories: whose turn a request is, where the last ran, what it left there.
+"""What the router remembers of trajectories: where their turns ran, and the KV that they left there.
 
-Owns: the tables of sessions and fingerprints; a turn as policies see it.
-Promises: a turn that ended is found again by its session's key, or by how the next prompt begins.
-Never does: place turns (placement.py), I/O.
+Owns: the tables of sessions and fingerprints, and the view of a turn that policies get.
+Promises: a trajectory is found again by its session key, or by the beginning of its next prompt.
+Never does: place turns (places.py), I/O.
 """
 
 import time
@@ -10,11 +10,11 @@ import time
 from rose.scheduler.rollout.formats.bodies import TokenIds
 from rose.scheduler.rollout.formats.completions import Single
 from rose.scheduler.rollout.placing.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
-from rose.scheduler.rollout.placing.views import Turn, WorkerKind
+from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig
-from rose.scheduler.rollout.turn.jobs import JobTable
+from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.journey import Journey, Route
-from rose.scheduler.rollout.turn.placement import probably_cached
+from rose.scheduler.rollout.turn.places import probably_cached
 from rose.scheduler.rollout.workers.registry import Registry
 from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import WeightVersion
@@ -25,7 +25,7 @@ _CHARACTERS_PER_TOKEN = 4
 class Trajectories:
     """Lives on the router's event loop."""
 
-    def __init__(self, config: RouterConfig, registry: Registry, jobs: JobTable) -> None:
+    def __init__(self, config: RouterConfig, registry: Registry, jobs: JobAccounts) -> None:
         self._config = config
         self._registry = registry
         self._jobs = jobs
@@ -33,17 +33,20 @@ class Trajectories:
         self._keys = SessionKeys(Fingerprints(config.max_fingerprints))
 
     def key(self, single: Single, num_singles: int, route: Route) -> str:
-        """The session of one of the single requests of a call."""
+        """Returns the session key of one of the single requests of a call."""
         return self._keys.key(route.explicit_session, single.prompt, single.index, num_singles, route.model)
 
-    def turn(self, journey: Journey, first_version: WeightVersion | None) -> Turn:
-        """The journey's next attempt. `first_version`: of the weights that made its first tokens, if any."""
+    def turn(self, journey: Journey, first_version: WeightVersion | None) -> TurnView:
+        """Returns the journey's next attempt as policies see it.
+
+        `first_version`: the weights that made the turn's first tokens, if there are any.
+        """
         route, now = journey.route, time.monotonic()
         session = self.sessions.get(journey.session, route.model)
         if first_version is None and session is not None:
             first_version = session.first_version
         job = self._jobs.get(route.job, now)
-        return Turn(
+        return TurnView(
             session=journey.session,
             job=route.job,
             model=route.model,
@@ -57,7 +60,7 @@ class Trajectories:
         )
 
     def ended(self, single: Single, journey: Journey, worker: Worker) -> None:
-        """The turn has its last tokens from this worker."""
+        """Notes that a turn finished on this worker."""
         generation, route = single.generation, journey.route
         first = generation.spans[0].weight_version if generation.spans else worker.weight_version
         num_tokens = about_tokens(single.prompt) + generation.num_tokens
@@ -74,19 +77,19 @@ class Trajectories:
         self._keys.fingerprints.record(whole, journey.session, route.model)
 
     def answered_whole(self, journey: Journey, worker: Worker) -> None:
-        """A request that went to this worker whole has its answer."""
+        """Notes that a request that was forwarded whole finished on this worker."""
         route = journey.route
         if route.explicit_session is not None:
             version = worker.weight_version
             self.sessions.record(route.explicit_session, worker.id, version, model=route.model)
 
     def finished(self, session: str) -> None:
-        """The client says that this trajectory has ended, whatever models it asked."""
+        """Forgets a trajectory that its client declares over, for all models."""
         served = {model for worker in self._registry.workers() for model in worker.models or ()}
         for model in (None, *served):
             self.sessions.forget(session, model)
 
 
 def about_tokens(prompt: str | TokenIds) -> int:
-    """A text's length in tokens is only known to the worker."""
+    """Estimates a prompt's length; only the worker knows how many tokens a text has."""
     return prompt.about() if isinstance(prompt, TokenIds) else max(1, len(prompt) // _CHARACTERS_PER_TOKEN)

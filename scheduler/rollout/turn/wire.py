@@ -1,10 +1,10 @@
-"""HTTP/1.1 to the workers, for turns alone: one request, one streamed answer.
+"""HTTP/1.1 to the workers, for turns only: one request, one streamed answer.
 
 Owns: kept-alive connections to each worker.
-Promises: pieces of an answer come as they arrive; a connection that was not read to its end is closed, so
-that vLLM drops the request; one that idled too long is not used again.
-Never does: retry, redirect, cookies, compression. aiohttp's client does all that and takes more CPU per
-request and per chunk; everything but turns goes through it.
+Promises: the pieces of an answer are handed on as they arrive. A connection that was not read to its end is
+closed, so that vLLM drops the request; one that idled for too long is not used again.
+Never does: retries, redirects, cookies, compression. aiohttp's client does all of these, at more CPU per
+request and per chunk; everything except turns goes through it.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from rose.http import KEEPALIVE_S
 _HEAD = b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n"
 _CONNECT_S = 5.0
 _MAX_BUFFERED_BYTES = 2**20
-"""More than this unread, and the worker is made to wait."""
+"""Once more than this is unread, the worker has to wait."""
 _JOIN_BYTES = 2**14
-"""Copying a body up to this costs less than a second buffer to write."""
+"""Copying a body of up to this size costs less than writing a second buffer."""
 
 
-class Answer(asyncio.Protocol):
-    """A connection and the answer that is on it."""
+class WorkerConnection(asyncio.Protocol):
+    """A connection to a worker, and the answer being read from it."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -42,16 +42,16 @@ class Answer(asyncio.Protocol):
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    # What a request does with it ------------------------------------------------------------------------
+    # Called by a request ----------------------------------------------------------------------------------
 
     @property
     def is_usable(self) -> bool:
-        """Whether another request may go over it."""
+        """Whether another request may use the connection."""
         is_open = self._failure is None and not self._transport.is_closing()
         return is_open and time.monotonic() - self.idle_since < KEEPALIVE_S
 
     async def begin(self, head: bytes, body: Sequence[bytes], num_bytes: int) -> None:
-        """Send a request and wait for the answer's status. Raises: ConnectionError."""
+        """Sends a request and waits for the status of its answer. Raises: ConnectionError."""
         self._parser = httptools.HttpResponseParser(self)
         self.is_complete = self._has_head = False
         self._pieces, self._num_bytes = [], 0
@@ -63,7 +63,7 @@ class Answer(asyncio.Protocol):
             await self._wait()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises: ConnectionError if it breaks off."""
+        """Yields the body as it arrives. Raises: ConnectionError if it breaks off."""
         while True:
             if self._pieces:
                 pieces, self._pieces, self._num_bytes = self._pieces, [], 0
@@ -78,7 +78,7 @@ class Answer(asyncio.Protocol):
                 await self._wait()
 
     async def text(self) -> str:
-        """The whole body. Raises: ConnectionError."""
+        """Returns the whole body. Raises: ConnectionError."""
         return b"".join([piece async for piece in self.pieces()]).decode(errors="replace")
 
     @property
@@ -102,7 +102,7 @@ class Answer(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # What the event loop tells -----------------------------------------------------------------------------
+    # Called by the event loop -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -110,7 +110,7 @@ class Answer(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             if self._parser is None or self.is_complete:
-                raise ConnectionError("data came that nobody asked for")
+                raise ConnectionError("the worker sent data that was not asked for")
             self._parser.feed_data(data)
         except (httptools.HttpParserError, ConnectionError) as error:
             self._fail(ConnectionError(f"not HTTP: {error}"))
@@ -121,7 +121,7 @@ class Answer(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # Without a length or chunks, the end of the connection is the end of the answer: vLLM always has one.
+        # vLLM always sends a length or chunks, so the end of the connection never marks the end of an answer.
         self._fail(ConnectionError(f"connection lost: {exc}" if exc is not None else "connection closed"))
         self._wake()
 
@@ -129,7 +129,7 @@ class Answer(asyncio.Protocol):
         if self._failure is None:
             self._failure = failure
 
-    # What the parser tells ---------------------------------------------------------------------------------
+    # Called by the parser -----------------------------------------------------------------------------------
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
@@ -144,57 +144,60 @@ class Answer(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.is_complete = self.status >= 200
-        self._keeps_alive = bool(self._parser.should_keep_alive())  # afterwards the parser has forgotten it
+        self._keeps_alive = bool(self._parser.should_keep_alive())  # the parser forgets it afterwards
 
 
 class Wire:
     """The connections to all workers. Lives on the router's event loop."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[str | None, int | None], list[Answer]] = {}
+        self._idle: dict[tuple[str | None, int | None], list[WorkerConnection]] = {}
 
-    async def post(self, url: URL, headers: bytes, body: Sequence[bytes]) -> Answer:
-        """Send JSON, in pieces; the answer has its status. `headers`: whole lines, each with its end.
+    async def post(self, url: URL, headers: bytes, body: Sequence[bytes]) -> WorkerConnection:
+        """Sends JSON in pieces and returns once the answer's status is known.
 
-        Give it back with done(), also after a failure while reading it. Raises: OSError.
+        `headers`: whole lines, each with its line end. The caller has to call done(), also after a failure.
+
+        Raises:
+            OSError: there is no connection, or it broke off.
         """
-        answer = await self._connection(url)
+        connection = await self._connection(url)
         num_bytes = sum(map(len, body))
         head = _HEAD % (url.raw_path.encode(), url.authority.encode(), headers, num_bytes)
         try:
-            await answer.begin(head, body, num_bytes)
+            await connection.begin(head, body, num_bytes)
         except BaseException:
-            answer.close()
+            connection.close()
             raise
-        return answer
+        return connection
 
-    async def _connection(self, url: URL) -> Answer:
+    async def _connection(self, url: URL) -> WorkerConnection:
         host, port = url.host, url.port
         assert host is not None and port is not None, f"WorkerSpec lets no {url} pass"
         idle = self._idle.get((host, port), [])
         while idle:
-            if (answer := idle.pop()).is_usable:
-                return answer
-            answer.close()
+            if (connection := idle.pop()).is_usable:
+                return connection
+            connection.close()
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, made = await asyncio.get_running_loop().create_connection(
-                    Answer, host, port, ssl=True if url.scheme == "https" else None
+                    WorkerConnection, host, port, ssl=True if url.scheme == "https" else None
                 )
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {_CONNECT_S:g} s") from error
         return made
 
-    def done(self, url: URL, answer: Answer) -> None:
-        """The request is over: keep the connection if the answer was read to its end."""
-        if answer.can_be_kept:
-            answer.idle_since = time.monotonic()
-            self._idle.setdefault((url.host, url.port), []).append(answer)
+    def done(self, url: URL, connection: WorkerConnection) -> None:
+        """Ends a request, and keeps the connection if the answer was read to its end."""
+        if connection.can_be_kept:
+            connection.idle_since = time.monotonic()
+            self._idle.setdefault((url.host, url.port), []).append(connection)
         else:
-            answer.close()
+            connection.close()
 
     def close(self) -> None:
         for idle in self._idle.values():
-            for answer in idle:
-                answer.close()
+            for connection in idle:
+                connection.close()
         self._idle.clear()

@@ -139,7 +139,7 @@ class Registry:
         models = {card.id: card.max_model_len for card in cards} if cards else None
         if models != worker.models and self._workers.get(worker.id) is worker:
             logger.info("worker=%s models=%s", worker.id, list(models or ()))
-            worker.models = models
+            worker.says_models(models)
             self.catalogue.take(worker.id, models)
 
     def model_cards(self) -> list[Json]:

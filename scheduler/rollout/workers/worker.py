@@ -1,9 +1,9 @@
 """One rollout engine as the router sees it.
 
-Owns: Worker: its health, load, speed, share, weights.
-Promises: a worker that returns or stalled is on probation (one turn at a time) until it makes a token; what
-runs on a lost one is told at once.
-Never does: ask it (registry.py), place turns (policy.py), speak /v1 (attempt.py).
+Owns: Worker: its health, load, speed, share of the GPU and weights.
+Promises: a worker that stalled or came back is on probation (one turn at a time) until it makes a token. What
+runs on a worker is told at once when the worker is lost.
+Never does: send requests (registry.py, turn/attempt.py), place turns (placing/policy.py).
 """
 
 import logging
@@ -26,31 +26,22 @@ from rose.types import WeightVersion
 logger = logging.getLogger(__name__)
 
 _INTERVALS_PER_STALL = 4
-"""A worker's chunk has to come well within the stall time even when the gate slows its steps."""
+"""A chunk has to arrive well within the stall time, even when the gate slows the worker's steps."""
 _OWN_REPORT_S = 0.5
-"""An engine that reports its stalls needs time for it, however long a stall is. With 2 s a turn on a stopped
-worker still goes on elsewhere within 3 s."""
-_UNSEEN = frozenset(
-    (
-        "_view",
-        "cards",
-        "last_seen",
-        "models_asked_at",
-        "num_tokens",
-        "num_turns",
-        "problem",
-        "seconds_per_token",
-    )
-)
-"""What a policy doesn't see."""
+"""An engine that reports its own stalls needs this long. With a stall time of 2 s, a turn on a stopped worker
+still goes on elsewhere within 3 s."""
 _SHARE_MEMORY_S = 15.0
-"""About a turn's length: a turn gets the mean of its time, not the share of its first second."""
+"""About the length of a turn, which gets the mean share of its time and not that of its first second."""
 _SMOOTHING = 0.2
-"""Weight of the newest value in running means."""
+"""The weight of the newest value in running means."""
 
 
 class Worker:
-    """One rollout engine. Changed only on the router's event loop."""
+    """One rollout engine. Lives on the router's event loop.
+
+    Whatever the policies see changes only through methods, each of which drops the cached view: every
+    decision asks every worker for its view, mostly between changes.
+    """
 
     def __init__(self, spec: WorkerSpec, config: RouterConfig) -> None:
         self.spec = spec
@@ -64,7 +55,8 @@ class Worker:
         self.is_active = True
         self.is_updating = False
         self.updated_at = -math.inf
-        """When its weights last changed, as its status tells; tokens before and after tell no speed."""
+        """When its weights last changed. The time between tokens before and after that says nothing of its
+        speed."""
         self.is_on_probation = False
         self.is_draining = False
         self.has_rose_routes = True
@@ -78,20 +70,21 @@ class Worker:
         self.owner: str | None = None
         self.in_flight = 0
         self.tenants: Counter[str] = Counter()
-        """Turns on it by job."""
+        """The number of turns on it by job."""
         self.pending_prefill_tokens = 0.0
         self.watches: set[Watch] = set()
         self.models: Contexts | None = None
-        """What it serves, or served before it was lost; None: it does not say. Known before it is alive."""
+        """What it serves, or served before it was lost; None: it does not say. Set before it becomes
+        alive."""
         self.cards: list[ModelCard] = []
-        """The same, as it shows it."""
+        """The models as it shows them."""
         self.models_asked_at = -math.inf
         self.num_tokens = 0
         self.num_turns = 0
         self.seconds_per_token: float | None = None
         self.speed = SpeedEstimate()
         self.cache_trust = 1.0
-        """Part of the prompt tokens expected in its prefix cache that were found there."""
+        """The fraction of the prompt tokens expected in its prefix cache that were found there."""
         self.kv_usage = UsageWindow(config.kv_window_s)
         self._is_dedicated = spec.kind is WorkerKind.DEDICATED
         self._telemetry_max_age_s = config.telemetry_max_age_s
@@ -99,15 +92,55 @@ class Worker:
         self._share: float | None = 1.0 if self._is_dedicated else None
         self._status_at = 0.0
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Whatever changes, the view is made anew: every decision asks for it, most often in vain."""
-        object.__setattr__(self, name, value)
-        if name not in _UNSEEN:
-            object.__setattr__(self, "_view", None)
+    # What turns do to it --------------------------------------------------------------------------------
+
+    def begin_turn(self, job: str, missing_tokens: float) -> None:
+        """Takes in a turn that has `missing_tokens` of its prompt to prefill."""
+        self._view = None
+        self.num_turns += 1
+        self.tenants[job] += 1
+        self.in_flight += 1
+        self.pending_prefill_tokens += missing_tokens
+
+    def end_prefill(self, missing_tokens: float) -> None:
+        """Notes that a turn's prefill no longer delays others."""
+        self._view = None
+        self.pending_prefill_tokens -= missing_tokens
+
+    def end_turn(self, job: str) -> None:
+        """Notes that a turn has left."""
+        assert self.in_flight > 0, f"worker {self.id} was released more often than acquired"
+        self._view = None
+        self.tenants[job] -= 1
+        self.in_flight -= 1
+
+    def yielded(self) -> None:
+        """Keeps new turns away until the next heartbeat: serving needs the GPU."""
+        self._view = None
+        self.has_yielded = True
+
+    def deactivated(self) -> None:
+        """Keeps new turns away until a heartbeat reports weights on the GPU again."""
+        self._view = None
+        self.is_active = False
+
+    # What the operator and the scheduler decide -------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Keeps new turns away for good."""
+        self._view = None
+        self.is_draining = True
+
+    def lend(self, owner: str | None) -> None:
+        """Lends a serving GPU to one job, to NOBODY, or to every job (None)."""
+        self._view = None
+        self.owner = owner
+
+    # What policies see ----------------------------------------------------------------------------------
 
     @property
     def is_eligible(self) -> bool:
-        """On a serving GPU: no memory pressure, the gate lets steps through, nothing waits there already."""
+        """Whether a serving GPU has no memory pressure, an open gate and no waiting rollouts."""
         status = self.status
         if self.has_yielded or self.is_gate_declining:
             return False
@@ -140,30 +173,34 @@ class Worker:
         )
 
     def _lent_to(self) -> str | None:
-        """Its owner; NOBODY while turns of another job, which had it before, are still on it."""
+        """Returns its owner, or NOBODY while turns of its previous owner are still on it."""
         if self.owner is None or self.tenants.total() == self.tenants[self.owner]:
             return self.owner
         return NOBODY
 
+    # What is learned from its answers -----------------------------------------------------------------------
+
     def stream_interval(self, config: RouterConfig) -> int:
-        """Tokens per chunk: few enough that slow steps don't look like a stall."""
+        """Returns the tokens to ask for per chunk, few enough that slow steps don't look like a stall."""
         if self.seconds_per_token is None:
             return 1
         fitting = int(config.stall_s / _INTERVALS_PER_STALL / max(self.seconds_per_token, 1e-6))
         return max(1, min(config.stream_interval, fitting))
 
     def stall_allowance_s(self, config: RouterConfig) -> float:
-        """The time without a token that is a stall. An engine with ROSE may report its own first."""
+        """Returns the time without a token that counts as a stall. ROSE's engines may report theirs first."""
         return config.stall_s + (_OWN_REPORT_S if self.has_rose_routes else 0.0)
 
     def made_tokens(self, num_tokens: int, now: float, took_s: float | None) -> None:
-        """Progress is the proof of life that counts: it ends a probation.
+        """Notes progress, which ends a probation.
 
-        `took_s`: since the tokens before; None for the first of an attempt, which wait for the prefill.
+        `took_s`: the time since the previous tokens; None for the first tokens of an attempt, which include
+        the prefill.
         """
         self.num_tokens += num_tokens
         self.last_seen = now
         if self.is_on_probation:
+            self._view = None
             self.is_on_probation = False
         if took_s is None:
             return
@@ -176,23 +213,27 @@ class Worker:
         )
 
     def prefilled(self, first_token_s: float, tokens: float) -> None:
-        """A first token came; `tokens` were to prefill until then, those ahead of it included."""
+        """Notes a first token, before which `tokens` had to be prefilled, those of turns ahead included."""
         self._view = None
         self.speed.saw_prefill(first_token_s, tokens, self._share if self._share is not None else 1.0)
 
     def found_cached(self, expected_tokens: float, cached_tokens: int) -> None:
-        """What an answer says about its prompt's prefix, against what was expected."""
+        """Compares how much of a prompt was cached with what was expected."""
         if expected_tokens > 0:
             found = min(1.0, cached_tokens / expected_tokens)
             self.cache_trust = (1 - _SMOOTHING) * self.cache_trust + _SMOOTHING * found
 
     def suspect(self, now: float, config: RouterConfig) -> None:
-        """It failed or stalled a turn: no new ones for a moment, then one at a time."""
+        """Notes a failed or stalled turn: no new turns for a moment, then one at a time."""
+        self._view = None
         self.cooldown_until = now + config.avoid_s
         self.is_on_probation = True
 
+    # What heartbeats say --------------------------------------------------------------------------------
+
     def take_status(self, status: RoutingStatus, now: float) -> None:
-        """Take down what the worker reports at `now`."""
+        """Takes in what the worker reports at `now`."""
+        self._view = None
         self._take_weights(status, now)
         before, gate = self.status.gate if self.status is not None else None, status.gate
         self.is_gate_declining = (
@@ -212,9 +253,9 @@ class Worker:
         self.status, self._status_at = status, now
 
     def _take_weights(self, status: RoutingStatus, now: float) -> None:
-        """A change of weights is no stall. After it, what runs is computed anew, as for a first token.
+        """Keeps the stall clocks from counting a change of weights, after which KV is computed again.
 
-        A short one may show by its new version alone.
+        A short change may show only in the version.
         """
         version = parse_version(status.weight_version)
         was_updating, self.is_updating = self.is_updating, status.is_updating
@@ -230,13 +271,13 @@ class Worker:
                 watch.worker_updated(self._first_token_s)
 
     def _take_share(self, status: RoutingStatus, now: float) -> None:
-        """What serving's steps left of the GPU's time since the status before."""
+        """Updates the share of the GPU's time that serving's steps left over since the previous status."""
         before = self.status.serving_busy_s if self.status is not None else None
         if status.serving_busy_s is None:
             self._share = None
             return
         if before is None or status.serving_busy_s < before or now <= self._status_at:
-            return  # a first report, or one of an engine that began anew
+            return  # the first report of an engine, or the first since it restarted
         left = 1.0 - (status.serving_busy_s - before) / (now - self._status_at)
         left = min(1.0, max(0.0, left))
         if self._share is None:
@@ -245,19 +286,27 @@ class Worker:
             weight = 1.0 - math.exp(-(now - self._status_at) / _SHARE_MEMORY_S)
             self._share += weight * (left - self._share)
 
+    def says_models(self, models: Contexts | None) -> None:
+        """Takes in what the worker serves; None: it does not say."""
+        self._view = None
+        self.models = models
+
     def seen(self, now: float) -> None:
+        """Notes a sign of life."""
         self.last_seen = now
         self.problem = None
         if not self.is_alive:
             logger.info("worker alive worker=%s kind=%s", self.id, self.spec.kind)
+            self._view = None
             self.is_alive = True
 
     def lost(self, reason: str) -> None:
-        """Mark it dead and tell everything that runs on it."""
+        """Marks the worker dead and tells everything that runs on it."""
+        self._view = None
         if self.is_alive:
             logger.warning("worker lost worker=%s in_flight=%d reason=%s", self.id, self.in_flight, reason)
             self.is_on_probation = True
-            self.is_updating = False  # whatever it was doing, it no longer says so
+            self.is_updating = False  # it can't report the end of the update any more
         elif self.problem is None:
             logger.warning("worker not reachable worker=%s reason=%s", self.id, reason)
         self.problem = reason

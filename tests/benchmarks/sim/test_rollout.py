@@ -9,11 +9,11 @@ from sim.rollout.engine import Engine, Run
 from sim.rollout.loop import Simulation, simulate
 from sim.rollout.scenario import QWEN3_8B, Step, Traffic, busy_fractions, trajectories
 
-from rose.scheduler.rollout.placing.views import Speed, Turn
+from rose.scheduler.rollout.placing.views import Speed, TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.dataplane import POLICIES
-from rose.scheduler.rollout.turn.jobs import JobTable
-from rose.scheduler.rollout.turn.placement import Place
+from rose.scheduler.rollout.turn.places import Place
 from rose.scheduler.rollout.workers.worker import Worker
 
 SMALL = replace(
@@ -29,8 +29,8 @@ SMALL = replace(
 def run(missing_tokens: float, generated_tokens: int) -> Run:
     config = RouterConfig()
     worker = Worker(WorkerSpec(url="http://w:1"), config)
-    job = JobTable(config).get("job", 0.0)
-    place = Place(worker, Turn(session="t"), job, 0.0, missing_tokens, 0.0)
+    job = JobAccounts(config).get("job", 0.0)
+    place = Place(worker, TurnView(session="t"), job, 0.0, missing_tokens, 0.0)
     return Run(0, Step(0, generated_tokens, 0.0), place, 0.0, missing_tokens, int(missing_tokens))
 
 

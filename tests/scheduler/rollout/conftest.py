@@ -51,7 +51,7 @@ class Client:
         return answer
 
     def counters(self) -> Any:
-        return self.router.plane.counters.as_json()
+        return self.router.plane.records.counters.as_json()
 
 
 StartRouter = Callable[..., AbstractAsyncContextManager[Client]]

@@ -16,6 +16,12 @@ from aiohttp import web
 from rose.http import NO_PROMPT_IDS_HEADER
 
 VOCABULARY = 997
+STOP_REASONS = {
+    "abort_reclaimed": "rose_reclaimed",
+    "abort_stall": "rose_stall",
+    "abort_deactivated": "rose_deactivated",
+    "abort_plain": None,
+}
 
 
 def next_token(tokens: list[int]) -> int:
@@ -39,8 +45,8 @@ class Fault:
     """What goes wrong with one request, after so many tokens."""
 
     kind: str
-    """abort_(reclaimed | stall | deactivated | plain), swallowed, hang, hold (until told to go on),
-    disconnect, error, status"""
+    """abort_(reclaimed | stall | deactivated | plain), swallowed, hang, slow (a chat until told to finish),
+    hold (until told to go on), disconnect, error, status"""
     after_tokens: int = 0
     status: int = 500
 
@@ -70,6 +76,7 @@ class ScriptedWorker:
     """Tokens that are part of a character, which is finished by the next other one."""
     url: str = ""
     _may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    _slow_is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> "ScriptedWorker":
         self.go_on()
@@ -104,6 +111,10 @@ class ScriptedWorker:
 
     def go_on(self) -> None:
         self._may_go_on.set()
+
+    def finish_slow(self) -> None:
+        """Ends the wait of chats with the fault `slow`, during which other requests get their tokens."""
+        self._slow_is_over.set()
 
     @property
     def id(self) -> str:
@@ -164,19 +175,26 @@ class ScriptedWorker:
                 await asyncio.sleep(3600)
             finally:
                 self.num_cancelled += 1
-        stop_reason = "rose_reclaimed" if fault is not None else None
+        if fault is not None and fault.kind == "slow" and not body.get("stream"):
+            await self._slow_is_over.wait()
+        stop_reason = STOP_REASONS[fault.kind] if fault is not None and fault.kind in STOP_REASONS else None
         if body.get("return_token_ids") and body.get("stream"):
             return await self._stream(request, {**body, "prompt": self._rendered(body)}, fault)
         message = {"role": "assistant", "content": "hello"}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "stop_reason": stop_reason}
         if not body.get("stream"):
-            return web.json_response({"choices": [choice], "prompt_token_ids": [1]})
+            usage = {"completion_tokens": body.get("max_tokens", 1)}
+            return web.json_response({"choices": [choice], "prompt_token_ids": [1], "usage": usage})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(b'data: {"choices": []}\n\n')
+        if fault is not None and fault.kind == "slow":
+            await self._slow_is_over.wait()
         if fault is not None and request.transport is not None:
             request.transport.abort()
         else:
+            usage = {"completion_tokens": body.get("max_tokens", 1)}
+            await _send(response, {"choices": [], "usage": usage})
             await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -271,15 +289,9 @@ class ScriptedWorker:
             error = {"message": "engine died", "type": "InternalServerError", "code": 500}
             await _send(response, {"error": error})
         elif fault.kind != "swallowed":
-            stops = {
-                "abort_reclaimed": "rose_reclaimed",
-                "abort_stall": "rose_stall",
-                "abort_deactivated": "rose_deactivated",
-                "abort_plain": None,
-            }
             choice: dict[str, Any] = {"index": 0, "token_ids": [], "finish_reason": "abort"}
             choice |= {"text": "", "delta": {"content": ""}}
-            choice["stop_reason"] = stops[fault.kind]
+            choice["stop_reason"] = STOP_REASONS[fault.kind]
             await _send(response, {"model": self.models[0], "choices": [choice]})
         await response.write(b"data: [DONE]\n\n")
         return False

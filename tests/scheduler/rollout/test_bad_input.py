@@ -1,12 +1,14 @@
 """Bad input: an OpenAI-shaped error with the right status, and no worker is disturbed."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from tests.scheduler.rollout.conftest import Client, StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
+from tests.scheduler.rollout.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -199,6 +201,58 @@ async def test_a_timeout_that_is_no_time_is_400(start_router: StartRouter, given
     async with ScriptedWorker() as worker, start_router(worker) as client:
         assert_error(*await client.post("/v1/completions", BODY, X_Rose_Timeout_S=given), 400, given)
         assert not worker.requests
+
+
+async def test_an_unknown_run_is_404_and_names_the_known_runs(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        await client.complete(BODY, X_Rose_Run="first")  # nothing is published yet: any run may begin
+        worker.version = "first/1"
+        await until(lambda: bool(client.router.plane.registry.newest.numbers))
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            body = {**BODY, "messages": []}
+            assert_error(*await client.post(path, body, X_Rose_Run="frist"), 404, "frist", "known: first")
+        await client.complete(BODY, X_Rose_Run="first")
+        assert len(worker.requests) == 2
+
+
+async def test_the_only_run_of_a_router_is_known_before_its_first_weights(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, run_id="mine") as client:
+        await client.complete(BODY, X_Rose_Run="mine")
+        assert_error(*await client.post("/v1/completions", BODY, X_Rose_Run="other"), 404, "known: mine")
+
+
+async def test_an_empty_job_name_is_400(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        assert_error(*await client.post("/v1/completions", BODY, X_Rose_Job=" "), 400, "X-Rose-Job")
+        assert not worker.requests
+
+
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: %b\r\n\r\n" % (b"a" * 200_000), 431),
+        (b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 200_000), 431),
+        (b"nonsense\r\n\r\n", 400),
+        (b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: many\r\n\r\n", 400),
+        (b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 200),
+    ],
+)
+async def test_no_answer_names_a_library_and_every_error_is_json(
+    start_router: StartRouter, head: bytes, code: int
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        host, port = client.router.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head)
+        answer = await reader.read()
+        writer.close()
+        top, _, body = answer.partition(b"\r\n\r\n")
+        assert b" %d " % code in top.splitlines()[0]
+        assert b"server: rose-router" in top.lower()
+        assert b"aiohttp" not in answer.lower() and b"python" not in answer.lower()
+        if code != 200:
+            assert_error(code, json.loads(body), code)
 
 
 async def test_ids_come_back_whatever_the_client_writes_between_them(start_router: StartRouter) -> None:

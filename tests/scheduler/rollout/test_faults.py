@@ -37,7 +37,7 @@ def assert_whole(choice: dict[str, Any], num_tokens: int = 9, prompt: list[int] 
         ("abort_reclaimed", "reclaimed"),
         ("abort_stall", "engine_stall"),
         ("abort_deactivated", "deactivated"),
-        ("swallowed", "reclaimed"),
+        ("swallowed", "aborted"),
         ("hang", "stalled"),
         ("disconnect", "lost"),
         ("error", "failed"),

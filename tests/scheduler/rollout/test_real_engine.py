@@ -102,7 +102,7 @@ async def test_a_resumed_greedy_chat_equals_the_unsplit_one(engine_url: str, n: 
                 while not proxy.has_cut:
                     answer: Any = await client.chat.completions.create(**settings, n=n, stream=is_streamed)
                     heard = await spoken(answer, n) if is_streamed else said(answer)
-            counters = router.plane.counters
+            counters = router.plane.records.counters
         assert heard == said(unsplit) * n
         assert (counters.resumed, counters.restarted) == (1, 0)
 

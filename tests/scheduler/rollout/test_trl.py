@@ -38,7 +38,7 @@ async def run_program(engine: StockWorker, relay_url: str, folder: Path) -> Any:
         await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
         arguments = [router.url, engine.url, relay_url, str(engine.model), str(folder)]
         told = await told_by("tests.scheduler.rollout.trl_program", *arguments, env=environment(folder))
-        return {**told, "turns": dict(router.plane.counters.turns)}
+        return {**told, "turns": dict(router.plane.records.counters.turns)}
 
 
 def environment(folder: Path) -> dict[str, str]:

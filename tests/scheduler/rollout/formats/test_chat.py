@@ -83,7 +83,7 @@ async def test_a_worker_that_renders_anew_makes_the_chat_start_again(start_route
             assert answer.choices[0].rose["restarts"] == 1
             worker.faults.append(Fault(kind="abort_reclaimed", after_tokens=4))
             stream: Any = await openai.chat.completions.create(**SETTINGS, stream=True)
-            with pytest.raises(APIError, match="can't be carried on"):
+            with pytest.raises(APIError, match="can't be carried to another worker"):
                 [event async for event in stream]
 
 

@@ -13,7 +13,7 @@ from rose.config import Settings
 from rose.errors import ConfigError
 from rose.scheduler.rollout.http.command import main
 from rose.scheduler.rollout.placing.views import WorkerKind
-from rose.scheduler.rollout.router_config import build_config, parse_worker
+from rose.scheduler.rollout.router_config import RouterConfig, build_config, parse_worker
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
@@ -147,9 +147,9 @@ async def test_the_next_turn_returns_to_the_worker_of_the_last(
     start_router: StartRouter, headers: dict[str, str]
 ) -> None:
     async with ScriptedWorker() as a, ScriptedWorker() as b, start_router(a, b) as client:
-        client.router.plane.registry.workers()[0].cooldown_until = float("inf")
+        client.router.plane.registry.workers()[0].suspect(float("inf"), RouterConfig())
         first = (await client.complete(BODY, **headers))["choices"][0]
-        client.router.plane.registry.workers()[0].cooldown_until = 0.0
+        client.router.plane.registry.workers()[0].suspect(0.0, RouterConfig())
         await client.complete({"prompt": [*PROMPT, *first["token_ids"], 9, 9], "max_tokens": 3}, **headers)
         assert sorted((len(a.requests), len(b.requests))) == [0, 2]
 
@@ -269,29 +269,6 @@ async def test_keys_guard_their_own_doors_and_worker_routes_stay_hidden(start_ro
                 client.router.url + path, headers={"Authorization": "Bearer cli"}
             ) as response:
                 assert response.status == 404
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(("kind", "cause"), [("status", "failed"), ("abort_reclaimed", "reclaimed")])
-async def test_chat_is_tried_again_whole_and_streams_pass(
-    start_router: StartRouter, kind: str, cause: str
-) -> None:
-    async with (
-        ScriptedWorker() as a,
-        ScriptedWorker() as b,
-        start_router(a, (b, "serving"), avoid_s=60) as client,
-    ):
-        a.faults.append(Fault(kind=kind))
-        body = {"messages": [{"role": "user", "content": "hi"}]}
-        status, answer = await client.post("/v1/chat/completions", body)
-        assert (status, answer["choices"][0]["message"]["content"]) == (200, "hello")
-        assert client.counters()["reroutes"] == {cause: 1}
-        assert (len(a.requests), len(b.requests)) == (1, 1)
-        async with client.http.post(
-            f"{client.router.url}/v1/chat/completions", json={**body, "stream": True}
-        ) as response:
-            assert response.content_type == "text/event-stream"
-            assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.asyncio

@@ -11,11 +11,12 @@ import pytest_asyncio
 
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.policy import PaperPolicy
-from rose.scheduler.rollout.placing.views import Turn
+from rose.scheduler.rollout.placing.views import TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded, Dispatcher, QueueFull
-from rose.scheduler.rollout.turn.jobs import JobTable
-from rose.scheduler.rollout.turn.placement import Place
+from rose.scheduler.rollout.turn.places import Place
+from rose.scheduler.rollout.turn.trajectories import Trajectories
 from rose.scheduler.rollout.workers.registry import Registry
 from rose.scheduler.rollout.workers.worker import Worker
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
@@ -30,11 +31,12 @@ class Rig:
     def __init__(self, registry: Registry, worker: Worker, config: RouterConfig) -> None:
         self.registry = registry
         self.worker = worker
-        jobs = JobTable(config)
-        self.dispatcher = Dispatcher(registry, PaperPolicy(), jobs, max_queued_per_job=3)
+        jobs = JobAccounts(config)
+        trajectories = Trajectories(config, registry, jobs)
+        self.dispatcher = Dispatcher(registry, PaperPolicy(), jobs, trajectories, max_queued_per_job=3)
 
     def acquire(self, job: str = "a", *, is_continuation: bool = False) -> "asyncio.Task[Place]":
-        turn = Turn(session="t", job=job, expected_tokens=10)
+        turn = TurnView(session="t", job=job, expected_tokens=10)
         return asyncio.create_task(self.dispatcher.acquire(turn, inf, is_continuation=is_continuation))
 
 
@@ -102,7 +104,7 @@ async def test_a_waiter_cancelled_in_the_moment_of_its_grant_gives_the_place_bac
 async def test_a_passed_deadline_leaves_nothing_behind(rig: Rig) -> None:
     running = await rig.acquire()
     with pytest.raises(DeadlineExceeded):
-        await rig.dispatcher.acquire(Turn(session="t"), time.monotonic() - 1)
+        await rig.dispatcher.acquire(TurnView(session="t"), time.monotonic() - 1)
     assert (rig.worker.in_flight, rig.dispatcher.num_queued) == (1, 0)
     rig.dispatcher.release(running)
 

@@ -110,5 +110,5 @@ async def test_chat_is_traced_and_the_worker_told_whose_child_it_is(
 async def test_without_a_collector_nothing_is_added_to_a_turn(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         await client.complete(BODY, traceparent=PARENT)
-        assert client.router.plane.traces is None
+        assert client.router.plane.records.traces is None
     assert worker.trace_parents == []

@@ -8,7 +8,7 @@ import pytest
 from yarl import URL
 
 from rose.scheduler.rollout.turn import wire as wire_module
-from rose.scheduler.rollout.turn.wire import Answer, Wire
+from rose.scheduler.rollout.turn.wire import Wire, WorkerConnection
 
 pytestmark = pytest.mark.asyncio
 
@@ -108,7 +108,7 @@ async def test_a_server_that_breaks_off_is_a_connection_error(pieces: list[bytes
 
 async def test_an_answer_that_is_left_ends_its_connection() -> None:
     async with serving(lambda _: [CHUNKED[:60]]) as (server, wire, url):
-        answer: Answer = await wire.post(url, b"", [b"{}"])
+        answer: WorkerConnection = await wire.post(url, b"", [b"{}"])
         wire.done(url, answer)
         while not server.num_ended:
             await asyncio.sleep(0.01)

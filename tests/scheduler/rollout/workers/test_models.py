@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rose.scheduler.rollout.formats.bodies import BadRequest
-from rose.scheduler.rollout.router_config import JobSpec
+from rose.scheduler.rollout.router_config import JobSpec, RouterConfig
 from rose.scheduler.rollout.workers.models import Catalogue
 from tests.scheduler.rollout.conftest import Client, StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
@@ -211,9 +211,9 @@ async def test_equal_prompts_for_different_models_are_different_trajectories(
 ) -> None:
     async with worker_of("a", "b") as one, worker_of("a", "b") as two, start_router(one, two) as client:
         registry = client.router.plane.registry
-        registry.workers()[0].cooldown_until = float("inf")
+        registry.workers()[0].suspect(float("inf"), RouterConfig())
         (choice,) = (await client.complete({**BODY, "model": "a"}))["choices"]
-        registry.workers()[0].cooldown_until = 0.0
+        registry.workers()[0].suspect(0.0, RouterConfig())
         following = {**BODY, "prompt": [*PROMPT, *choice["token_ids"], 9]}
         await client.complete({**following, "model": "a"})
         assert (placed(one), placed(two)) == ([], ["a", "a"])

@@ -138,9 +138,9 @@ def test_prefix_hits_teach_how_much_of_the_expected_cache_is_there() -> None:
 
 def test_a_borrowed_worker_is_nobodys_while_its_former_jobs_turns_run() -> None:
     one = worker()
-    one.owner, one.tenants["old"], one.in_flight = "new", 1, 1
+    one.begin_turn("old", 0)
+    one.lend("new")
     assert one.view().owner == NOBODY
-    one.tenants["old"] -= 1
-    one.tenants["new"] += 1
-    one.in_flight = 1
+    one.end_turn("old")
+    one.begin_turn("new", 0)
     assert one.view().owner == "new"

@@ -1,10 +1,11 @@
-"""Turns that wait and the places they get: the router's bookkeeping without its event loop.
+"""Places on workers: which turns wait for one, and which hold one.
 
-Owns: the jobs' queues in fair order, the places taken on workers, who has borrowed which serving GPU.
-Promises: each turn gets one place or one error; while several jobs wait, each gets generated tokens in
-proportion to its weight; a job that can't be placed holds up nobody. Time is an argument: the service and the
-simulator drive the same object.
-Never does: I/O, wait, choose a worker (policy.py, cost.py).
+Owns: the jobs' queues in fair order, the places taken on workers, and which job has borrowed which serving
+GPU.
+Promises: each turn gets one place or one error. While several jobs wait, each gets generated tokens in
+proportion to its weight, and a job that can't be placed holds up no other. Time is an argument, so that the
+service and the simulator drive the same object.
+Never does: I/O, wait, choose a worker (placing/policy.py, placing/cost.py).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -15,8 +16,8 @@ from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.borrowing import Lendable, assign, lend_idle
 from rose.scheduler.rollout.placing.fairness import FairQueue
 from rose.scheduler.rollout.placing.sessions import Session
-from rose.scheduler.rollout.placing.views import NOBODY, Policy, Turn, WorkerKind, WorkerView, of_model
-from rose.scheduler.rollout.turn.jobs import Job, JobTable
+from rose.scheduler.rollout.placing.views import NOBODY, Policy, TurnView, WorkerKind, WorkerView, of_model
+from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
 from rose.scheduler.rollout.workers.worker import Worker
 
 _EXPIRE_EVERY_S = 1.0
@@ -28,38 +29,38 @@ Members = Callable[[], Mapping[str, Worker]]
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A turn's place on a worker, to be released."""
+    """A turn's place on a worker, which has to be released."""
 
     worker: Worker
-    turn: Turn
-    job: Job
+    turn: TurnView
+    job: JobAccount
     cost: float
-    """Tokens charged for it in the fair order."""
+    """Tokens charged to the job in the fair order."""
     missing_tokens: float
-    """Prompt tokens that the worker has to prefill for it."""
+    """Prompt tokens of this turn that the worker has to prefill."""
     ahead_tokens: float
-    """Those of other turns that it prefills first."""
+    """Prompt tokens of other turns that the worker prefills first."""
     is_prefilled: bool = False
 
     def first_token(self, took_s: float) -> None:
-        """The prefill is over, so long after the place was taken."""
+        """Notes the end of the prefill, `took_s` after it began."""
         if not self.is_prefilled:
             self.worker.prefilled(took_s, self.missing_tokens + self.ahead_tokens)
             self.end_prefill()
 
     def end_prefill(self) -> None:
-        """Its prefill no longer keeps others waiting."""
+        """Notes that this turn's prefill no longer delays others."""
         if not self.is_prefilled:
             self.is_prefilled = True
-            self.worker.pending_prefill_tokens -= self.missing_tokens
+            self.worker.end_prefill(self.missing_tokens)
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A turn in a queue. `done` is called once, with its place or with why it gets none."""
+    """A turn in a queue. `done` is called once, with its place or with the reason why it gets none."""
 
-    turn: Turn
-    job: Job
+    turn: TurnView
+    job: JobAccount
     cost: float
     done: Callable[[Place | NoWorkerError], None]
     is_settled: bool = False
@@ -70,17 +71,17 @@ class Waiter:
 
 
 def probably_cached(session: Session | None, members: Mapping[str, Worker], now: float) -> dict[str, float]:
-    """Prompt tokens of a session's next turn that each worker should find in its prefix cache."""
+    """Returns how many prompt tokens of a session's next turn each worker probably has cached."""
     if session is None:
         return {}
     known = [members[worker] for worker in session.holders if worker in members]
     return {w.id: session.cached_tokens(w.id, w.weight_version, now) * w.cache_trust for w in known}
 
 
-class Placement:
-    """Changed by one thread only."""
+class Places:
+    """Lives on one thread."""
 
-    def __init__(self, members: Members, policy: Policy, jobs: JobTable) -> None:
+    def __init__(self, members: Members, policy: Policy, jobs: JobAccounts) -> None:
         self._members = members
         self._policy = policy
         self._jobs = jobs
@@ -89,24 +90,24 @@ class Placement:
         self._entitled: dict[str, str] = {}
         self._expire_at = 0.0
         self.is_paused = False
-        """Nothing is placed; what runs, runs on."""
+        """No turn is placed while this is set; running turns go on."""
 
     @property
     def num_queued(self) -> int:
         return len(self._queue)
 
     def num_waiting(self, job: str) -> int:
-        """Turns in one job's queue."""
+        """Returns the length of one job's queue."""
         return self._queue.length(job)
 
     def queued_by_job(self) -> dict[str, int]:
         return self._queue.lengths()
 
-    def place_now(self, turn: Turn, job: Job, cost: float, now: float) -> Place | None:
-        """A place at once, as enqueue() and pump() would give it where nobody waits; None: let it wait.
+    def place_now(self, turn: TurnView, job: JobAccount, cost: float, now: float) -> Place | None:
+        """Returns the place that enqueue() and pump() would give at once; None if the turn has to wait.
 
         Raises:
-            NoWorkerError: no worker can ever take it.
+            NoWorkerError: no worker can ever take the turn.
         """
         if self.is_paused or not job.may_start or (len(self._queue) and self._is_waited_for(turn.model)):
             return None
@@ -116,41 +117,39 @@ class Placement:
         picked = self._policy.pick(turn, [worker.view() for worker in members.values()], now)
         if picked is None:
             return None
-        self._queue.settle(job.name, cost)  # with turns of another model it may wait
+        self._queue.settle(job.name, cost)  # its turns for other models may be waiting
         return _take(turn, job, cost, members[picked])
 
     def _is_waited_for(self, model: str | None) -> bool:
-        """Whether a turn in the queue may go where one for this model may."""
+        """Whether a queued turn could run on a worker that serves this model."""
         if model is None:
             return True
         return any(None in models or model in models for models in self._queue.kinds().values())
 
     def enqueue(self, waiter: Waiter, *, is_first: bool = False) -> None:
-        """Let a turn wait; `is_first`: ahead of its job's others. Call pump() after it."""
+        """Queues a turn; `is_first`: ahead of its job's other turns. Call pump() afterwards."""
         job, model, weight = waiter.job, waiter.turn.model, waiter.job.spec.weight
         self._jobs.asked(job, model)
         self._queue.push(job.name, waiter, cost=waiter.cost, weight=weight, is_first=is_first, kind=model)
 
     def set_policy(self, policy: Policy) -> None:
-        """Place by another policy from now on."""
+        """Places turns by another policy from now on."""
         self._policy = policy
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Take a turn out of its queue, if it is still there."""
+        """Takes a turn out of its queue, if it is still there."""
         self._queue.remove(waiter.job.name, waiter)
 
     def release(self, place: Place, num_tokens: int) -> None:
-        """A turn left its worker, having generated so many tokens there. Call pump() after it."""
-        worker, job = place.worker, place.job
-        assert worker.in_flight > 0, f"worker {worker.id} released more often than acquired"
-        worker.tenants[job.name] -= 1
-        worker.in_flight -= 1
+        """Frees a place on which `num_tokens` were generated. Call pump() afterwards."""
+        job = place.job
+        place.worker.end_turn(job.name)
         job.in_flight -= 1
         place.end_prefill()
         self._queue.settle(job.name, num_tokens - place.cost)
 
     def pump(self, now: float) -> None:
-        """Place what can be placed, in fair order."""
+        """Places every turn that can be placed, in fair order."""
         if self.is_paused or not len(self._queue):
             return
         members = self._members()
@@ -171,7 +170,7 @@ class Placement:
             views[picked] = members[picked].view()
 
     def _lend(self, members: Mapping[str, Worker], now: float) -> None:
-        """Assign the serving GPUs anew when a job or a worker came, went or has to do with other models."""
+        """Assigns the serving GPUs again when a job or a worker came, left or changed its models."""
         if now >= self._expire_at:
             self._jobs.expire(self._queue.lengths(), now)
             self._expire_at = now + _EXPIRE_EVERY_S
@@ -183,10 +182,11 @@ class Placement:
         held = {worker.id: worker.owner for worker in serving if worker.owner is not None}
         self._entitled = assign([job.borrower(job.models) for job in self._jobs], _lendables(serving), held)
         for worker in serving:
-            worker.owner = self._entitled[worker.id]
+            worker.lend(self._entitled[worker.id])
 
     def _lend_idle(self, members: Mapping[str, Worker]) -> bool:
-        """Lend what jobs leave idle to those whose turns still wait; whether any GPU changed hands."""
+        """Lends GPUs that their jobs leave idle to jobs with waiting turns. Returns whether any changed
+        hands."""
         if len(self._jobs) < 2 and all(len(job.models) < 2 for job in self._jobs):
             return False
         serving = _serving(members)
@@ -198,24 +198,22 @@ class Placement:
         busy = {worker.id for worker in serving if worker.tenants[worker.owner or NOBODY]}
         lent = lend_idle(waiting, _lendables(serving), self._entitled, owners, busy)
         for worker in serving:
-            if worker.owner != lent[worker.id]:  # an assignment makes its view anew
-                worker.owner = lent[worker.id]
+            if worker.owner != lent[worker.id]:
+                worker.lend(lent[worker.id])
         return lent != owners
 
     def lend_anew(self, now: float) -> None:
-        """Select the serving GPUs by their usage of late; for the begin of an RL step."""
+        """Chooses the serving GPUs again by their recent usage, as at the beginning of an RL step."""
         members = self._members()
         self._lent_to = ()
         for worker in members.values():
-            worker.owner = None
+            worker.lend(None)
         self._lend(members, now)
 
 
-def _take(turn: Turn, job: Job, cost: float, worker: Worker) -> Place:
+def _take(turn: TurnView, job: JobAccount, cost: float, worker: Worker) -> Place:
     missing_tokens, ahead_tokens = turn.missing_tokens(worker.id), worker.pending_prefill_tokens
-    worker.tenants[job.name] += 1
-    worker.in_flight += 1
-    worker.pending_prefill_tokens += missing_tokens
+    worker.begin_turn(job.name, missing_tokens)
     job.in_flight += 1
     return Place(worker, turn, job, cost, missing_tokens, ahead_tokens)
 
@@ -231,7 +229,7 @@ def _lendables(serving: Iterable[Worker]) -> list[Lendable]:
 
 
 class _Asking:
-    """Asks the policy for each waiter in turn, and for none that is like one it found no place for."""
+    """Asks the policy about waiting turns, and about none that resembles one it found no worker for."""
 
     def __init__(self, policy: Policy, views: Sequence[WorkerView], now: float) -> None:
         self._policy = policy
@@ -241,7 +239,7 @@ class _Asking:
         self._has_room: dict[str | None, bool] = {}
 
     def has_room_for(self, model: str | None) -> bool:
-        """Whether any worker could take a turn for this model."""
+        """Whether any worker has room for a turn for this model."""
         if model not in self._has_room:
             self._has_room[model] = any(worker.has_room for worker in of_model(model, self._views))
         return self._has_room[model]

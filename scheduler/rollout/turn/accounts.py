@@ -1,8 +1,8 @@
-"""The RL jobs that use the router: what each may have, and what it has had.
+"""The accounts of the RL jobs that use the router: what each may have, and what it has had.
 
-Owns: Job, JobTable.
-Promises: a job nobody configured has the defaults; a job without work is forgotten after `job_idle_s`, the
-limits that an operator gave it are not.
+Owns: JobAccount, JobAccounts.
+Promises: a job that nobody configured has the default limits. The account of a job without work is closed
+after `job_idle_s`, but the limits that an operator set for the job are kept.
 Never does: place turns, I/O, read a clock.
 """
 
@@ -14,11 +14,11 @@ from rose.scheduler.rollout.router_config import JobSpec, RouterConfig
 
 _SMOOTHING = 0.1
 _FIRST_GUESS_TOKENS = 256.0
-"""Generated tokens per turn, before any turn has ended."""
+"""The expected tokens of a turn before any turn has ended."""
 
 
-class Job:
-    """One job's limits and its use. Changed only on the router's event loop."""
+class JobAccount:
+    """One job's limits and its use of the router. Lives on the router's event loop."""
 
     def __init__(self, name: str, spec: JobSpec, now: float) -> None:
         self.name = name
@@ -30,9 +30,9 @@ class Job:
         self.mean_tokens = _FIRST_GUESS_TOKENS
         self.last_active = now
         self.models: set[str | None] = set()
-        """That its turns have asked for; None: any."""
+        """The models that its turns asked for; None stands for any model."""
         self.aborts: set[Callable[[], None]] = set()
-        """Each ends one of its requests."""
+        """Calling one of these ends one of the job's requests."""
 
     @property
     def may_start(self) -> bool:
@@ -40,7 +40,7 @@ class Job:
         return not self.is_paused and (limit is None or self.in_flight < limit)
 
     def expected_tokens(self, max_tokens: int | None) -> float:
-        """What a turn of this job will probably generate."""
+        """Returns how many tokens a turn of this job will probably generate."""
         return self.mean_tokens if max_tokens is None else min(self.mean_tokens, float(max_tokens))
 
     def turn_ended(self, num_tokens: int) -> None:
@@ -49,7 +49,7 @@ class Job:
         self.mean_tokens = (1 - _SMOOTHING) * self.mean_tokens + _SMOOTHING * num_tokens
 
     def borrower(self, models: Iterable[str | None]) -> Borrower:
-        """As one who wants GPUs for these models."""
+        """Returns the job as a borrower of serving GPUs for these models."""
         wanted = frozenset(models)
         return Borrower(
             job=self.name,
@@ -69,42 +69,42 @@ class Job:
         }
 
 
-class JobTable:
-    """Name -> Job."""
+class JobAccounts:
+    """The accounts by the jobs' names."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._job_idle_s = config.job_idle_s
         self._specs = dict(config.jobs)
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, JobAccount] = {}
         self.revision = 0
-        """Grows when a job comes, goes, gets other limits or asks for another model."""
+        """Grows when a job comes, leaves, gets other limits or asks for another model."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[JobAccount]:
         return iter(list(self._jobs.values()))
 
-    def get(self, name: str, now: float) -> Job:
-        """The job, made on first sight."""
+    def get(self, name: str, now: float) -> JobAccount:
+        """Returns a job's account and opens it if there is none."""
         job = self._jobs.get(name)
         if job is None:
-            job = self._jobs[name] = Job(name, self._specs.get(name, JobSpec()), now)
+            job = self._jobs[name] = JobAccount(name, self._specs.get(name, JobSpec()), now)
             self.revision += 1
         job.last_active = now
         return job
 
-    def asked(self, job: Job, model: str | None) -> None:
-        """One of its turns is for this model; None: for any."""
+    def asked(self, job: JobAccount, model: str | None) -> None:
+        """Notes that a turn of the job asks for this model; None: for any."""
         if model not in job.models:
             job.models.add(model)
             self.revision += 1
 
-    def find(self, name: str) -> Job | None:
+    def find(self, name: str) -> JobAccount | None:
         return self._jobs.get(name)
 
-    def change(self, name: str, spec: JobSpec, now: float) -> Job:
-        """Give a job other limits; they outlast its idle times."""
+    def change(self, name: str, spec: JobSpec, now: float) -> JobAccount:
+        """Sets a job's limits, which outlast its idle times."""
         self._specs[name] = spec
         job = self.get(name, now)
         job.spec = spec
@@ -112,7 +112,7 @@ class JobTable:
         return job
 
     def forget(self, name: str) -> None:
-        """Drop a job and its limits. Raises: KeyError; ValueError while it has requests."""
+        """Closes an account and drops its limits. Raises: KeyError; ValueError while the job has requests."""
         job = self._jobs[name]
         if job.in_flight or job.aborts:
             raise ValueError(
@@ -123,7 +123,7 @@ class JobTable:
         self._specs.pop(name, None)
 
     def expire(self, queued: dict[str, int], now: float) -> None:
-        """Forget jobs that have had no work for a while, so that others may have their serving GPUs."""
+        """Closes the accounts of idle jobs, so that others may have their serving GPUs."""
         for name, job in list(self._jobs.items()):
             is_busy = bool(job.in_flight or queued.get(name, 0) or job.aborts or job.is_paused)
             if is_busy:

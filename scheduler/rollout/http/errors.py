@@ -1,34 +1,33 @@
 """Errors as clients see them.
 
-Owns: the status of every error of ours, the OpenAI shape of an error.
-Promises: whatever goes wrong, the client gets {"error": {message, type, param, code}}.
+Owns: the HTTP status of every error, and the shape of an error's body.
+Promises: whatever goes wrong, the client gets OpenAI's {"error": {message, type, param, code}}.
 Never does: decide that something is an error.
 """
+
+from aiohttp import web
 
 from rose.errors import NoWorkerError, RoseError, WorkerError
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, encode
 from rose.scheduler.rollout.placing.versions import VersionGone
+from rose.scheduler.rollout.turn.aborts import JobAborted
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded, QueueFull
+
+SERVER_NAME = "rose-router"
+"""Sent as the `Server` header; it names no version of any library."""
+_RETRY_AFTER_S = 1
 
 
 class NotFound(BadRequest):
-    """There is nothing of that name."""
-
-
-class UnknownModel(NotFound):
-    """No worker serves the model that was asked for."""
+    """The request names something that does not exist."""
 
 
 class Conflict(BadRequest):
-    """It contradicts what is there already."""
+    """The request contradicts the router's present state."""
 
 
 class BodyTooSlow(BadRequest):
     """The client did not send its body in time."""
-
-
-class JobAborted(RoseError):
-    """An operator ended the job's turns."""
 
 
 _STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
@@ -48,11 +47,12 @@ _NAMES = {status: name for _, status, name in _STATUSES} | {
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
     422: "UnprocessableEntityError",
+    431: "HeadersTooLargeError",
 }
 
 
 def http_status(error: RoseError | BadRequest) -> int:
-    """The status a client gets for an error of ours."""
+    """Returns the status that a client gets for an error of the router's own."""
     return next((status for kind, status, _ in _STATUSES if isinstance(error, kind)), 500)
 
 
@@ -61,6 +61,14 @@ def error_body(status: int, message: str) -> Json:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
+def error_response(status: int, message: str) -> web.Response:
+    headers = {"Server": SERVER_NAME}
+    if status in (429, 503):
+        headers["Retry-After"] = str(_RETRY_AFTER_S)
+    body = encode(error_body(status, message))
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
 def error_event(status: int, message: str) -> bytes:
-    """An error in an event stream that has already begun, in vLLM's shape, and the stream's end."""
+    """Returns an error, in vLLM's shape, for an event stream that has begun, and the end of the stream."""
     return b"data: " + encode(error_body(status, message)) + b"\n\ndata: [DONE]\n\n"

@@ -1,0 +1,36 @@
+"""What every path through which clients ask for tokens provides.
+
+Owns: Format.
+Promises: all paths run as completions or chats; they differ only in their requests and answers.
+Never does: I/O.
+"""
+
+from typing import Protocol
+
+from rose.scheduler.rollout.formats.bodies import Json
+from rose.scheduler.rollout.formats.chunks import Chunk
+from rose.scheduler.rollout.formats.completions import Call, Single
+
+
+class Format(Protocol):
+    """The shape of one path's requests and answers."""
+
+    ids_key: str
+    """The field of a request that holds the prompt's ids."""
+    end: bytes
+    """The end of an event stream."""
+
+    def call(self, body: Json) -> Call:
+        """Reads a request. Raises: BadRequest."""
+
+    def answer(self, call: Call, model: str | None) -> object:
+        """Returns the whole answer to a finished call."""
+
+    def stream_chunk(self, call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
+        """Returns the event for a chunk that was just added to the single's generation."""
+
+    def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
+        """Returns the event that finishes one choice."""
+
+    def stream_usage(self, call: Call, model: str | None) -> Json | None:
+        """Returns the usage event; None if the client did not ask for one."""

@@ -1,0 +1,54 @@
+"""What an attempt that did not finish means for its worker and for the rest of its request.
+
+Owns: the consequences of each kind of ending.
+Promises: after each reroute the request avoids that worker for `avoid_s`.
+Never does: choose the next worker (placing/policy.py).
+"""
+
+import logging
+import time
+
+from rose.errors import WorkerError
+from rose.scheduler.rollout.router_config import RouterConfig
+from rose.scheduler.rollout.turn.counters import Counters
+from rose.scheduler.rollout.turn.endings import Ending, EndKind
+from rose.scheduler.rollout.turn.journey import Journey, Refused
+from rose.scheduler.rollout.workers.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_WORKERS_FAULT = (EndKind.STALLED, EndKind.LOST, EndKind.FAILED)
+_SERVING_NEEDS_IT = (EndKind.RECLAIMED, EndKind.ENGINE_STALL, EndKind.ABORTED)
+_COUNTED_FAILURES = (EndKind.LOST, EndKind.FAILED)
+
+
+class Rerouting:
+    """Lives on the router's event loop."""
+
+    def __init__(self, config: RouterConfig, counters: Counters) -> None:
+        self._config = config
+        self._counters = counters
+
+    def after(self, ending: Ending, worker: Worker, journey: Journey) -> None:
+        """Notes why an attempt ended, so that the request can be placed again.
+
+        Raises:
+            Refused: the worker says that the request itself is wrong.
+            WorkerError: workers have failed this request `max_failures` times.
+        """
+        if ending.kind is EndKind.REFUSED:
+            raise Refused(ending.status, ending.detail)
+        now = time.monotonic()
+        self._counters.reroutes[ending.kind.value] += 1
+        logger.info("rerouting cause=%s worker=%s session=%s", ending.kind.value, worker.id, journey.session)
+        journey.avoid_until[worker.id] = now + self._config.avoid_s
+        if ending.kind in _WORKERS_FAULT:
+            worker.suspect(now, self._config)
+        if ending.kind in _SERVING_NEEDS_IT:
+            worker.yielded()
+        if ending.kind is EndKind.DEACTIVATED:
+            worker.deactivated()
+        if ending.kind in _COUNTED_FAILURES:
+            journey.num_failures += 1
+            if journey.num_failures >= self._config.max_failures:
+                raise WorkerError(f"{journey.num_failures} attempts failed, the last: {ending.detail}")

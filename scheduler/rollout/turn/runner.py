@@ -1,0 +1,123 @@
+"""A turn's way through the router: begin, place, attempt, release, end.
+
+Owns: the loop of attempts of one single request, and the fan-out of a call.
+Promises: a turn ends with exactly one answer or one error. It holds no place afterwards, also when its client
+leaves.
+Never does: parse clients' HTTP (http/service.py), choose workers (placing/policy.py), speak to workers
+(attempt.py).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from rose.errors import RoseError, WorkerError
+from rose.scheduler.rollout.formats.completions import Call, Single
+from rose.scheduler.rollout.turn.aborts import abortable
+from rose.scheduler.rollout.turn.accounts import JobAccounts
+from rose.scheduler.rollout.turn.attempt import Attempt, AttemptParts, Sink
+from rose.scheduler.rollout.turn.counters import Counters
+from rose.scheduler.rollout.turn.dispatch import Dispatcher
+from rose.scheduler.rollout.turn.endings import EndKind
+from rose.scheduler.rollout.turn.journey import Journey, Route
+from rose.scheduler.rollout.turn.records import CANCELLED, FINISHED
+from rose.scheduler.rollout.turn.rerouting import Rerouting
+from rose.scheduler.rollout.turn.trajectories import about_tokens
+
+
+class TurnRunner:
+    """Runs turns. Lives on the router's event loop."""
+
+    def __init__(
+        self,
+        parts: AttemptParts,
+        jobs: JobAccounts,
+        dispatcher: Dispatcher,
+        rerouting: Rerouting,
+        pins_versions: Callable[[], bool],
+    ) -> None:
+        """`pins_versions`: whether an attempt ends when its worker receives other weights."""
+        self._parts = parts
+        self._records = parts.records
+        self._jobs = jobs
+        self._dispatcher = dispatcher
+        self._rerouting = rerouting
+        self._pins_versions = pins_versions
+
+    async def complete(self, call: Call, route: Route, sink: Sink | None) -> str | None:
+        """Runs all single requests of a call and returns the model's name.
+
+        The answers are in the singles' generations.
+
+        Raises:
+            RoseError: the first error of any single request; the others are cancelled.
+        """
+        async with abortable(self._jobs.get(route.job, time.monotonic())):
+            if len(call.singles) == 1:  # the common case needs no task of its own
+                return await self._run(call.singles[0], 1, route, sink)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(self._run(single, len(call.singles), route, sink))
+                        for single in call.singles
+                    ]
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            return tasks[0].result()
+
+    async def _run(self, single: Single, num_singles: int, route: Route, sink: Sink | None) -> str | None:
+        journey = self._records.begin(route, single, num_singles)
+        result = CANCELLED
+        try:
+            await self._attempt_until_finished(single, journey, sink)
+            if sink is not None:
+                await sink.end(single, journey.served_model)
+            result = FINISHED
+            return journey.served_model
+        except RoseError as error:
+            result = type(error).__name__
+            raise
+        finally:
+            self._records.ended(journey, result, single)
+
+    async def _attempt_until_finished(self, single: Single, journey: Journey, sink: Sink | None) -> None:
+        generation = single.generation
+        while not generation.is_exhausted:
+            _begin_epoch(single, self._records.counters, is_streamed=sink is not None)
+            before = generation.num_tokens
+            journey.prompt_tokens = about_tokens(single.prompt) + before
+            first_version = generation.spans[0].weight_version if generation.spans else None
+            place = await self._dispatcher.place(journey, first_version)
+            version = place.worker.weight_version if self._pins_versions() else None
+            try:
+                ending = await Attempt(self._parts, single, place, journey, sink, version).run()
+            finally:
+                self._dispatcher.release(place, generation.num_tokens - before)
+            if ending.kind is EndKind.FINISHED:
+                return
+            self._rerouting.after(ending, place.worker, journey)
+        generation.finish("length", None)
+
+
+def _begin_epoch(single: Single, counters: Counters, *, is_streamed: bool) -> None:
+    """Prepares the next attempt: it resumes where the last one was cut, or starts again.
+
+    Raises:
+        WorkerError: the turn has to start again, but its client has been sent tokens.
+    """
+    generation, num_tokens = single.generation, single.generation.num_tokens
+    if is_streamed and num_tokens and generation.must_restart:
+        raise WorkerError(
+            "the worker was lost after tokens were streamed; the state of stop strings, structured output and"
+            " parsers can't be carried to another worker, so send the request again"
+        )
+    restarts = generation.num_restarts
+    generation.begin()
+    if not num_tokens:
+        return
+    if generation.num_restarts > restarts:
+        counters.restarted += 1
+        counters.tokens_dropped += num_tokens
+    else:
+        counters.resumed += 1
+        counters.tokens_kept += num_tokens
