@@ -44,6 +44,7 @@ _STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
 )
 _NAMES = {status: name for _, status, name in _STATUSES} | {
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
     422: "UnprocessableEntityError",

@@ -1,10 +1,9 @@
 """What stands before every route: keys, draining, and errors as answers.
 
-Owns: the middleware, and the answers to requests that are not valid HTTP.
-Promises: every refusal and every error has OpenAI's shape. A bug in the router is logged with its traceback
-and answered 500. No answer names a library or its version.
-Never does: know what a route does.
-"""
+Owns: the middleware, and the answers to requests that are not valid HTTP. Promises: where any key is set, only the
+holder of the admin key changes the set of workers. Every refusal and every error has OpenAI's shape. A bug in the
+router is logged with its traceback and answered 500. No answer names a library or its version. Never does: know what a
+route does."""
 
 import asyncio
 import hmac
@@ -27,7 +26,12 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN_PATHS = ("/health", "/metrics")
-_ADMIN_PATHS = ("/admin", "/workers")
+_WORKERS_PATH = "/workers"
+_ADMIN_PATHS = ("/admin", _WORKERS_PATH)
+_NO_ADMIN_KEY = (
+    "workers can't be changed without an admin key, because the router would send its other keys to them; set"
+    " admin_key (ROSE_ROUTER_ADMIN_KEY)"
+)
 
 
 class Guard:
@@ -43,6 +47,8 @@ class Guard:
             return error_response(400, "a header is not text in UTF-8")
         if not self._is_allowed(request):
             return error_response(401, "the key in the Authorization header is missing or wrong")
+        if self._is_membership_closed(request):
+            return error_response(403, _NO_ADMIN_KEY)
         if self.is_draining and request.method == "POST" and not request.path.startswith(_ADMIN_PATHS):
             return error_response(503, "the router is shutting down")
         self._num_active += 1
@@ -71,6 +77,13 @@ class Guard:
             return True
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         return hmac.compare_digest(given.encode(), key.encode())
+
+    def _is_membership_closed(self, request: web.Request) -> bool:
+        """Whether anybody could add a worker, which would then receive the router's keys and clients' turns."""
+        config = self._config
+        has_keys = any(key is not None for key in (config.api_key, config.worker_api_key, config.rose_key))
+        is_change = request.path.startswith(_WORKERS_PATH) and request.method != "GET"
+        return is_change and has_keys and config.admin_key is None
 
     async def drain(self) -> None:
         """Refuses new work and waits for the requests in flight, at most `drain_s`."""

@@ -272,6 +272,24 @@ async def test_keys_guard_their_own_doors_and_worker_routes_stay_hidden(start_ro
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("key", ["api_key", "worker_api_key", "rose_key"])
+async def test_nobody_without_the_admin_key_adds_a_worker_to_a_router_that_has_keys(
+    start_router: StartRouter, key: str
+) -> None:
+    async with ScriptedWorker() as worker, ScriptedWorker() as stranger:
+        async with start_router(worker, **{key: "secret"}) as client:
+            for header in ({}, {"Authorization": "Bearer secret"}):
+                status, answer = await client.post("/workers", {"url": stranger.url}, **header)
+                assert (status, "ROSE_ROUTER_ADMIN_KEY" in answer["error"]["message"]) == (403, True)
+            assert (await client.post(f"/workers/{worker.id}/drain", {}))[0] == 403
+            assert [w.id for w in client.router.plane.registry.workers()] == [worker.id]
+        async with start_router(worker, admin_key="adm", **{key: "secret"}) as client:
+            assert (await client.post("/workers", {"url": stranger.url}))[0] == 401
+            added = await client.post("/workers", {"url": stranger.url}, Authorization="Bearer adm")
+            assert added[0] == 201
+
+
+@pytest.mark.asyncio
 async def test_a_client_that_leaves_frees_the_worker(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.append(Fault(kind="hang", after_tokens=1))
