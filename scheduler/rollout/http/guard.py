@@ -1,9 +1,11 @@
 """What stands before every route: keys, draining, and errors as answers.
 
-Owns: the middleware, and the answers to requests that are not valid HTTP. Promises: where any key is set, only the
-holder of the admin key changes the set of workers. Every refusal and every error has OpenAI's shape. A bug in the
-router is logged with its traceback and answered 500. No answer names a library or its version. Never does: know what a
-route does."""
+Owns: the middleware, and the answers to requests that are not valid HTTP.
+Promises: where any key is set, only the holder of the admin key changes the set of workers. Every refusal and
+every error has OpenAI's shape; a bug in the router is logged with its traceback and answered 500. No answer
+names a library or its version.
+Never does: know what a route does.
+"""
 
 import asyncio
 import hmac
@@ -17,7 +19,7 @@ from aiohttp.typedefs import RawHeaders
 
 from rose.errors import RoseError
 from rose.scheduler.rollout.formats.bodies import BadRequest
-from rose.scheduler.rollout.http.errors import SERVER_NAME, error_response, http_status
+from rose.scheduler.rollout.http.errors import error_response, http_status
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.journey import Refused
 
@@ -79,7 +81,7 @@ class Guard:
         return hmac.compare_digest(given.encode(), key.encode())
 
     def _is_membership_closed(self, request: web.Request) -> bool:
-        """Whether anybody could add a worker, which would then receive the router's keys and clients' turns."""
+        """Whether a stranger could add a worker, to which the router would send its keys and turns."""
         config = self._config
         has_keys = any(key is not None for key in (config.api_key, config.worker_api_key, config.rose_key))
         is_change = request.path.startswith(_WORKERS_PATH) and request.method != "GET"
@@ -92,11 +94,6 @@ class Guard:
         while self._num_active and time.monotonic() < until:
             await asyncio.sleep(0.05)
         logger.info("drained left=%d", self._num_active)
-
-
-async def name_server(_request: web.Request, response: web.StreamResponse) -> None:
-    """Replaces the `Server` header, in which aiohttp would name its version and Python's."""
-    response.headers["Server"] = SERVER_NAME
 
 
 class ClientConnection(web.RequestHandler):

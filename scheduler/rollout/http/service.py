@@ -26,8 +26,8 @@ from rose.scheduler.rollout.formats.sglang import SglangGenerate
 from rose.scheduler.rollout.formats.shape import Format
 from rose.scheduler.rollout.http.admin import Admin
 from rose.scheduler.rollout.http.checks import Checks
-from rose.scheduler.rollout.http.errors import BodyTooSlow, Conflict, error_event, http_status
-from rose.scheduler.rollout.http.guard import Guard, Handler, name_server
+from rose.scheduler.rollout.http.errors import SERVER_NAME, BodyTooSlow, Conflict, error_event, http_status
+from rose.scheduler.rollout.http.guard import Guard, Handler
 from rose.scheduler.rollout.http.inflight import IDEMPOTENCY_HEADER, InFlight, SharedAnswer
 from rose.scheduler.rollout.http.passthrough import RENDER_PATH, Passthrough
 from rose.scheduler.rollout.placing.sessions import explicit_key
@@ -67,7 +67,7 @@ class Service:
         app = web.Application(
             client_max_size=self._config.max_body_bytes, middlewares=[self._guard.middleware]
         )
-        app.on_response_prepare.append(name_server)
+        app.on_response_prepare.append(_name_server)
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
         for path, shape in _FORMATS.items():
@@ -246,6 +246,11 @@ class _EventStream:
 
     async def end(self, single: Single, model: str | None) -> None:
         await self.send(self._shape.stream_end(self._call, single, model))
+
+
+async def _name_server(_request: web.Request, response: web.StreamResponse) -> None:
+    """Replaces the `Server` header, in which aiohttp would name its version and Python's."""
+    response.headers["Server"] = SERVER_NAME
 
 
 def _seconds(given: str | None) -> float:
