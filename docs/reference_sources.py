@@ -202,11 +202,13 @@ def _prefix(module: _Module, router: ast.expr) -> str:
 
 
 def _text(module: _Module, handler: ast.expr) -> str:
-    if isinstance(handler, ast.Call):  # a function that makes the handler
-        handler = handler.func
-    name = handler.attr if isinstance(handler, ast.Attribute) else getattr(handler, "id", "")
+    is_made = isinstance(handler, ast.Call)  # by a function that defines the handler
+    name = ast.unparse(handler.func if isinstance(handler, ast.Call) else handler).rpartition(".")[2]
     function = module.functions.get(name)
-    return _first_sentence(function) if function is not None else ""
+    if function is None:
+        return ""
+    inner = [each for each in ast.walk(function) if isinstance(each, ast.AsyncFunctionDef)] if is_made else []
+    return _first_sentence(inner[0] if inner else function)
 
 
 def _first_sentence(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

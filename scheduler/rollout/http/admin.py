@@ -72,9 +72,11 @@ class Admin:
     # Workers ----------------------------------------------------------------------------------------------
 
     async def list_workers(self, _request: web.Request) -> web.Response:
+        """Lists the workers with their state, load and weights."""
         return web.json_response({"workers": self._plane.status()["workers"]})
 
     async def add_worker(self, request: web.Request) -> web.Response:
+        """Adds a worker: its URL, its kind and its number of GPUs."""
         spec = await _read(request, WorkerSpec)
         registry, run_id = self._plane.registry, self._plane.config.run_id
         try:
@@ -89,6 +91,7 @@ class Admin:
         return web.json_response({"id": worker.id, "alive": worker.is_alive}, status=201)
 
     async def remove_worker(self, request: web.Request) -> web.Response:
+        """Removes a worker; its turns continue on others."""
         worker = self._worker(request)
         self._plane.registry.remove(worker.id)
         return web.json_response({"removed": worker.id})
@@ -109,6 +112,7 @@ class Admin:
     # Jobs ---------------------------------------------------------------------------------------------------
 
     async def list_jobs(self, _request: web.Request) -> web.Response:
+        """Lists the jobs with their limits, turns and tokens."""
         return web.json_response({"jobs": self._plane.job_status()})
 
     async def change_job(self, request: web.Request) -> web.Response:
@@ -135,6 +139,7 @@ class Admin:
         return await self._set_paused(request, is_paused=True)
 
     async def resume(self, request: web.Request) -> web.Response:
+        """Places turns again after a pause."""
         return await self._set_paused(request, is_paused=False)
 
     async def _set_paused(self, request: web.Request, *, is_paused: bool) -> web.Response:
@@ -154,6 +159,7 @@ class Admin:
     # Weights ----------------------------------------------------------------------------------------
 
     async def show_version(self, _request: web.Request) -> web.Response:
+        """Shows which weights turns may run on, and which the workers have."""
         rule, workers = self._plane.versions, self._plane.registry.workers()
         held = {w.id: str(w.weight_version) if w.weight_version is not None else None for w in workers}
         newest = dict(rule.known.numbers)
@@ -210,9 +216,11 @@ class Admin:
         return web.json_response({"draining": True, "queued": self._plane.dispatcher.num_queued})
 
     async def status(self, _request: web.Request) -> web.Response:
+        """Shows workers, jobs, queues and counters as JSON."""
         return web.json_response(self._plane.status())
 
     async def metrics(self, _request: web.Request) -> web.Response:
+        """Answers the router's metrics in Prometheus' text format."""
         text = prometheus_text(self._plane)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 

@@ -84,6 +84,7 @@ class Service:
         await self._guard.drain()
 
     async def health(self, _request: web.Request) -> web.Response:
+        """Answers 200 while some worker is alive and the router takes requests, else 503."""
         workers = self._plane.registry.workers()
         num_alive = sum(worker.is_alive for worker in workers)
         is_up = num_alive > 0 and not self._guard.is_draining
@@ -168,6 +169,7 @@ class Service:
 
     def _generating(self, shape: Format) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
+            """Generates an answer; a turn that is cut continues on another worker."""
             data = await self._read(request)
             body = parse(data, shape.ids_key)
             model = await self._checks.model(body.get("model"))
