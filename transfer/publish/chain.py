@@ -1,9 +1,9 @@
-"""One run's objects in the relay: the chain of deltas, its snapshots, and what may go.
+"""One run's objects in the relay: the chain of deltas, its snapshots, and what may be removed.
 
-Owns: which objects exist, HEAD and the oldest version that followers may still come from, the run's
-announcement, removal of what nobody needs, and relay copies that missed writes.
-Promises: HEAD never names an object that is not there, and is moved before anything it named is removed.
-Never encodes weights. Called by the publisher's thread; make_room() and announce_coming() by those that put.
+Owns which objects exist, HEAD and the oldest version from which followers may still start, the run's
+announcement, the removal of what nobody needs, and the repair of relay copies that missed writes. HEAD never
+names an object that is missing, and is moved before anything that it named is removed. Never encodes weights.
+The publisher's thread calls it; the threads that put call make_room() and announce_coming().
 """
 
 import threading
@@ -16,13 +16,13 @@ from rose.transfer.format.layout import Layout
 from rose.transfer.format.manifest import Ack, Head, HeadRun, LayoutBody, pack_body, unpack_body
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.relay.protocol import Relay
-from rose.transfer.relay.replicated import ReplicatedRelay
 
 
 class VersionChain:
-    """snapshot_every: versions after which a snapshot is due at the latest.
+    """The chain of one run. snapshot_every: the number of versions after which a snapshot is due at the
+    latest.
 
-    snapshot_share: what all deltas since the last one may come to, over its size.
+    snapshot_share: a snapshot is also due when all deltas since the last one exceed this share of its size.
     """
 
     def __init__(
@@ -40,20 +40,21 @@ class VersionChain:
         self._snapshot_bytes = 0
         self._chain_bytes = 0
         self.is_announced = False
-        """Whether followers may be under way on this chain; not after the relay came back empty."""
+        """Whether followers may be on this chain. It is False again when the relay came back empty."""
         self._head: tuple[int, StateHash] | None = None
         self._coming: int | None = None
         self._lock = threading.Lock()
 
     def open(self, others_write: tuple[str, ...] = ()) -> None:
-        """Puts what precedes all versions, again when the relay came back empty, and mends its copies.
+        """Puts what precedes all versions, also when the relay came back empty, and repairs the relay's
+        copies.
 
-        others_write: prefixes under which other trainer ranks may have begun. Raises: RelayError.
+        others_write: prefixes under which other trainer ranks may have begun to write. Raises: RelayError.
         """
         if self._relay.get(keys.head_key(self._run_id)) is None:
             self._relay.upsert(keys.layout_key(self._run_id), pack_body(LayoutBody.of(self._layout)))
             self.is_announced = False
-        elif isinstance(self._relay, ReplicatedRelay):
+        else:
             prefix = keys.run_prefix(self._run_id)
             written = {key for names in self._objects.values() for key in names}
             last = max((version for version, _ in self._objects), default=None)
@@ -63,16 +64,20 @@ class VersionChain:
             self._relay.repair(prefix, written, newest, others_write)
 
     def start(self, version: int, base: int | None) -> list[str]:
-        """The list in which a version's keys are to be noted; first removes what an aborted attempt left."""
+        """Removes what an aborted attempt left; returns the list to which the version's keys are to be
+        added.
+        """
         self._relay.remove(self._objects.pop((version, base), []))
         return self._objects.setdefault((version, base), [])
 
     def forget(self) -> None:
-        """Leaves what was committed to the leader of several trainer ranks, who removes it in time."""
+        """Leaves what was committed to the leader of several trainer ranks, who removes it when it is due."""
         self._objects.clear()
 
     def add_snapshot(self, version: int, num_bytes: int) -> None:
-        """A snapshot is in the relay. Frames that it shares with a delta stay as long as it does."""
+        """Records that a snapshot is in the relay. Frames that it shares with a delta stay as long as it
+        does.
+        """
         delta, kept = (version, version - 1), set(self._objects[version, None])
         if delta in self._objects:
             self._objects[delta] = [key for key in self._objects[delta] if key not in kept]
@@ -81,9 +86,10 @@ class VersionChain:
         self._chain_bytes = 0
 
     def needs_snapshot(self, version: int, num_bytes: int) -> bool:
-        """Whether a delta of so many bytes is to be followed by a snapshot.
+        """Returns whether a snapshot should follow a delta of this size.
 
-        Late joiners walk the chain: it may be neither long nor about as big as what it saves.
+        Late joiners walk the chain from the snapshot, so it may be neither long nor nearly as big as the
+        snapshot.
         """
         self._chain_bytes += num_bytes
         latest = self._snapshots[-1]
@@ -96,7 +102,7 @@ class VersionChain:
         """Tells followers that are up to date to fetch this version's frames while they arrive."""
         if self.is_announced:
             self._coming = version
-            with suppress(RelayFull):  # what comes next waits for room, or says that there is none
+            with suppress(RelayFull):  # the put that comes next waits for room, or reports that there is none
                 self.make_room()
 
     def move_head(self, version: int, state_hash: StateHash) -> None:
@@ -129,7 +135,7 @@ class VersionChain:
                     self._relay.remove(self._objects.pop((number, base)))
 
     def acks(self) -> dict[str, Ack]:
-        """What each worker of this run acknowledged last. Raises: RelayError."""
+        """Returns the last acknowledgement of each worker of this run. Raises: RelayError."""
         found: dict[str, Ack] = {}
         for key in self._relay.keys(keys.ack_prefix(self._run_id)):
             data = self._relay.get(key)
@@ -139,9 +145,10 @@ class VersionChain:
         return found
 
     def _choose_oldest_base(self) -> int:
-        """The latest snapshot once all workers are past it; the one before it for workers that lag.
+        """Returns the latest snapshot once all workers are past it, else the one before it, for workers that
+        lag.
 
-        A worker that falls two snapshots behind, perhaps dead, is not waited for: it starts over.
+        A worker that falls two snapshots behind may be dead and is not waited for: it starts over.
         """
         latest = self._snapshots[-1]
         if latest == self._oldest_base or all(ack.version >= latest for ack in self.acks().values()):
@@ -150,9 +157,10 @@ class VersionChain:
 
 
 def claim_run(relay: Relay, run_id: str, relay_url: str) -> None:
-    """Makes sure that nobody published under this id, and clears what a run without HEAD left.
+    """Checks that nobody published under this run id, and removes what a run without HEAD left.
 
-    What trainer ranks say they hold stays: some may have been quicker. Raises: RelayError.
+    What trainer ranks announced that they hold stays, because some may already have done so. Raises:
+    RelayError.
     """
     if relay.get(keys.head_key(run_id)) is not None:
         raise RelayError(f"run {run_id} is in relay {relay_url} already; choose another run id")

@@ -1,10 +1,10 @@
 """Blocking HTTP/1.1 calls to one relay, from any thread, over connections that stay open.
 
-Owns: those connections, one for each call under way. Promises: a relay that can't be reached, or falls
-silent, raises RelayUnreachable; any answer is given back, whatever its status. Never tries again.
+Owns the connections: one for each call in progress. Any answer is returned, whatever its status; a relay that
+can't be reached or falls silent raises RelayUnreachable. Never retries.
 
-Python's own client, as a call through httpx takes several times its processor time, and a sync of small
-deltas is made of calls.
+This is Python's own HTTP client because a call through httpx takes several times its processor time, and a
+sync of small deltas consists of many calls.
 """
 
 import threading
@@ -17,18 +17,18 @@ from http.client import HTTPConnection, HTTPException
 from rose.errors import RelayUnreachable
 from rose.http import KEEPALIVE_S
 
-# A host that is gone may not even refuse; with a second copy of the relay, this is what it costs.
+# A host that is gone may not even refuse. A caller with a second copy of the relay loses this much time.
 CONNECT_TIMEOUT_S = 0.8
-# Of silence, not of a whole call: a slow link may take as long as it needs while bytes flow. After the last
-# byte of a body was handed to the kernel, up to 4 MB of it are still on their way: 4 Mbit/s suffice.
+# This limits silence, not a whole call: a slow link may take as long as it needs while bytes flow. When the
+# kernel has taken a body's last byte, up to 4 MB of it are still in transit, for which 4 Mbit/s suffice.
 SILENCE_S = 10.0
 _PIECE_BYTES = 256 << 10
-"""The silence counts anew for each piece of a body."""
+"""The limit on silence starts again for each piece of a body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the relay said."""
+    """The relay's response to one call."""
 
     status: int
     headers: Message
@@ -40,7 +40,7 @@ class Answer:
 
 
 class RelayCalls:
-    """key: the relay's bearer key, if it wants one."""
+    """The calls to one relay. key: the relay's bearer key, or None where it needs none."""
 
     def __init__(self, host: str, port: int, key: str | None) -> None:
         self._host = host
@@ -50,7 +50,7 @@ class RelayCalls:
         self._lock = threading.Lock()
 
     def call(self, method: str, path: str, content: bytes | None = None) -> Answer:
-        """Raises: RelayUnreachable."""
+        """Sends one request and returns the answer. Raises: RelayUnreachable."""
         connection: HTTPConnection | None = None
         try:
             connection = self._idle_connection() or self._connect()
@@ -74,7 +74,7 @@ class RelayCalls:
     def _exchange(
         self, connection: HTTPConnection, method: str, path: str, content: bytes | None
     ) -> tuple[Answer, bool]:
-        """The answer, and whether the connection can carry another call."""
+        """Returns the answer, and whether the connection can carry another call."""
         headers = dict(self._headers)
         if content is not None:
             headers["Content-Length"] = str(len(content))
@@ -82,7 +82,7 @@ class RelayCalls:
         try:
             connection.request(method, path, _pieces(content) if content else content, headers)
         except (BrokenPipeError, ConnectionResetError):
-            is_sent = False  # a relay that is full says so without reading the body: its answer may be there
+            is_sent = False  # a full relay answers without reading the body, so its answer may be there
         with connection.getresponse() as response:
             answer = Answer(status=response.status, headers=response.headers, body=response.read())
         if not is_sent:
@@ -90,7 +90,7 @@ class RelayCalls:
         return answer, is_sent and not response.will_close
 
     def _idle_connection(self) -> HTTPConnection | None:
-        """The one used last, unless the relay may be about to close it."""
+        """Returns the connection used last, unless the relay may be about to close it."""
         with self._lock:
             while self._idle:
                 connection, since_s = self._idle.pop()

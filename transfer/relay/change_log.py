@@ -1,8 +1,8 @@
-"""Which keys of one embedded relay were written lately, for those who wait for some of them.
+"""Which keys of one embedded relay were written lately, for callers that wait for some of them.
 
-Owns: the order of writes and the calls that wait. Promises: a caller that hands in what the last call
-returned misses no write in between, also when the relay was started anew. Never keeps objects. Used by the
-relay's event loop only.
+Owns the order of writes and the calls that wait. A caller that passes in the position that the last call
+returned misses no write in between, even when the relay was restarted. Never keeps objects. Only the relay's
+event loop uses it.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from itertools import islice
 
 _REMEMBERED = 4096
-"""Writes; whoever last looked before them is told that something changed."""
+"""The number of writes kept. A caller whose last look is older is told only that something changed."""
 
 
 class ChangeLog:
-    """Positions in it are strings that mean nothing elsewhere."""
+    """The latest writes in order. A position in the log is a string that means nothing to any other relay."""
 
     def __init__(self) -> None:
         self._started = uuid.uuid4().hex[:12]
@@ -26,11 +26,11 @@ class ChangeLog:
 
     @property
     def position(self) -> str:
-        """After the last write."""
+        """The position after the last write."""
         return f"{self._started}-{self._num_writes}"
 
     def note(self, key: str) -> None:
-        """An object was written: wakes those who wait for it."""
+        """Records that an object was written, and wakes the callers that wait for it."""
         self._num_writes += 1
         self._latest.append(key)
         for future, prefixes in self._waiting.items():
@@ -38,7 +38,7 @@ class ChangeLog:
                 future.set_result(None)
 
     def close(self) -> None:
-        """Wakes all who wait: the relay ends."""
+        """Wakes every waiting caller, because the relay is stopping."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
@@ -46,9 +46,11 @@ class ChangeLog:
     async def wait(
         self, prefixes: Sequence[str], seen: str, timeout_s: float
     ) -> tuple[str, list[str] | None]:
-        """Returns once such keys were written since `seen`, or after timeout_s: (a position, the keys).
+        """Returns once such keys have been written since `seen`, or after timeout_s: (the position, the
+        keys).
 
-        Keys are None when `seen` is too old, or of another relay: then any may have been written.
+        The keys are None when `seen` is too old or comes from another relay: then any object may have been
+        written.
         """
         wanted = tuple(prefixes)
         if self._written(wanted, seen) == []:

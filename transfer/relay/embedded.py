@@ -1,9 +1,9 @@
-"""The embedded relay: objects in one process's memory, over HTTP.
+"""The embedded relay: objects in the memory of one process, served over HTTP.
 
-Owns: the server (aiohttp, one event loop) and its blocking client.
-Promises: an object becomes visible only when its last byte arrived; a full relay refuses with the
-numbers. With ROSE_KEY set, every call needs it as a bearer token.
-Never writes to disk, never evicts: what the trainer put stays until the trainer removes it.
+Owns the server (aiohttp, one event loop) and its blocking client. An object becomes visible only when its
+last byte has arrived. A full relay refuses with the numbers. With ROSE_KEY set, every call needs that key as
+a bearer token. Never writes to disk and never evicts: what the trainer put stays until the trainer removes
+it.
 """
 
 import asyncio
@@ -21,13 +21,14 @@ from rose.errors import RelayError, RelayFull
 from rose.transfer.relay.calls import CONNECT_TIMEOUT_S, Answer, RelayCalls
 from rose.transfer.relay.change_log import ChangeLog
 from rose.transfer.relay.object_store import ObjectStore
-from rose.transfer.relay.protocol import Changes
+from rose.transfer.relay.protocol import Changes, Relay
+from rose.transfer.relay.url import address_of, parse_relay_url
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY_BYTES = 8 << 30
-_MAX_WAIT_S = 5.0  # for a change, in silence
-# Relays are near each other. The writer waits in silence meanwhile, so a peer that hangs is given up sooner.
+_MAX_WAIT_S = 5.0  # a wait for a change is silent, and clients give up a relay that is silent for longer
+# Relays are near each other. The writer hears nothing meanwhile, so a peer that hangs is given up sooner.
 _HAND_ON_S = 2.0
 _HAND_ON_BYTES_PER_S = 20e6
 _FULL = web.HTTPInsufficientStorage.status_code
@@ -35,7 +36,7 @@ _MISSED_HEADER = "X-Rose-Missed"
 
 
 def make_app(store: ObjectStore, key: str | None) -> web.Application:
-    """The relay's HTTP application."""
+    """Returns the relay's HTTP application."""
 
     peers = _Peers(key)
     log = ChangeLog()
@@ -69,7 +70,7 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
             return web.json_response([log.position, None])
         timeout_ms = request.query.get("timeout_ms", "")
         if not timeout_ms.isdecimal():
-            raise web.HTTPBadRequest(text=f"timeout_ms must be a number, got {timeout_ms!r}")
+            raise web.HTTPBadRequest(text=f"timeout_ms must be a whole number >= 0, got {timeout_ms!r}")
         timeout_s = min(int(timeout_ms) / 1000, _MAX_WAIT_S)
         return web.json_response(await log.wait(prefixes, seen, timeout_s))
 
@@ -88,14 +89,16 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
 
 
 class _Peers:
-    """Hands objects on to other relays, so that a writer far away sends them once."""
+    """Hands objects on to other relays, so that a writer far away sends each of them once."""
 
     def __init__(self, key: str | None) -> None:
         self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         self._session: ClientSession | None = None
 
     async def send(self, address: str, name: str, data: bytes, is_replacing: bool) -> bool:
-        """Whether the relay at host:port took it; the writer is told and tries itself."""
+        """Returns whether the relay at host:port took the object; if it did not, the writer is told and sends
+        it itself.
+        """
         if self._session is None:
             self._session = ClientSession(headers=self._headers)
         timeout = ClientTimeout(
@@ -122,14 +125,14 @@ def _require_key(key: str | None) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
         if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            raise web.HTTPUnauthorized(text="the relay needs ROSE_KEY")
+            raise web.HTTPUnauthorized(text="wrong or missing key: set ROSE_KEY to the relay's key")
         return await handler(request)
 
     return check
 
 
-class EmbeddedRelay:
-    """Client of an embedded relay; see rose.transfer.relay.protocol.Relay."""
+class EmbeddedRelay(Relay):
+    """The client of an embedded relay; see rose.transfer.relay.protocol.Relay."""
 
     def __init__(self, host: str, port: int, key: str | None = None) -> None:
         self.address = f"{host}:{port}"
@@ -146,16 +149,15 @@ class EmbeddedRelay:
     def upsert(self, key: str, data: bytes) -> None:
         self._call("PUT", self._path(key) + "?replace=1", data)
 
-    def write_with_copies(
-        self, key: str, data: bytes, *, is_replacing: bool, copy_to: list[str]
-    ) -> list[str]:
-        """Like put() or upsert(), and this relay hands the object on to others before it answers.
-
-        copy_to: their addresses, host:port; returns those that did not take it.
-        """
-        query = f"?copy_to={','.join(copy_to)}" + ("&replace=1" if is_replacing else "")
+    def put_with_copies(
+        self, key: str, data: bytes, *, is_replacing: bool, copy_to: Sequence[str]
+    ) -> Sequence[str]:
+        """The relay hands the object on to the other embedded relays before it answers."""
+        addresses = {url: address_of(url) for url in copy_to if parse_relay_url(url)[0] == "embedded"}
+        query = f"?copy_to={','.join(addresses.values())}" + ("&replace=1" if is_replacing else "")
         answer = self._call("PUT", self._path(key) + query, data)
-        return [address for address in answer.headers.get(_MISSED_HEADER, "").split(",") if address]
+        missed = answer.headers.get(_MISSED_HEADER, "").split(",")
+        return [url for url, address in addresses.items() if address not in missed]
 
     def get(self, key: str) -> bytes | None:
         answer = self._call("GET", self._path(key))
@@ -194,7 +196,9 @@ class EmbeddedRelay:
 
 
 async def serve(host: str, port: int, capacity_bytes: int, key: str | None) -> None:
-    """Serves until SIGTERM or SIGINT; prints {"url": ...} once it listens. Raises: OSError, port taken."""
+    """Serves until SIGTERM or SIGINT; prints {"url": ...} once it listens. Raises: OSError when the port is
+    taken.
+    """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

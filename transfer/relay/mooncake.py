@@ -1,9 +1,9 @@
 """Mooncake Store as the relay.
 
-Owns: the only import of mooncake, its client, the start of a master process, the probe of its libraries.
-Promises: Relay's contract where Mooncake's own differs: put() on an existing key raises (the store would
-answer 0 without writing), remove() forces past read leases, every object is pinned against eviction.
-Never decides what to store or when to remove it.
+Owns the only import of mooncake, its client, the start of a master process, and the probe of its libraries.
+Keeps the Relay protocol where Mooncake behaves differently: put() on an existing key raises (the store would
+answer 0 without writing), remove() overrides read leases, and every object is pinned against eviction. Never
+decides what to store or when to remove it.
 """
 
 import ctypes
@@ -23,9 +23,9 @@ from typing import Any
 from rose.config import default_variable
 from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable
 from rose.transfer.relay.calls import RelayCalls
-from rose.transfer.relay.protocol import Changes
+from rose.transfer.relay.protocol import Changes, Relay
 
-# Holds one object on its way in or out: a 64 MB frame, with room for the store's own alignment.
+# The buffer holds one object on its way in or out: a 64 MB frame, and room for the store's own alignment.
 CLIENT_BUFFER_BYTES = 160 << 20
 MASTER_START_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.02
@@ -34,10 +34,10 @@ _RETRY_PAUSE_S = 0.2
 INSTALL_LIBRARIES = "apt-get install -y libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2"
 
 
-class MooncakeRelay:
-    """Client of a Mooncake master; see rose.transfer.relay.protocol.Relay.
+class MooncakeRelay(Relay):
+    """The client of a Mooncake master; see rose.transfer.relay.protocol.Relay.
 
-    segment_bytes: memory this process lends to the store, 0 for trainers and subscribers.
+    segment_bytes: the memory that this process lends to the store; 0 for trainers and subscribers.
     admin_port: the master's metrics port, which also lists keys.
     """
 
@@ -46,7 +46,7 @@ class MooncakeRelay:
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as error:
-            raise RelayError(f"mooncake can't be loaded: {error}; see `rose doctor`") from error
+            raise RelayError(f"mooncake can't be loaded: {error}; run `rose doctor`") from error
         self._master = f"{host}:{port}"
         self._admin = RelayCalls(host, admin_port, None)
         _require_listener(host, port)
@@ -64,11 +64,11 @@ class MooncakeRelay:
             self._master,
         )
         if code != 0:
-            raise RelayError(f"mooncake master {self._master}: set-up answered {code}")
+            raise RelayError(f"mooncake master {self._master}: the client's set-up failed with code {code}")
 
     def put(self, key: str, data: bytes) -> None:
         if self._exists(key):
-            raise RelayError(f"{key} exists and is immutable")
+            raise RelayError(f"{key} exists already and is immutable")
         self._write("put", key, data)
 
     def upsert(self, key: str, data: bytes) -> None:
@@ -76,23 +76,23 @@ class MooncakeRelay:
 
     def get(self, key: str) -> bytes | None:
         for attempt in range(_RETRIES):
-            if not self._exists(key):  # which a dead master answers at once, and get() after 4 s and more
+            if not self._exists(key):  # with a dead master this fails at once, get() after more than 4 s
                 return None
             with self._lock:
                 data = bytes(self._store.get(key))
             if data:
                 return data
-            # An upsert or a removal between the two calls, or an expired lease: all pass.
+            # The object was replaced or removed between the two calls, or the lease expired: look again.
             time.sleep(_RETRY_PAUSE_S * (attempt + 1))
         raise RelayUnreachable(f"mooncake master {self._master}: get {key} failed {_RETRIES} times")
 
-    def lacking(self, keys: Sequence[str]) -> list[str]:
-        """Those that are not there, asked for in one call. Raises: RelayUnreachable."""
+    def lacking(self, keys: Sequence[str]) -> set[str]:
+        """Asks for these keys alone: a listing would name every object of the store."""
         codes = self._store.batch_is_exist(list(keys))
         failed = [(key, code) for key, code in zip(keys, codes, strict=True) if code not in (0, 1)]
         if failed:
             raise RelayUnreachable(f"mooncake master {self._master}: batch_is_exist failed: {failed[:3]}")
-        return [key for key, code in zip(keys, codes, strict=True) if code == 0]
+        return {key for key, code in zip(keys, codes, strict=True) if code == 0}
 
     def remove(self, keys: Iterable[str]) -> None:
         names = list(keys)
@@ -112,7 +112,7 @@ class MooncakeRelay:
         return sorted(name for name in answer.body.decode().split("\n") if name.startswith(prefix) and name)
 
     def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
-        """The store tells nobody of changes: waits for as long as it is polite to look again after."""
+        """Sleeps for as long as a client should wait between looks: the store does not report changes."""
         if seen is not None:
             time.sleep(min(timeout_s, _LOOK_EVERY_S))
         return Changes(seen="", keys=None)
@@ -130,7 +130,7 @@ class MooncakeRelay:
 
     def _write(self, verb: str, key: str, data: bytes) -> None:
         if not data:
-            raise ValueError(f"{key}: Mooncake can't tell an empty object from none")
+            raise ValueError(f"{key} is empty: Mooncake can't tell an empty object from a missing one")
         with self._lock:
             code = getattr(self._store, verb)(key, data, self._config)
         if code != 0:
@@ -152,15 +152,16 @@ class MooncakeMaster:
         return f"mooncake://{self.host}:{self.port}?admin={self.admin_port}"
 
     def stop(self) -> None:
-        """Ends the process, which has nothing to put away; SIGTERM would take it a second."""
+        """Kills the process. It has nothing to save, and ending on SIGTERM would take it a second."""
         self.process.kill()
         self.process.wait()
 
 
 def start_mooncake_master(host: str, port: int = 0, admin_port: int = 0) -> MooncakeMaster:
-    """Starts the wheel's mooncake_master and waits until it listens; it dies with this process.
+    """Starts the wheel's mooncake_master and waits until it listens. It dies with this process.
 
-    Port 0 picks a free one. Raises: ConfigError: a port is taken; RelayError: the master ends at once.
+    Port 0 picks a free port. Raises: ConfigError when a port is taken; RelayError when the master ends at
+    once.
     """
     port = _free_port(host, port)
     admin_port = _free_port(host, admin_port)
@@ -188,9 +189,9 @@ def start_mooncake_master(host: str, port: int = 0, admin_port: int = 0) -> Moon
 
 
 def mooncake_available() -> tuple[bool, str]:
-    """Whether Mooncake loads here; if not, what is missing and the command that installs it.
+    """Returns whether Mooncake loads here; if not, what is missing and the command that installs it.
 
-    Probes in a child process: a library clash inside Mooncake ends the process that imports it.
+    Probes in a child process, because a library clash inside Mooncake ends the process that imports it.
     """
     if importlib.util.find_spec("mooncake") is None:
         return False, "Python package missing: pip install 'vllm-rose[mooncake]'"
@@ -203,7 +204,9 @@ def mooncake_available() -> tuple[bool, str]:
 
 
 def explain_import_failure(stderr: str, status: int) -> str:
-    """One line from what the probe printed: the missing library and the command, or its last line."""
+    """Returns one line: the missing library and the command that installs it, or the last line of the probe's
+    output.
+    """
     missing = re.search(r"(lib\S+\.so\S*): cannot open shared object file", stderr)
     if missing is not None:
         return f"system library {missing.group(1)} missing: {INSTALL_LIBRARIES}"
@@ -217,14 +220,14 @@ def _master_binary() -> Path:
         raise RelayError("Python package mooncake missing: pip install 'vllm-rose[mooncake]'")
     binary = Path(spec.origin).with_name("mooncake_master")
     if not os.access(binary, os.X_OK):
-        binary.chmod(binary.stat().st_mode | 0o111)  # wheels don't always keep the bit
+        binary.chmod(binary.stat().st_mode | 0o111)  # unpacking a wheel can lose the executable bit
     return binary
 
 
 def _die_with_parent() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    # A parent that waits for its stop signals has them blocked, and a child inherits that.
+    # A parent that waits for its stop signals has blocked them, and a child inherits the blocked set.
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 
@@ -245,13 +248,13 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _require_listener(host: str, port: int) -> None:
-    # Mooncake's own set-up would retry for long and print.
+    # Mooncake's own set-up would retry for a long time and print each attempt.
     if not _listens(host, port):
         raise RelayUnreachable(f"mooncake master {host}:{port}: nothing listens there")
 
 
 def _local_address(host: str, port: int) -> str:
-    """The address by which others on the way to the master can reach this process."""
+    """Returns the address of this process that other hosts on the way to the master can reach."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])

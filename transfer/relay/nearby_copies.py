@@ -1,10 +1,9 @@
 """Copies frames from one relay to a second one nearby, so that a trainer far away sends them once.
 
-Owns: which frames this process has seen to. For stores that can't hand objects on themselves (Mooncake); runs
-beside the second one. Promises: copies only what never changes: whatever is replaced, and manifests, which
-follow their frames, the trainer writes to every copy itself. A frame that is removed while it is being copied
-is copied in vain, until the trainer's next repair.
-Never removes anything.
+Runs beside the second relay, for stores that can't hand objects on themselves (Mooncake). Owns the set of
+frames that this process has seen to. It copies frames alone, because they never change: the trainer writes
+manifests, which follow their frames, and all objects that are replaced to every copy itself. A frame that is
+removed while it is being copied is left over until the trainer's next repair. Never removes anything.
 """
 
 import logging
@@ -23,7 +22,7 @@ _RETRY_S = 0.5
 
 
 class NearbyCopies:
-    """A context with a thread that copies; step() is what it does again and again."""
+    """A context in which a thread runs step() again and again."""
 
     def __init__(self, source: Relay, target: Relay) -> None:
         self._source = source
@@ -33,7 +32,7 @@ class NearbyCopies:
         self._thread = threading.Thread(target=self._run, name="rose-copies", daemon=True)
 
     def step(self) -> int:
-        """Copies the frames that the target lacks; returns how many. Raises: RelayError."""
+        """Copies the frames that the target lacks and returns how many there were. Raises: RelayError."""
         listed = {key for key in self._source.keys(_PREFIX) if keys.bucket_of(key) is not None}
         self._done &= listed
         missing = sorted(listed - self._done)
@@ -48,11 +47,11 @@ class NearbyCopies:
     def _copy(self, key: str) -> bool:
         data = self._source.get(key)
         if data is None:
-            return False  # removed meanwhile
+            return False  # it was removed meanwhile
         try:
             self._target.put(key, data)
         except RelayError:
-            # The trainer waited for too long and wrote it, or there is no room: then it waits for some.
+            # Either the trainer gave up waiting and wrote the frame, or there is no room for it yet.
             if self._target.get(key) != data:
                 raise
         self._done.add(key)
@@ -67,8 +66,8 @@ class NearbyCopies:
                 self.step()
                 is_late = False
             except RoseError as error:
-                if not is_late:  # the store beside may be gone for hours
-                    logger.warning("copies from the store beside are late: %s", error)
+                if not is_late:  # the other store may be gone for hours: warn once
+                    logger.warning("can't copy frames from the other store for now: %s", error)
                 is_late = True
                 self._closing.wait(_RETRY_S)
 

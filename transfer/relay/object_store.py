@@ -1,15 +1,14 @@
-"""The objects of one embedded relay, in its process's memory.
+"""The objects of one embedded relay, in the memory of its process.
 
-Owns: what is stored, how much room is left, which keys lie in a folder.
-Promises: refuses with the numbers, as the HTTP error that the relay then answers. Never evicts. Used by the
-relay's event loop only.
+Owns what is stored, how much room is left, and which keys lie in a folder. Refuses with the numbers, by
+raising the HTTP error that the relay then answers. Never evicts. Only the relay's event loop uses it.
 """
 
 from aiohttp import web
 
 
 class ObjectStore:
-    """capacity_bytes: of all objects together."""
+    """The stored objects. capacity_bytes: the limit on the sum of their sizes."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -21,7 +20,7 @@ class ObjectStore:
         """Raises: web.HTTPConflict when the key exists, web.HTTPInsufficientStorage when full."""
         old = self.objects.get(key)
         if old is not None and not replace:
-            raise web.HTTPConflict(text=f"{key} exists and is immutable")
+            raise web.HTTPConflict(text=f"{key} exists already and is immutable")
         grow = len(data) - (len(old) if old is not None else 0)
         self.require_room(key, grow)
         self.objects[key] = data
@@ -47,9 +46,11 @@ class ObjectStore:
             del self._folders[_folder(key)]
 
     def names(self, prefix: str) -> list[str]:
-        """The keys that start with `prefix`, in order; looks only into folders that can hold them.
+        """Returns the keys that start with `prefix`, in order. Looks only into folders that can hold such
+        keys.
 
-        Followers list a version's folder several times a second, among those of a hundred others.
+        Followers list one version's folder several times a second, among the folders of a hundred other
+        versions.
         """
         return sorted(
             name
@@ -60,7 +61,7 @@ class ObjectStore:
         )
 
     def check_integrity(self) -> None:
-        """Raises: AssertionError when the byte count or the folders are off."""
+        """Raises: AssertionError when the byte count or the folders do not match the objects."""
         total = sum(len(data) for data in self.objects.values())
         assert total == self.used_bytes <= self.capacity_bytes, (total, self.used_bytes)
         assert self.names("") == sorted(self.objects)

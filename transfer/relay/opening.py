@@ -1,4 +1,4 @@
-"""Opens the relay, or the copies of one, that a URL names."""
+"""Opens the relay, or the several copies of one, that a URL names."""
 
 from functools import partial
 
@@ -7,9 +7,9 @@ from rose.transfer.relay.url import parse_relay_url
 
 
 def open_relay(url: str, key: str | None = None) -> Relay:
-    """Connects to a running relay, or to several that hold the same objects: their URLs with commas between.
+    """Connects to a running relay, or to several copies of one, whose URLs are separated by commas.
 
-    key: sent to embedded relays. Raises: RelayError when nothing answers there, ValueError on a bad URL.
+    key: sent to embedded relays. Raises: RelayError when nothing answers there; ValueError on a bad URL.
     """
     urls = url.split(",")
     if len(urls) == 1:

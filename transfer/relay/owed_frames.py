@@ -1,11 +1,10 @@
-"""Frames that one relay copy has and another one beside it still fetches from there (nearby_copies.py).
+"""Frames that one relay copy holds and another one is still fetching from it (nearby_copies.py).
 
-Owns: which frames those are, their bytes until they are there, and when to look.
-Promises: a look asks for all of them at once, and looks come at growing intervals: each crosses the slow
-link. Frames that don't come in time are written to the copy like to any other, and so are the next ones for a
-while. After settle(0) the copy holds every frame, or does not answer and is behind until the next publish
-mends it.
-Never fetches anything itself.
+Owns the list of those frames, their bytes until they have arrived, and the times at which to look. A look
+asks for all of them at once, at growing intervals, because each look crosses the slow link. Frames that do
+not arrive in time are written to the copy directly, and so are the next ones for a while. After settle(0) the
+copy holds every frame, or it does not answer and stays behind until the next publish repairs it. Never
+fetches anything itself.
 """
 
 import logging
@@ -20,17 +19,17 @@ from rose.transfer.relay.url import address_of, beside_of
 logger = logging.getLogger(__name__)
 
 MOST_OWED_BYTES = 128 << 20
-"""Two dense frames. They are kept in memory, in case that they have to be written after all."""
+"""Two dense frames. The frames stay in memory in case they have to be written after all."""
 _FETCH_S = 2.0
 _FETCH_BYTES_PER_S = 20e6
 _FIRST_LOOK_S = 0.01
 _LAST_LOOK_S = 0.5
 _ASK_SOURCE_S = 0.1
-"""From this interval on, the copy that it fetches from is asked for a sign of life as well."""
+"""From this interval on, the source is asked for a sign of life at each look as well."""
 
 
 class OwedFrames:
-    """What `copy` owes, which fetches frames from `source`. Safe to use from several threads."""
+    """The frames that `copy` still has to fetch from `source`. Several threads may use it."""
 
     def __init__(self, copy: RelayCopy, source: RelayCopy) -> None:
         self.copy = copy
@@ -42,23 +41,23 @@ class OwedFrames:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether frames that are written to the source come here by themselves, as far as we know."""
+        """Whether frames written to the source are expected to reach the copy by themselves."""
         is_trusted = time.monotonic() >= self._trusted_from_s
         return is_trusted and not self.copy.is_resting and not self.source.is_resting
 
     def add(self, key: str, data: bytes) -> None:
-        """The source has this frame."""
+        """Notes that the source has this frame."""
         with self._lock:
             self._frames[key] = data
 
     def drop(self, keys: Iterable[str]) -> None:
-        """These are wanted no more, or are there."""
+        """Forgets frames that have arrived or are no longer wanted."""
         with self._lock:
             for key in keys:
                 self._frames.pop(key, None)
 
     def settle(self, max_bytes: int) -> None:
-        """Returns when no more than so many bytes are owed. Raises: RelayError, RelayFull as put() does."""
+        """Returns when at most max_bytes are owed. Raises: RelayError, and RelayFull as put() does."""
         with self._settling:
             if self.copy.is_resting:
                 self.drop(self._owed())
@@ -66,10 +65,10 @@ class OwedFrames:
                 if not self._come(max_bytes):
                     self._write()
             except RelayUnreachable:
-                self.drop(self._owed())  # from now on it rests
+                self.drop(self._owed())  # the copy rests from now on
 
     def _come(self, max_bytes: int) -> bool:
-        """Waits until no more than that is owed; False when that takes too long."""
+        """Waits until at most max_bytes are owed; returns False when that takes too long."""
         num_bytes = self._num_bytes()
         deadline_s = time.monotonic() + _FETCH_S + num_bytes / _FETCH_BYTES_PER_S
         pause_s = _FIRST_LOOK_S
@@ -115,7 +114,9 @@ class OwedFrames:
 
 
 def pair_up(copies: list[RelayCopy]) -> list[OwedFrames]:
-    """For each copy that fetches frames from another one of these, as its URL says."""
+    """Returns one OwedFrames for each copy whose URL says that it fetches frames from another of these
+    copies.
+    """
     by_address: dict[str | None, RelayCopy] = {address_of(copy.url): copy for copy in copies}
     found: list[OwedFrames] = []
     for copy in copies:

@@ -1,16 +1,15 @@
-"""Several relays that hold the same objects: one may die, and nothing is lost.
+"""Several relays that hold the same objects: one of them may die, and nothing is lost.
 
-Owns: the choice of the copy to talk to, writing to all of them, bringing one up to date that missed writes.
-Promises: an object is written when every copy that answers has it, and at least one does; it is read from
-any. An embedded relay hands objects on to its peers itself, so that they cross the link from the trainer
-once; a Mooncake store beside another one copies its frames (nearby_copies.py), which are looked for before
-their version counts (owed_frames.py).
-Other copies are written one by one. A copy that does not answer rests for a while instead of
-slowing every call.
-Never decides which objects are needed: the publisher says so in repair().
+Owns the choice of the copy to talk to, writing to all copies, and repairing a copy that missed writes. An
+object counts as written when every copy that answers has it, and at least one does. Any copy can be read. An
+embedded relay hands objects on to its peers, so that they cross the trainer's link once. A Mooncake store
+that stands beside another one copies that store's frames (nearby_copies.py), and their arrival is checked
+before their version counts (owed_frames.py). All other copies are written one by one. A copy that does not
+answer rests for a while, so that it does not slow down every call. Never decides which objects are needed:
+the publisher passes them to repair().
 
 A copy that comes back may still hold an older HEAD. Followers never go back within a run (follower.py), and
-the next publish brings it up to date.
+the next publish repairs the copy.
 """
 
 import logging
@@ -29,10 +28,10 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-class ReplicatedRelay:
-    """See rose.transfer.relay.protocol.Relay; `copies` are (URL, how to open it) in order of preference.
+class ReplicatedRelay(Relay):
+    """Copies of one relay; see rose.transfer.relay.protocol.Relay.
 
-    Raises: RelayUnreachable when none answers.
+    copies: (URL, function that opens it), in order of preference. Raises: RelayUnreachable when none answers.
     """
 
     def __init__(self, copies: Iterable[tuple[str, Callable[[], Relay]]]) -> None:
@@ -54,7 +53,7 @@ class ReplicatedRelay:
             except RelayUnreachable as error:
                 failures.append(error)
                 continue
-            # One that came back empty has nothing to say about what the others hold.
+            # A copy that came back empty says nothing about what the others hold.
             if data is not None:
                 return data
         if len(failures) == len(self._copies):
@@ -70,8 +69,14 @@ class ReplicatedRelay:
     def keys(self, prefix: str) -> list[str]:
         return sorted({name for names in self._all(lambda relay: relay.keys(prefix)) for name in names})
 
+    def lacking(self, keys: Sequence[str]) -> set[str]:
+        """Returns the keys that no copy which answers has."""
+        return set.intersection(*self._all(lambda relay: relay.lacking(keys)))
+
     def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
-        """Waits at the copy that get() asks first; to another one `seen` means nothing, and ends the wait."""
+        """Waits at the copy that get() asks first. Another copy does not know `seen`, so the wait ends at
+        once there.
+        """
         return self._first(lambda relay: relay.wait(prefixes, seen, timeout_s))
 
     def close(self) -> None:
@@ -81,19 +86,17 @@ class ReplicatedRelay:
     def repair(
         self, prefix: str, versions: Iterable[str], newest: Sequence[str], spared: tuple[str, ...] = ()
     ) -> None:
-        """Gives every copy that is in use these objects of versions, and what any copy has beside versions.
+        """Gives every copy in use the objects of `versions`, and all that any copy has beside versions.
 
-        Takes away other objects of versions, but those that others may be writing now: prefixes in `spared`.
-        newest: those of `versions` that were written last, also by others. Where all copies have them and
-        never failed to answer, nothing is missing, and listings, which grow with the chain, need not cross
-        the link.
+        Where all copies have `newest` and never failed to answer, nothing is missing, and listings, which
+        grow with the chain, need not cross the link.
         """
         if not any(self._is_behind(copy, newest) for copy in self._copies):
             return
         held: dict[RelayCopy, set[str]] = {}
         followed: dict[RelayCopy, bytes | None] = {}
         for copy in self._copies:
-            if not copy.is_resting:  # or it is still behind when it is back, then mended by the next one
+            if not copy.is_resting:  # a resting copy stays behind, and the next publish repairs it
                 with suppress(RelayUnreachable):
                     followed[copy] = copy.call(lambda relay: relay.get(manifest.HEAD_RUN_KEY))
                     held[copy] = set(copy.call(lambda relay: relay.keys(prefix)))
@@ -110,7 +113,7 @@ class ReplicatedRelay:
                 copy.call(lambda relay, surplus=surplus: relay.remove(surplus))  # type: ignore[misc]
                 if followed[copy] != newest_run:
                     self._give(copy, manifest.HEAD_RUN_KEY, newest_run)
-                copy.is_behind = bool(fetched)  # looked at again, until they are there
+                copy.is_behind = bool(fetched)  # the next publish looks again, until they have arrived
 
     @staticmethod
     def _is_behind(copy: RelayCopy, newest: Sequence[str]) -> bool:
@@ -121,18 +124,18 @@ class ReplicatedRelay:
         return False
 
     def _fetches(self, copy: RelayCopy, name: str) -> bool:
-        """Whether the copy gets this object by itself from another one."""
+        """Returns whether the copy fetches this object from another copy by itself."""
         is_frame = manifest.bucket_of(name) is not None
         return is_frame and any(owed.copy is copy and owed.is_fetching for owed in self._owed)
 
     @staticmethod
     def _give(copy: RelayCopy, name: str, data: bytes | None) -> None:
         if data is not None:
-            logger.info("relay copy gets what it missed: url=%s key=%s", copy.url, name)
+            logger.info("relay copy receives an object that it missed: url=%s key=%s", copy.url, name)
             copy.call(lambda relay: relay.upsert(name, data))
 
     def _first(self, work: Callable[[Relay], Answer]) -> Answer:
-        """What the first copy that answers says. Raises: RelayUnreachable when none does."""
+        """Returns the answer of the first copy that answers. Raises: RelayUnreachable when none does."""
         failures: list[RelayUnreachable] = []
         for copy in self._in_order():
             try:
@@ -142,11 +145,11 @@ class ReplicatedRelay:
         raise failures[0]
 
     def _in_order(self) -> list[RelayCopy]:
-        """Those that rest come last: they are asked only when nobody else can answer."""
+        """Returns the copies with the resting ones last: those are asked only when no other can answer."""
         return sorted(self._copies, key=lambda copy: copy.is_resting)
 
     def _all(self, work: Callable[[Relay], Answer]) -> list[Answer]:
-        """What the copies that answer say. Raises: RelayUnreachable when none does."""
+        """Returns the answers of all copies that answer. Raises: RelayUnreachable when none does."""
         answers: list[Answer] = []
         failures: list[RelayUnreachable] = []
         for copy in self._in_order():
@@ -161,9 +164,9 @@ class ReplicatedRelay:
         return answers
 
     def _write(self, key: str, data: bytes, *, is_replacing: bool) -> None:
-        """What comes after a version's frames waits until every copy has them.
+        """Writes to every copy; an object that follows a version's frames waits until every copy has them.
 
-        Before it is written anywhere: a copy that is full then fails nothing but a first try.
+        It waits before anything is written, so a full copy makes only this first attempt fail.
         """
         is_frame = manifest.bucket_of(key) is not None
         if manifest.is_version_key(key):
@@ -190,7 +193,7 @@ class ReplicatedRelay:
             raise failures[0]
 
     def _leave_to_them(self, written: RelayCopy, key: str, data: bytes) -> list[RelayCopy]:
-        """The copies that fetch this frame themselves from the one that has it."""
+        """Returns the copies that fetch this frame themselves from the copy that has it."""
         fetching = [owed for owed in self._owed if owed.source is written and owed.is_fetching]
         for owed in fetching:
             owed.add(key, data)

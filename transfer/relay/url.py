@@ -4,7 +4,7 @@ from urllib.parse import parse_qs, urlsplit
 
 
 def parse_relay_url(url: str) -> tuple[str, str, int, dict[str, str]]:
-    """(kind, host, port, options) of "embedded://host:port" or "mooncake://host:port?admin=PORT".
+    """Returns (kind, host, port, options) of "embedded://host:port" or "mooncake://host:port?admin=PORT".
 
     Raises: ValueError on anything else.
     """
@@ -20,23 +20,25 @@ def parse_relay_url(url: str) -> tuple[str, str, int, dict[str, str]]:
 
 
 def require_mooncake(url: str) -> None:
-    """Raises: ValueError unless it is the URL of one Mooncake store."""
+    """Raises: ValueError unless the URL names one Mooncake store."""
     if parse_relay_url(url)[0] != "mooncake":
         raise ValueError(f"relay URL {url!r} is not of the form mooncake://HOST:PORT")
 
 
 def address_of(url: str) -> str:
-    """host:port of a relay."""
+    """Returns the host:port of a relay."""
     _, host, port, _ = parse_relay_url(url)
     return f"{host}:{port}"
 
 
 def add_beside(url: str, other: str) -> str:
-    """The URL of a Mooncake store that says of which other one it copies the frames."""
+    """Returns the URL of a Mooncake store, with the address of the other store whose frames it copies
+    added.
+    """
     return f"{url}{'&' if '?' in url else '?'}beside={address_of(other)}"
 
 
 def beside_of(url: str) -> str | None:
-    """host:port of the store whose frames this one copies, if it does."""
+    """Returns the host:port of the store whose frames this one copies; None if it copies from none."""
     kind, _, _, options = parse_relay_url(url)
     return options.get("beside") if kind == "mooncake" else None

@@ -1,4 +1,4 @@
-"""A store beside another one gets the frames from there, and the writer sends them once."""
+"""A store gets frames from the store beside it, so that the writer sends them once."""
 
 import os
 import threading
@@ -9,7 +9,6 @@ from rose.errors import RelayUnreachable
 from rose.transfer.relay import replicated as replicated_relay
 from rose.transfer.relay.nearby_copies import NearbyCopies
 from rose.transfer.relay.opening import open_relay
-from rose.transfer.relay.server import main
 from rose.transfer.relay.url import add_beside, beside_of
 
 FRAMES = {f"rose/run/1-0/{number}": os.urandom(1000 + number) for number in range(5)}
@@ -25,7 +24,7 @@ def two(start_relay):
     target.close()
 
 
-def test_frames_are_copied_and_what_may_be_replaced_is_not(two):
+def test_only_frames_are_copied_because_they_are_never_replaced(two):
     source, target = two
     copies = NearbyCopies(source, target)
     for key in (*FRAMES, *OTHERS):
@@ -34,7 +33,7 @@ def test_frames_are_copied_and_what_may_be_replaced_is_not(two):
     assert copies.step() == len(FRAMES) - 1
     assert target.keys("") == sorted(FRAMES) and all(target.get(key) == FRAMES[key] for key in FRAMES)
     assert copies.step() == 0
-    # An attempt that was taken back from both comes again.
+    # A frame that was removed from both relays is put again.
     for relay in two:
         relay.remove(["rose/run/1-0/2"])
     assert copies.step() == 0
@@ -42,7 +41,7 @@ def test_frames_are_copied_and_what_may_be_replaced_is_not(two):
     assert copies.step() == 1 and target.get("rose/run/1-0/2") == b"another"
 
 
-def test_the_thread_goes_on_after_a_shortage(start_relay):
+def test_copying_continues_when_a_full_target_has_room_again(start_relay):
     source, target = (open_relay(start_relay("embedded", "--capacity-bytes", "10000").url) for _ in range(2))
     target.put("filler", bytes(9000))
     source.put("rose/run/1-0/0", bytes(5000))
@@ -74,7 +73,7 @@ def test_a_mooncake_store_gets_frames_from_the_one_beside_it(start_relay):
         assert alone.get(key) == near.get(key) == data
     both.upsert("rose/run/HEAD", b"head")
     assert alone.get("rose/run/HEAD") == near.get("rose/run/HEAD") == b"head"
-    # A version that the second store does not live to see whole.
+    # The second store dies while a version is being written.
     both.put("rose/run/2-1/0", b"frame")
     second.kill()
     both.put("rose/run/2-1/MANIFEST", b"manifest")
@@ -87,20 +86,20 @@ def test_a_mooncake_store_gets_frames_from_the_one_beside_it(start_relay):
 def test_frames_that_nobody_fetches_are_written_before_their_version_counts(start_relay, monkeypatch):
     monkeypatch.setattr(replicated_relay, "MOST_OWED_BYTES", 2000)
     first, second = start_relay("mooncake"), start_relay("mooncake")
-    # Says that it stands beside the first, and does not.
+    # The second URL says that its store copies frames from the first, but nothing does so.
     both = open_relay(f"{first.url},{add_beside(second.url, first.url)}")
     near = open_relay(second.url)
     both.put("rose/run/1-0/9", b"of an attempt that is taken back")
     both.remove(["rose/run/1-0/9"])
     for key, data in FRAMES.items():
         both.put(key, data)
-    # No more of them wait in the trainer's memory than that.
+    # At most MOST_OWED_BYTES of the frames wait in the trainer's memory.
     assert len(near.keys("rose/run/1-0/")) > 2
     both.put(MANIFEST, b"manifest")
     assert near.keys("rose/run/1-0/") == sorted([*FRAMES, MANIFEST])
     assert all(near.get(key) == data for key, data in FRAMES.items())
     both.close()
-    # Nor are those lost that only the first one had.
+    # Frames that only the first store had are not lost either.
     both = open_relay(f"{first.url},{add_beside(second.url, first.url)}")
     both.put("rose/run/2-1/0", b"frame")
     assert near.get("rose/run/2-1/0") is None
@@ -113,18 +112,3 @@ def test_frames_that_nobody_fetches_are_written_before_their_version_counts(star
     assert near.get("rose/run/2-1/0") == b"frame" and near.get("rose/run/2-1/MANIFEST") == b"manifest"
     for relay in (alone, near, both):
         relay.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "beside", "message"),
-    [
-        ("embedded", "mooncake://127.0.0.1:1", "for --kind mooncake"),
-        ("mooncake", "embedded://127.0.0.1:1", "mooncake://HOST:PORT"),
-        ("mooncake", "nonsense", "nonsense"),
-    ],
-)
-def test_bad_options_are_one_clear_line_and_status_2(kind, beside, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--kind", kind, "--beside", beside])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Both relays keep one contract."""
+"""Every relay keeps the same protocol."""
 
 import asyncio
 import os
@@ -10,6 +10,7 @@ import psutil
 import pytest
 from slow_proxy import SlowProxy
 
+from rose.arguments import run_command
 from rose.errors import RelayError
 from rose.transfer.relay import calls as relay_calls
 from rose.transfer.relay.change_log import ChangeLog
@@ -17,6 +18,7 @@ from rose.transfer.relay.mooncake import INSTALL_LIBRARIES, explain_import_failu
 from rose.transfer.relay.object_store import ObjectStore
 from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import remove_run
+from rose.transfer.relay.server import main
 from rose.transfer.relay.url import parse_relay_url
 
 
@@ -51,6 +53,38 @@ def test_keys_are_listed_by_prefix_and_removed_right_after_a_read(relay):
     assert relay.keys("rose/") == ["rose/a/2"]
 
 
+def test_a_relay_tells_which_of_some_keys_it_lacks(relay):
+    relay.put("rose/run/1-0/0", b"frame")
+    relay.put("rose/run/2-1/0", b"frame")
+    names = [f"rose/run/1-0/{name}" for name in (0, 1, 10, "MANIFEST")]
+    assert relay.lacking(names) == set(names[1:])
+    assert relay.lacking(names[:1]) == relay.lacking([]) == set()
+
+
+def test_a_relay_names_the_copies_that_it_handed_an_object_to(relay, start_relay):
+    nobody, peer = "embedded://127.0.0.1:1", start_relay("embedded")
+    taken = set()
+    for number, is_replacing in enumerate((False, True, True)):
+        data = str(number).encode()
+        taken = set(
+            relay.put_with_copies(
+                "rose/run/HEAD", data, is_replacing=is_replacing, copy_to=[nobody, peer.url]
+            )
+        )
+        assert relay.get("rose/run/HEAD") == data and nobody not in taken
+    other = open_relay(peer.url)
+    assert other.get("rose/run/HEAD") == (b"2" if peer.url in taken else None)
+    with pytest.raises(RelayError, match="immutable"):
+        relay.put_with_copies("rose/run/HEAD", b"3", is_replacing=False, copy_to=[])
+    other.close()
+
+
+def test_repairing_a_relay_without_copies_changes_nothing(relay):
+    relay.put("rose/run/1-0/0", b"frame")
+    relay.repair("rose/run/", [], [])
+    assert relay.keys("rose/") == ["rose/run/1-0/0"]
+
+
 def test_a_full_relay_refuses_and_keeps_what_it_has(relay):
     chunk = os.urandom(20 << 20)
     relay.put("rose/run/0", chunk)
@@ -62,19 +96,19 @@ def test_a_full_relay_refuses_and_keeps_what_it_has(relay):
     relay.put("rose/run/9", chunk)
 
 
-def test_nobody_at_the_address_is_a_relay_error():
+def test_opening_a_relay_where_nobody_listens_is_a_relay_error():
     for url in ("embedded://127.0.0.1:1", "mooncake://127.0.0.1:1"):
         with pytest.raises(RelayError):
             open_relay(url)
 
 
 @pytest.mark.parametrize("url", ["redis://a:1", "embedded://a", "embedded://a:x", "mooncake://a:1/x"])
-def test_a_bad_url_is_the_callers_mistake(url):
+def test_a_bad_url_is_refused(url):
     with pytest.raises(ValueError, match="relay URL"):
         open_relay(url)
 
 
-def test_an_embedded_relay_with_a_key_answers_only_to_it(start_relay, monkeypatch):
+def test_an_embedded_relay_with_a_key_refuses_calls_without_it(start_relay, monkeypatch):
     monkeypatch.setenv("ROSE_KEY", "secret")
     url = start_relay("embedded").url
     with pytest.raises(RelayError, match="ROSE_KEY"):
@@ -96,6 +130,36 @@ def test_a_port_in_use_is_one_clear_line_and_status_2(kind, shared_relays):
     assert port in done.stderr.splitlines()[-1] and "choose another port" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "flag", "value", "message"),
+    [
+        ("embedded", "--beside", "mooncake://127.0.0.1:1", "for --kind mooncake"),
+        ("mooncake", "--beside", "embedded://127.0.0.1:1", "mooncake://HOST:PORT"),
+        ("mooncake", "--beside", "nonsense", "nonsense"),
+        ("embedded", "--port", "99999", "'99999' is not a whole number from 0 to 65535"),
+        ("embedded", "--port", "-1", "'-1' is not a whole number from 0 to 65535"),
+        ("mooncake", "--port", "65535", "choose a lower one"),
+        ("embedded", "--capacity-bytes", "-1", "'-1' is not a whole number of at least 1"),
+        ("embedded", "--capacity-bytes", "8G", "'8G' is not a whole number of at least 1"),
+        ("embedded", "--capacity-bytes", str(1 << 60), "this host has"),
+        ("mooncake", "--capacity-bytes", str(1 << 60), "this host has"),
+    ],
+)
+def test_a_bad_option_is_one_clear_line_and_status_2(kind, flag, value, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--kind", kind, flag, value])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_host_that_is_no_address_of_this_machine_is_one_clear_line_and_status_2(capsys):
+    for host in ("203.0.113.1", "no such host"):
+        assert run_command("relay", main, ["--host", host]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert host in line
+
+
 @pytest.mark.mooncake
 def test_a_killed_mooncake_relay_takes_its_master_along(start_relay):
     relay = start_relay("mooncake")
@@ -112,7 +176,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it():
 
 
 @pytest.mark.mooncake
-def test_mooncake_is_found_where_it_is_installed():
+def test_mooncake_is_available_where_it_is_installed():
     assert mooncake_available() == (True, "Mooncake Store loads")
 
 
@@ -152,16 +216,16 @@ def test_whoever_looks_after_each_wait_misses_nothing(relay_url, relay):
     waiter.close()
 
 
-def test_a_wait_is_for_its_own_keys_since_its_own_look():
+def test_a_wait_ends_only_for_its_own_keys_since_its_own_look():
     async def go():
         log = ChangeLog()
         start = log.position
         log.note("rose/run/1-0/0")
-        # Done at once: written since, or unknown whether.
+        # These return at once: a key was written since, or that is unknown.
         assert await log.wait(["rose/run/1-0/"], start, 1e9) == (log.position, ["rose/run/1-0/0"])
         for seen in (ChangeLog().position, "", "nonsense", log.position + "0"):
             assert await log.wait(["rose/run/1-0/"], seen, 1e9) == (log.position, None)
-        # Nothing of these since: only the time limit ends it.
+        # None of these keys was written since, so only the time limit ends the wait.
         for prefixes, seen in ((["rose/run/2"], start), (["rose/run/1-0/"], log.position), ([], start)):
             assert await log.wait(prefixes, seen, 0.0) == (log.position, [])
         waits = [asyncio.create_task(log.wait(["a", "b"], log.position, 1e9)) for _ in range(2)]
@@ -171,7 +235,7 @@ def test_a_wait_is_for_its_own_keys_since_its_own_look():
         assert not any(task.done() for task in waits)
         log.note("b")
         assert await asyncio.gather(*waits) == [(log.position, ["b"])] * 2
-        # More writes than are remembered.
+        # There were more writes than the log remembers.
         before = log.position
         for _ in range(5000):
             log.note("other")

@@ -71,7 +71,7 @@ def test_both_hold_every_object_and_the_writer_sends_it_once(pair):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_what_was_written_outlives_either(pair, victim):
+def test_objects_survive_the_death_of_either_relay(pair, victim):
     relay = open_relay(pair[2])
     relay.put("rose/run/a", b"before")
     pair[victim].kill()
@@ -80,6 +80,7 @@ def test_what_was_written_outlives_either(pair, victim):
     relay.upsert("rose/run/a2", b"after")
     assert relay.keys("rose/run/") == ["rose/run/a", "rose/run/a2", "rose/run/b"]
     assert relay.get("rose/run/b") == b"after" and relay.get("rose/run/none") is None
+    assert relay.lacking(["rose/run/b", "rose/run/none"]) == {"rose/run/none"}
     late = open_relay(pair[2])
     assert late.get("rose/run/a") == b"before"
     pair[1 - victim].kill()
@@ -113,7 +114,7 @@ def test_a_relay_killed_while_versions_flow_loses_nothing(pair, weights, victim)
     for number in range(8):
         step(weights)
         if number == 4:
-            # While frames are being put.
+            # The relay dies while frames are being put.
             killing = threading.Timer(0.005, pair[victim].kill)
             killing.start()
         report = publisher.publish()
@@ -130,11 +131,11 @@ def test_a_relay_killed_while_versions_flow_loses_nothing(pair, weights, victim)
         each.close()
 
 
-def test_a_copy_that_missed_versions_is_mended_by_the_next_publish(start_relay, pair, weights):
+def test_a_copy_that_missed_versions_is_repaired_by_the_next_publish(start_relay, pair, weights):
     first, second, both = pair
     publisher = WeightPublisher(weights, both, "run", snapshot_every=3)
     publisher.publish()
-    # What a relay holds that was away for a while: too little, and too much.
+    # A relay that was away for a while lacks some objects and holds others that were removed.
     alone = open_relay(second.url)
     for key in alone.keys("rose/run/0-none/"):
         alone.remove([key])
@@ -153,7 +154,7 @@ def test_a_copy_that_missed_versions_is_mended_by_the_next_publish(start_relay, 
     alone.close()
 
 
-def test_a_copy_that_did_not_answer_is_mended_although_it_has_the_newest_objects(pair, monkeypatch):
+def test_a_copy_that_did_not_answer_is_repaired_although_it_has_the_newest_objects(pair, monkeypatch):
     monkeypatch.setattr(relay_copy, "REST_S", 0.0)
     monkeypatch.setattr(relay_copy, "REST_OVER_WAIT", 0.0)
     first, second, _ = pair
@@ -164,7 +165,7 @@ def test_a_copy_that_did_not_answer_is_mended_although_it_has_the_newest_objects
             raise RelayUnreachable("away")
         return open_relay(second.url)
 
-    # By its URL no relay that the first one could hand objects to.
+    # The second relay's URL is of a kind that the first one can't hand objects on to.
     relay = ReplicatedRelay([(first.url, partial(open_relay, first.url)), ("mooncake://far:1", open_second)])
     relay.put("rose/run/1-0/0", b"missed")
     relay.upsert(keys.HEAD_RUN_KEY, b"missed")
@@ -218,7 +219,7 @@ def test_a_wait_goes_on_at_the_other_copy_when_one_dies(pair):
     writer.close()
 
 
-def test_copies_must_be_independent():
+def test_one_relay_can_not_be_named_as_two_copies():
     with pytest.raises(ValueError, match="twice"):
         open_relay("embedded://127.0.0.1:1,embedded://127.0.0.1:1")
     with pytest.raises(ValueError, match="relay URL 'nonsense'"):
@@ -227,8 +228,8 @@ def test_copies_must_be_independent():
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair, victim):
-    """With the times of production: a writer that waits little longer than a relay waits for its peer would
-    give up both where the machine stalls."""
+    """Uses production's time limits: if a writer waited little longer for a relay than that waits for its
+    peer, it would give up both when the machine stalls."""
     assert relay_calls.SILENCE_S <= 10
     relay = open_relay(pair[2])
     relay.put("rose/run/a", b"before")
