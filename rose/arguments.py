@@ -15,6 +15,7 @@ from rose.errors import ConfigError, PoolError, RoseError
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 130
 """What a shell reports for a command ended by Ctrl-C."""
+MOST_PORT = 65535
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -34,6 +35,27 @@ class CommandParser(argparse.ArgumentParser):
         command = self.prog.removeprefix("rose").strip()
         where = f"{command}: " if command else ""
         self.exit(BAD_INPUT_STATUS, f"rose: error: {where}{message}; see {self.prog} --help\n")
+
+
+def port_number(text: str) -> int:
+    """Returns a TCP port for argparse; 0 lets the system choose. Raises: ArgumentTypeError."""
+    return _whole_number(text, 0, MOST_PORT)
+
+
+def positive_int(text: str) -> int:
+    """Returns a whole number of at least 1 for argparse. Raises: ArgumentTypeError."""
+    return _whole_number(text, 1, None)
+
+
+def _whole_number(text: str, least: int, most: int | None) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        allowed = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {allowed}")
+    return number
 
 
 def run_command(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:

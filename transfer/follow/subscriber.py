@@ -3,10 +3,10 @@
 `python -m rose.transfer.follow.subscriber --relay URL --run RUN|auto --worker http://host:port --staging DIR
  [--base CHECKPOINT_DIR] [--name NAME]`
 
-Owns: the mirror, the staged checkpoint files, the talk with its worker, the worker's ack in the relay.
-Promises: fetching and decoding happen off the engine's path; the engine only loads a complete, verified
-file. A failure anywhere leaves the worker on its old version and is tried again with back-off.
-Never keeps more than two staged files: the one in use and the next.
+Owns the mirror, the staged checkpoint files, the calls to its worker, and the worker's acknowledgement in the
+relay. Fetching and decoding happen outside the engine, which only loads a complete, verified file. After any
+failure the worker keeps its old version, and the subscriber tries again with growing pauses. Never keeps more
+than two staged files: the one in use and the next.
 """
 
 import argparse
@@ -14,12 +14,15 @@ import logging
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from rose.arguments import CommandParser
 from rose.config import Settings
 from rose.errors import RelayError, RoseError, WorkerError
 from rose.http import http_client
@@ -38,12 +41,12 @@ STATUS_EVERY_S = 2.0
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A worker answers only when the weights are in: it may first finish a step and load gigabytes.
+# A worker answers only when it runs the weights: it may first finish a step and load gigabytes.
 _WORKER_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 
 class WeightUpdate(BaseModel):
-    """POST /rose/v1/weights."""
+    """The body of POST /rose/v1/weights."""
 
     version: str
     path: str
@@ -58,7 +61,7 @@ class WeightUpdateAnswer(BaseModel):
 
 
 class WorkerWeights(BaseModel):
-    """What this process reads of GET /rose/v1/status."""
+    """The part of GET /rose/v1/status that this process reads."""
 
     weight_version: str | None
 
@@ -84,7 +87,7 @@ class Worker:
             raise WorkerError(f"worker answered {answer} to {update}")
 
     def weight_version(self) -> str | None:
-        """The version that the worker says it runs. Raises: WorkerError."""
+        """Returns the version that the worker says it runs. Raises: WorkerError."""
         try:
             response = self._http.get("/rose/v1/status")
             response.raise_for_status()
@@ -97,7 +100,7 @@ class Worker:
 
 
 class Subscriber:
-    """Follows the relay and delivers to the worker; one thread."""
+    """Follows the relay and delivers to the worker, in one thread."""
 
     def __init__(self, relay: Relay, follower: Follower, worker: Worker, staging: Path, name: str) -> None:
         self._relay = relay
@@ -111,10 +114,11 @@ class Subscriber:
         self._status_at_s = 0.0
         self._retry_at_s = 0.0
         self._retry_s = FIRST_RETRY_S
-        staging.mkdir(parents=True, exist_ok=True)
 
     def step(self, now_s: float) -> bool:
-        """Looks once; True when the worker moved to a new version. Logs what failed, and waits with it."""
+        """Looks once; returns True when the worker moved to a new version. A failure is logged and delays the
+        next look.
+        """
         if now_s < self._retry_at_s:
             return False
         try:
@@ -138,7 +142,7 @@ class Subscriber:
         try:
             self._follower.wait(STATUS_EVERY_S)
         except RelayError as error:
-            logger.warning("can't wait for weights, looks again in %.1f s: %s", FIRST_RETRY_S, error)
+            logger.warning("can't wait for weights, next look in %.1f s: %s", FIRST_RETRY_S, error)
             time.sleep(FIRST_RETRY_S)
 
     def close(self) -> None:
@@ -147,13 +151,13 @@ class Subscriber:
             path.unlink(missing_ok=True)
 
     def _check_worker(self, now_s: float) -> None:
-        """A worker that was restarted has lost its weights: they count as not delivered."""
+        """Notices that a worker was restarted and lost its weights: they are delivered again."""
         if self._delivered is None or now_s < self._status_at_s:
             return
         self._status_at_s = now_s + STATUS_EVERY_S
         version = self._worker.weight_version()
         if version != self._delivered.version:
-            logger.warning("worker runs %s instead of %s, delivers again", version, self._delivered.version)
+            logger.warning("worker runs %s instead of %s: delivering again", version, self._delivered.version)
             self._delivered = None
 
     def _deliver(self) -> bool:
@@ -198,53 +202,88 @@ def follow(args: argparse.Namespace, key: str | None) -> None:
 
     Raises: RelayError when the relay does not answer at the start, ValueError on bad input.
     """
-    relay = open_relay(args.relay, key)
-    worker = Worker(args.worker, key)
-    base = Path(args.base) if args.base is not None else None
-    plans = [read_plan(path) for path in args.plan]
-    follower = Follower(relay, args.run, WeightMirror(plans), base)
-    name = args.name if args.name is not None else keys.worker_name(args.worker)
-    subscriber = Subscriber(relay, follower, worker, Path(args.staging), keys.check_name(name, "worker name"))
-    try:
-        while True:
-            subscriber.step(time.monotonic())
-            subscriber.wait(time.monotonic())
-    finally:
-        subscriber.close()
-        worker.close()
-        relay.close()
+    name = keys.check_name(
+        args.name if args.name is not None else keys.worker_name(args.worker), "worker name"
+    )
+    mirror = WeightMirror([read_plan(path) for path in args.plan])
+    with closing(open_relay(args.relay, key)) as relay, closing(Worker(args.worker, key)) as worker:
+        follower = Follower(relay, args.run, mirror, args.base)
+        with closing(Subscriber(relay, follower, worker, args.staging, name)) as subscriber:
+            while True:
+                subscriber.step(time.monotonic())
+                subscriber.wait(time.monotonic())
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Leaves even a call that a hung worker never answers; the clean-up on the way out runs once."""
+    """Exits even from a call that a hung worker never answers; the clean-up on the way out runs once."""
     for each in _STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     sys.exit(0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rose.transfer.follow.subscriber")
+def _worker_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form http://HOST:PORT")
+    return text
+
+
+def _existing_path(text: str) -> Path:
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text} does not exist")
+    return path
+
+
+def _parser() -> CommandParser:
+    program = "python -m rose.transfer.follow.subscriber"
+    parser = CommandParser(
+        program,
+        "Keeps one rollout engine's weights up to date: follows a run in the relay, delivers its versions.",
+        f"{program} --relay embedded://relay:8400 --worker http://127.0.0.1:8001 --staging /dev/shm/rose",
+    )
     parser.add_argument("--relay", required=True, help="embedded://HOST:PORT or mooncake://HOST:PORT")
-    parser.add_argument("--run", default=AUTO_RUN, help="run id, or auto: the newest trainer's")
-    parser.add_argument("--worker", required=True, help="http://HOST:PORT of the engine's server")
-    parser.add_argument("--staging", required=True, help="folder for checkpoints, best under /dev/shm")
-    parser.add_argument("--base", help="checkpoint folder the trainer starts from; saves the snapshot")
+    parser.add_argument(
+        "--run", default=AUTO_RUN, help="run id, or auto: the run of the newest trainer (default %(default)s)"
+    )
+    parser.add_argument(
+        "--worker", type=_worker_url, required=True, help="http://HOST:PORT of the engine's server"
+    )
+    parser.add_argument(
+        "--staging", type=Path, required=True, help="folder for checkpoints, preferably under /dev/shm"
+    )
+    parser.add_argument(
+        "--base",
+        type=_existing_path,
+        help="checkpoint that the trainer starts from: the first snapshot then need not be fetched",
+    )
     parser.add_argument(
         "--plan",
         type=Path,
         nargs="+",
         default=[],
         metavar="FILE",
-        help="from `rose plan`, of this host's ranks: fetches their shards alone",
+        help="plans that `rose plan` wrote for this host's ranks: only their shards are fetched",
     )
-    parser.add_argument("--name", help="name of this worker's ack; default: its host and port")
+    parser.add_argument(
+        "--name", help="name under which this worker acknowledges versions (default: its host and port)"
+    )
+    return parser
+
+
+def main() -> None:
+    """Runs the command; bad input is one line on stderr and exit status 2."""
+    parser = _parser()
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for number in _STOP_SIGNALS:
         signal.signal(number, _stop)
     try:
+        args.staging.mkdir(parents=True, exist_ok=True)
         follow(args, Settings.from_environment().key)
+    except OSError as error:
+        parser.error(f"--staging {args.staging}: {error.strerror}")
     except (RoseError, ValueError) as error:
         parser.error(str(error))
 

@@ -1,19 +1,19 @@
 """The process behind `rose relay`: runs a relay until it is told to stop.
 
-Owns: for Mooncake, a master process and this process's own client, whose segment holds the objects, and the
-copies from another store beside it.
-Promises: prints one JSON line {"url": ...} when ready; SIGTERM or SIGINT stops everything it started.
-Never falls back from one kind to the other.
+Owns, for Mooncake, a master process, this process's own client, whose segment holds the objects, and the
+copying of frames from another store. Prints one JSON line {"url": ...} when the relay is ready. SIGTERM or
+SIGINT stops everything that it started. Never falls back from one kind of relay to the other.
 """
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from rose.arguments import CommandParser, run_command
+from rose.arguments import MOST_PORT, CommandParser, port_number, positive_int, run_command
 from rose.config import Settings
 from rose.errors import ConfigError, RelayError
 from rose.transfer.relay import embedded as embedded_relay
@@ -28,12 +28,13 @@ _CHECK_MASTER_S = 0.5
 def serve_mooncake(host: str, port: int, capacity_bytes: int, beside: str | None) -> None:
     """Runs a master and a segment until a stop signal.
 
-    beside: URL of a store nearby whose frames this one copies. Raises: RelayError, also when the master dies.
+    beside: the URL of a store nearby whose frames this one copies. Raises: RelayError, also when the master
+    dies.
     """
     stop_signals = {signal.SIGTERM, signal.SIGINT}
-    # Blocked before Mooncake starts its threads, so that only the wait below sees them.
+    # The signals are blocked before Mooncake starts its threads, so that only the wait below sees them.
     signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)
-    # Beside a chosen port, where clients look for it: the URL then survives a restart.
+    # Clients look for the metrics port beside a chosen port, so the URL survives a restart.
     master = start_mooncake_master(host, port, admin_port=port + 1 if port != 0 else 0)
     try:
         segment = MooncakeRelay(host, master.port, master.admin_port, segment_bytes=capacity_bytes)
@@ -55,7 +56,7 @@ def serve_mooncake(host: str, port: int, capacity_bytes: int, beside: str | None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs until a stop signal. Raises: ConfigError for a port in use, RelayError."""
+    """Runs until a stop signal. Raises: ConfigError for a flag's value that can't be used; RelayError."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -63,6 +64,12 @@ def main(argv: Sequence[str]) -> int:
             require_mooncake(args.beside)
     except ValueError as error:
         parser.error(f"--beside: {error}")
+    if args.kind == "mooncake" and args.port == MOST_PORT:
+        parser.error(
+            f"--port {MOST_PORT}: the Mooncake master also needs the port above it; choose a lower one"
+        )
+    if args.capacity_bytes > _host_bytes():
+        parser.error(f"--capacity-bytes {args.capacity_bytes}: this host has {_host_bytes()} bytes of memory")
     if args.beside is not None and args.kind != "mooncake":
         parser.error("--beside is for --kind mooncake: embedded relays hand objects on themselves")
     try:
@@ -77,6 +84,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose relay",
@@ -87,17 +98,19 @@ def _parser() -> CommandParser:
         "--kind", choices=("embedded", "mooncake"), default="embedded", help="default %(default)s"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=int, default=0, help="default: any free port")
+    parser.add_argument(
+        "--port", type=port_number, default=0, help="port to listen on (default: any free one)"
+    )
     parser.add_argument(
         "--beside",
         metavar="URL",
-        help="a Mooncake store nearby: this one copies its frames, and the trainer sends them once",
+        help="a Mooncake store nearby whose frames this one copies, so that the trainer sends them once",
     )
     parser.add_argument(
         "--capacity-bytes",
-        type=int,
-        default=embedded_relay.DEFAULT_CAPACITY_BYTES,
-        help="memory for objects (default %(default)s)",
+        type=positive_int,
+        default=min(embedded_relay.DEFAULT_CAPACITY_BYTES, _host_bytes() // 2),
+        help="memory for objects (default: 8 GiB, or half of the host's memory where that is less)",
     )
     return parser
 

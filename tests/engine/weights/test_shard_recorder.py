@@ -1,4 +1,4 @@
-"""Shard plans say what vLLM's loaders do, for every rank of every layout, in one process."""
+"""Shard plans say what vLLM's loaders do, for every rank and every parallel size, in one process."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from rose.errors import ConfigError
 from rose.transfer.format.shard_plan import Box, ShardPlan, read_plan
 
 GRIDS = [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2)]
-"""Tensor-parallel and pipeline-parallel sizes. With two KV heads, four ranks and more hold copies of them."""
+"""Tensor-parallel and pipeline-parallel sizes. Four and more ranks hold copies of the two KV heads."""
 
 
 @pytest.fixture(scope="module", params=["untied", "tied", "experts"])
@@ -44,7 +44,7 @@ def test_a_plan_fills_every_parameter_as_the_loader_does(
 
 
 def check_shares(checkpoint: Checkpoint, plans: list[ShardPlan], num_ranks: int) -> None:
-    """Together the ranks hold everything, and each not much more than its share."""
+    """Checks that the ranks together hold everything, and each of them not much more than its share."""
     total = sum(spec.num_elements for spec in checkpoint.specs)
     for spec in checkpoint.specs:
         seen = torch.zeros(spec.shape, dtype=torch.bool)
@@ -52,7 +52,7 @@ def check_shares(checkpoint: Checkpoint, plans: list[ShardPlan], num_ranks: int)
             for box in plan.boxes().get(spec.name, []):
                 seen[tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))] = True
         assert seen.all(), spec.name
-    # KV heads and norms are copied, but they are small.
+    # KV heads and norms are on several ranks, but they are small.
     most = max(plan.held_elements() for plan in plans)
     assert most == total if num_ranks == 1 else most < total * 0.75
 
@@ -69,6 +69,21 @@ def test_the_command_writes_a_plan_for_every_rank(
     check_shares(checkpoint, plans, num_ranks=4)
     with pytest.raises(ConfigError, match=r"no \*\.safetensors files"):
         main(["--model", str(tmp_path), "--output", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3, .*: vLLM refuses: "):
+        main(["--model", folder, "--output", str(tmp_path / "plans"), "--tensor-parallel-size", "3"])
+    with pytest.raises(ConfigError, match="--output /dev/null/plans: Not a directory"):
+        main(["--model", folder, "--output", "/dev/null/plans"])
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_an_engine_of_no_ranks_is_one_clear_line_and_status_2(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "anything", "--output", "anywhere", flag, "0"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'0' is not a whole number of at least 1" in line
 
 
 def test_a_plan_knows_merged_replicated_and_padded_tensors(checkpoint: Checkpoint) -> None:
@@ -78,5 +93,5 @@ def test_a_plan_knows_merged_replicated_and_padded_tensors(checkpoint: Checkpoin
     assert boxes[f"{attention}.q_proj.weight"] == [Box(start=(112, 0), stop=(128, 64))]
     assert boxes[f"{attention}.k_proj.weight"] == [Box(start=(16, 0), stop=(32, 64))]
     assert boxes[f"{attention}.o_proj.weight"] == [Box(start=(0, 112), stop=(64, 128))]
-    # 330 rows are padded to 384, 48 a rank: the last but one rank gets 42 of them, the last none.
+    # 330 rows are padded to 384, 48 for each rank: the last but one rank gets 42 of them, the last none.
     assert "model.embed_tokens.weight" not in boxes

@@ -1,4 +1,4 @@
-"""The subscriber process against a real HTTP worker that loads what it is told to load."""
+"""The subscriber process with a real HTTP worker that loads what it is told to load."""
 
 import asyncio
 import os
@@ -15,6 +15,7 @@ from aiohttp import web
 from shard_plans import plan_of
 from training_steps import step
 
+from rose.transfer.follow import subscriber
 from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.transfer.format.manifest import worker_name
 from rose.transfer.format.shard_plan import Box
@@ -24,7 +25,7 @@ DEADLINE_S = 300
 
 
 class LoadingWorker:
-    """Loads staged files in its own thread and keeps what it saw; refuses while `is_refusing`."""
+    """Serves from its own thread and records what it was told to load; refuses while `is_refusing`."""
 
     def __init__(self):
         self.loaded = []
@@ -93,7 +94,7 @@ def worker():
 
 @pytest.fixture
 def subscribe(worker, tmp_path, monkeypatch):
-    """Starts subscriber processes; each must end cleanly on SIGTERM and leave nothing staged."""
+    """Starts subscriber processes. Each must end cleanly on SIGTERM and leave no staged file."""
     monkeypatch.setenv("ROSE_KEY", "secret")
     started = []
 
@@ -134,7 +135,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_a_worker_follows_the_trainer_and_the_trainer_hears_of_it(relay_url, worker, subscribe, weights):
+def test_a_worker_follows_the_trainer_and_acknowledges_each_version(relay_url, worker, subscribe, weights):
     publisher = WeightPublisher(weights, relay_url, "run")
     subscribe(relay_url, "--run", "run")
     names = [worker_name(worker.url)]
@@ -226,7 +227,7 @@ def test_a_subscriber_with_plans_stages_the_shards_of_its_ranks(
     for _ in range(3):
         report = publisher.publish()
         publisher.wait_acked(report.version, ["w"], DEADLINE_S)
-        # The worker has checked that the file's own hash is this one, which is of half of the weights.
+        # This is the hash of half of the weights; the worker has checked it against the file.
         assert publisher.acks()["w"].state_hash != report.state_hash
         step(weights)
     assert worker.loaded == ["run/0", "run/1", "run/2"]
@@ -234,14 +235,35 @@ def test_a_subscriber_with_plans_stages_the_shards_of_its_ranks(
 
 
 @pytest.mark.parametrize(
-    ("relay_option", "run", "message"),
+    ("flag", "value", "message"),
     [
-        ("embedded://127.0.0.1:1", "auto", "127.0.0.1:1"),
-        ("nonsense", "auto", "relay URL 'nonsense'"),
+        ("--relay", "embedded://127.0.0.1:1", "127.0.0.1:1"),
+        ("--relay", "nonsense", "relay URL 'nonsense'"),
+        ("--run", "a/b", "run id 'a/b' must be"),
+        ("--worker", "127.0.0.1:1", "not of the form http://HOST:PORT"),
+        ("--staging", "/dev/null/folder", "--staging /dev/null/folder: Not a directory"),
+        ("--base", "/nowhere", "/nowhere does not exist"),
+        ("--plan", "/nowhere", "--plan /nowhere: "),
+        ("--name", "a/b", "worker name 'a/b' must be"),
     ],
 )
-def test_bad_options_are_one_clear_line_and_status_2(tmp_path, relay_option, run, message):
-    command = [sys.executable, "-m", "rose.transfer.follow.subscriber", "--worker", "http://127.0.0.1:1"]
-    command += ["--relay", relay_option, "--run", run, "--staging", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
+def test_a_bad_option_is_one_clear_line_and_status_2(
+    embedded_url, tmp_path, monkeypatch, capsys, flag, value, message
+):
+    options = {
+        "--relay": embedded_url,
+        "--worker": "http://127.0.0.1:1",
+        "--staging": str(tmp_path),
+        flag: value,
+    }
+    monkeypatch.setattr(sys, "argv", ["subscriber", *(word for pair in options.items() for word in pair)])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            subscriber.main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
