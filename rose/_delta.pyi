@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +59,6 @@ class Delta:
 
     def revert(self, base: Bits, first_index: int) -> Lanes:
         """Takes them away again."""
-
-    def then(self, next: Self) -> Self:
-        """The difference from this one's old to next's new."""
 
     @property
     def num_elements(self) -> int: ...

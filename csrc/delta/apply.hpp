@@ -1,18 +1,18 @@
-// Owns writing a sparse difference into the bits that it was made for, and what that does to the state hash.
-// Promises: exact for every bit pattern; add() undoes itself when called in reverse; vectors and portable
-// code give the same bits and sums. Never checks that the bits are the right ones: hashes do.
+// Owns writing a sparse difference into the bits that it was made for, and the change of the state hash.
+// Exact for every bit pattern. add() with is_reverse undoes add(). Vectors and portable code give the same
+// bits and sums. Never checks that the bits are the right ones; hashes do that.
 //
-// Each part alone waits for something else: changing for memory, hashing for the multiplier. So eight changes
-// are written, an earlier eight are hashed, and the memory of later ones is asked for, in the same breath:
+// Writing waits for memory, hashing waits for the multiplier. So one pass of the loop writes eight changes,
+// hashes an earlier eight, and prefetches the memory of later ones:
 //
-//   changes   ... | hashed | 32 written before | written | 96 on their way | asked for | ... next block's
+//   changes   ... | hashed | 32 written before | written | 96 being fetched | prefetched | ... next block's
 #pragma once
 
 #include "sparse.hpp"
 
 namespace rose {
 
-// What one change does, and notes for its hash.
+// Writes one change, and notes the bits before and after for the hash.
 template <typename T>
 struct Adder {
   T* data;
@@ -31,13 +31,13 @@ struct Adder {
 
 #ifdef ROSE_X86
 
-// How many changes are on their way from memory, and how many have left the store buffer before their hash
+// The number of changes being fetched from memory, and the number that leave the store buffer before the hash
 // reads them as vectors.
 constexpr std::size_t kAskAhead = 128;
 constexpr std::size_t kHashBehind = 32;
 
-// All but the last count % 8 changes of a block; returns how many. num_left: of this block and the next one,
-// whose places follow this one's, and whose elements this one's.
+// Adds all but the last count % 8 changes of a block; returns how many those are. num_left: the changes of
+// this block and of the next one, whose places and elements follow this one's.
 template <typename T>
 ROSE_AVX512 std::size_t add_block_avx512(const Adder<T> add_one, std::size_t count, std::size_t num_left,
                                          std::uint64_t first_index, StateHash& change) {

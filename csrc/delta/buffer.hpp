@@ -1,6 +1,5 @@
-// Owns growing arrays that are not zeroed, with room behind the end that a vector store may overrun, and the
-// memory they let go of, which is kept for the next ones: in a virtual machine a fresh page costs more than
-// all that is done with it.
+// Owns growing arrays that are not zeroed, with room behind the end for a vector store. Memory that they free
+// is kept for the next arrays: in a virtual machine a fresh page costs more than all work on its contents.
 #pragma once
 
 #include <algorithm>
@@ -18,16 +17,17 @@ struct Chunk {
   std::size_t bytes = 0;
 };
 
-// Chunks that no buffer uses; for any thread.
+// Chunks that no buffer uses. Any thread may take them.
 class SpareMemory {
  public:
-  // Never destroyed: Python may let go of buffers after everything else.
+  // Never destroyed, because Python may free buffers after everything else.
   static SpareMemory& shared() {
     static auto* const memory = new SpareMemory();
     return *memory;
   }
 
-  // At least `bytes`, beginning with the first `kept` of the chunk, which is given back. Throws bad_alloc.
+  // Returns a chunk of at least `bytes` that begins with the first `kept` bytes of this one, which it takes
+  // back. Throws bad_alloc.
   Chunk resize(Chunk chunk, std::size_t kept, std::size_t bytes) {
     const Chunk spare = bytes >= kWorthKeeping ? take_spare(bytes) : Chunk{};
     if (spare.data != nullptr) {
@@ -35,7 +35,7 @@ class SpareMemory {
       give_back(chunk);
       return spare;
     }
-    void* const moved = std::realloc(chunk.data, bytes);  // pages of a large chunk move without being copied
+    void* const moved = std::realloc(chunk.data, bytes);  // moves the pages of a large chunk without copying
     if (moved == nullptr) {
       throw std::bad_alloc();
     }
@@ -46,7 +46,7 @@ class SpareMemory {
     if (chunk.bytes >= kWorthKeeping) {
       const std::lock_guard lock(mutex_);
       if (spares_.size() < kMostSpares && bytes_ + chunk.bytes <= kMostBytes) {
-        spares_.push_back(chunk);  // never grows: room for all was reserved
+        spares_.push_back(chunk);  // never allocates: room for all was reserved
         bytes_ += chunk.bytes;
         return;
       }
@@ -62,7 +62,7 @@ class SpareMemory {
 
   SpareMemory() { spares_.reserve(kMostSpares); }
 
-  // The smallest that fits, or none.
+  // Returns the smallest chunk that fits, or none.
   Chunk take_spare(std::size_t bytes) {
     const std::lock_guard lock(mutex_);
     auto best = spares_.end();
@@ -106,8 +106,8 @@ class Buffer {
   T* data() { return static_cast<T*>(chunk_.data); }
   std::size_t size() const { return size_; }
 
-  // The place behind the last element, with room for `more` elements and a vector; then grow() by what
-  // was written. Valid until the next reserve().
+  // Returns the place behind the last element, with room for `more` elements and a vector. The caller then
+  // calls grow() with the number that it wrote. Valid until the next reserve().
   T* reserve(std::size_t more) {
     const std::size_t need = size_ + more;
     if ((need + kBehind) * sizeof(T) > chunk_.bytes) {

@@ -1,6 +1,6 @@
-// Owns the coordinate form of a sparse difference: int32 places of the whole vector in rising order, then the
-// raw differences. The paper's format (ROSE §4.2), kept as baseline.
-// Promises: decode() throws Malformed unless the places rise inside the array and no difference is zero.
+// Owns the coordinate form of a sparse difference: int32 places in the whole vector in rising order, then the
+// raw differences. This is the paper's format (ROSE §4.2), kept as the baseline.
+// decode() throws Malformed unless the places rise inside the array and no difference is zero.
 #pragma once
 
 #include "values.hpp"

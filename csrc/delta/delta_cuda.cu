@@ -1,4 +1,4 @@
-// Owns the CUDA kernels of delta_cuda.h, made of device_steps.hpp. `make cuda` builds them.
+// Owns the CUDA kernels of delta_cuda.h, built from device_steps.hpp. `make cuda` compiles them.
 //
 // Compiled with nvcc 13.0; has not run on a GPU.
 
@@ -11,8 +11,8 @@ namespace {
 constexpr unsigned kThreads = 256;
 constexpr unsigned kWarp = 32;
 
-// The sum over the warp, added by one of its threads: 32 times fewer atomics on two addresses. All threads of
-// the warp must get here.
+// Sums over the warp, and one of its threads adds the sum: 32 times fewer atomics on two addresses. All
+// threads of the warp must get here.
 __device__ void add_to(std::uint64_t* total, StateHash mine) {
   for (unsigned step = kWarp / 2; step > 0; step /= 2) {
     mine.first += __shfl_down_sync(~0U, mine.first, step);
@@ -55,7 +55,7 @@ __global__ void compact(const T* before, const T* after, std::size_t num_groups,
   add_to(change, mine);
 }
 
-// A block of threads for each block of elements.
+// Starts one block of threads for each block of elements.
 template <typename T>
 __global__ void add(T* base, std::uint64_t first_index, const std::int64_t* starts,
                     const std::uint16_t* places, const T* differences, bool is_reverse,

@@ -1,12 +1,12 @@
-// Owns what one thread of each CUDA kernel does; delta_cuda.cu makes kernels of it, and the tests run it on
-// the processor, thread by thread. The difference comes out as sparse.hpp's: places inside blocks of 64 Ki
-// elements, in rising order, and the wrap differences.
+// Owns the work of one thread of each CUDA kernel. delta_cuda.cu makes kernels from it, and the tests run it
+// on the processor, thread by thread. The difference has the form of sparse.hpp: places inside blocks of 64
+// Ki elements, in rising order, and the wrap differences.
 //
 //   elements   group 0 (32) | group 1 | ...                     one thread each: marks, later compacts
 //   groups     run 0 (64 groups, 2048 elements) | run 1 | ...   one thread each: counts
 //   runs       block 0 (32 runs, 64 Ki elements) | ...
 //
-// Promises: threads share nothing but what they write to places of their own; the hash is theirs to sum up.
+// Each thread writes only to places of its own; the caller sums up the threads' hashes.
 #pragma once
 
 #include "element_hash.hpp"
@@ -35,7 +35,7 @@ ROSE_ANYWHERE inline unsigned lowest_one(std::uint32_t mask) {
 #endif
 }
 
-// What a thread reads at once.
+// The elements that a thread reads at once.
 template <typename T>
 struct alignas(16) Pack {
   T lanes[16 / sizeof(T)];
@@ -67,7 +67,7 @@ ROSE_ANYWHERE std::uint32_t mark_group(const T* before, const T* after, std::siz
   return mask;
 }
 
-// The changes of the run's groups.
+// Counts the changes of the run's groups.
 ROSE_ANYWHERE inline std::uint32_t count_run(const std::uint32_t* masks, std::size_t num_groups,
                                              std::size_t run) {
   std::uint32_t count = 0;
@@ -77,8 +77,8 @@ ROSE_ANYWHERE inline std::uint32_t count_run(const std::uint32_t* masks, std::si
   return count;
 }
 
-// Writes the group's changes where they belong; returns what they do to the state hash. offsets: of each
-// run's first change, over all.
+// Writes the group's changes where they belong; returns the change of the state hash. offsets: for each run
+// the number of all changes before it.
 template <typename T>
 ROSE_ANYWHERE StateHash compact_group(const T* before, const T* after, std::uint64_t first_index,
                                       const std::uint32_t* masks, const std::int64_t* offsets,
@@ -103,7 +103,7 @@ ROSE_ANYWHERE StateHash compact_group(const T* before, const T* after, std::uint
   return change;
 }
 
-// Adds a difference to an element, or takes it away; returns what that does to the state hash.
+// Adds a difference to an element, or subtracts it; returns the change of the state hash.
 template <typename T>
 ROSE_ANYWHERE StateHash add_one(T* base, std::uint64_t first_index, std::size_t index, T difference,
                                 bool is_reverse) {

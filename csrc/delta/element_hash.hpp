@@ -1,7 +1,7 @@
 // Owns the state hash of one element: two 64-bit lanes, summed modulo 2^64 over (global element index, raw
-// bits). Promises: independent of the order and the sharding of the elements; one element's change moves it
-// by hash(new) - hash(old), so an update costs O(changed). Never looks at values as numbers. Runs on the
-// processor and, compiled by nvcc, on the device.
+// bits). The sum is independent of the order and the sharding of the elements, and the change of one element
+// moves it by hash(new) - hash(old), so an update costs O(changed). Never reads values as numbers. Runs on
+// the processor and, compiled by nvcc, on the device.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,7 @@ ROSE_ANYWHERE inline std::uint64_t mix64(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// For a fixed index `first` is injective in `bits`: a single wrong element always shows.
+// For a fixed index, `first` is injective in `bits`, so a single wrong element is always noticed.
 ROSE_ANYWHERE inline StateHash hash_element(std::uint64_t index, std::uint32_t bits) {
   std::uint64_t place = (index + 1) * kPlaceFactor;
   place ^= place >> 29;

@@ -5,12 +5,12 @@
 //   class     0 for exponents >= top, 1 for top - 1, ..., 15 for top - 15 and below
 //   head      u8 shift (mantissa bits), u8 top, u8 per class: 1 when its gaps are split, then u64 per class:
 //             the number of its changes; 146 bytes
-//   signs     of all classes, one after the other, as in values.hpp; so is `wide`
-//   gaps[c]   whole gaps, or the low bytes of split ones; 255 = 255 and read on
-//   high[c]   what is above the low byte of split gaps; 255 = 255 and read on
+//   signs     those of all classes, one after the other, as in values.hpp; `wide` likewise
+//   gaps[c]   whole gaps, or the low bytes of split ones; 255 = add 255 and read on
+//   high[c]   the bits above the low byte of split gaps; 255 = add 255 and read on
 //   flags[c], small[c]   the differences of the class
 //
-// Promises: decode() throws Malformed unless the streams fit the base they are read against.
+// decode() throws Malformed unless the streams fit the base they are read against.
 #pragma once
 
 #include "g8s.hpp"
@@ -28,7 +28,7 @@ constexpr std::size_t stream_of(std::size_t c, ClassPart part) {
   return FIRST_CLASS + c * NUM_CLASS_PARTS + part;
 }
 
-// How an element's class follows from its old bits.
+// Derives an element's class from its old bits.
 template <typename T>
 struct Context {
   unsigned shift;
@@ -43,7 +43,7 @@ struct Context {
   }
 };
 
-// The changes of one class: how many unchanged elements of it precede each, and the differences.
+// The changes of one class: for each the number of its unchanged elements before it, and the difference.
 template <typename T>
 struct ClassChanges {
   Buffer<std::int32_t> gaps;
@@ -53,7 +53,7 @@ struct ClassChanges {
 template <typename T>
 using AllChanges = std::array<ClassChanges<T>, kClasses>;
 
-// 32 elements by class: bit i of masks[c] is set when element i is of class c; sizes[c] counts them.
+// 32 elements by class: bit i of masks[c] is set when element i has class c; sizes[c] counts those.
 struct Group {
   std::uint32_t masks[kClasses];
   std::int32_t sizes[kClasses];
@@ -107,7 +107,7 @@ void group_block(const T* bits, std::size_t count, Context<T> context, Group* gr
   }
 }
 
-// A bit and all below it.
+// Returns a mask of a bit and all bits below it.
 constexpr std::uint32_t through(std::uint32_t bit) { return bit | (bit - 1); }
 constexpr std::uint32_t lowest(std::uint32_t bits) { return bits & (0 - bits); }
 
@@ -135,7 +135,7 @@ AllChanges<T> split(const SparseDelta<T>& delta, const T* base, Context<T> conte
       for (std::uint32_t rest = changed; rest != 0; rest &= rest - 1) {
         const std::uint32_t bit = lowest(rest);
         const unsigned c = context.class_of(base[block * kBlock + begin + std::countr_zero(bit)]);
-        // Those of its class in this group that lie behind the change don't count towards it.
+        // Elements of its class that lie behind the change in this group don't count towards it.
         const int behind = std::popcount(group.masks[c] & ~through(bit));
         changes[c].gaps.push(skipped[c] - behind - 1);
         changes[c].differences.push(*differences++);
@@ -226,7 +226,7 @@ class Merger {
     }
   }
 
-  // More than any array has: what is taken off while nothing is left to find never makes it negative.
+  // This is more than any array has, so that subtracting never makes it negative when no change is left.
   static constexpr std::int32_t kNone = 0x7FFFFFFF;
 
   const AllChanges<T>& changes_;
@@ -238,14 +238,14 @@ class Merger {
   std::size_t count_ = 0;
 };
 
-// Counts are 32 bits wide.
+// Counts have 32 bits.
 inline void require_length(std::size_t n) {
   if (n >= 0x7FFFFFFF) {
     throw Malformed("exponent context takes fewer than 2^31 elements, got " + std::to_string(n));
   }
 }
 
-// The exponent that all but one in 512 of the old elements stay at or below.
+// Returns the exponent that all but one in 512 of the old elements stay at or below.
 template <typename T>
 unsigned choose_top(const T* base, std::size_t n, unsigned shift) {
   constexpr std::size_t stride = 61;
@@ -264,7 +264,7 @@ unsigned choose_top(const T* base, std::size_t n, unsigned shift) {
   return static_cast<unsigned>(top);
 }
 
-// Past this mean, gaps are split: a whole gap would be mostly escapes.
+// Above this mean, gaps are split, because a whole gap would consist mostly of escapes.
 constexpr std::uint64_t kSplitMean = 200;
 
 template <typename T>

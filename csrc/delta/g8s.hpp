@@ -6,9 +6,9 @@
 //   high    mode GAP16: the high byte of each gap
 //   flags, signs, small, wide   the differences, see values.hpp; mode DENSE: all of the block's in `wide`
 //
-// One kind of byte per stream, so that an entropy coder behind it sees one distribution.
-// Promises: decode() throws Malformed on any stream that is short, long or out of range, and what it returns
-// lies inside the array.
+// Each stream has one kind of byte, so that an entropy coder sees one distribution.
+// decode() throws Malformed on any stream that is short, long or out of range, and what it returns lies
+// inside the array.
 #pragma once
 
 #include <array>
@@ -70,7 +70,7 @@ ROSE_AVX512 inline std::uint8_t* gaps8_avx512(const std::uint16_t* places, std::
     } else if (_mm512_cmpge_epu16_mask(gap, _mm512_set1_epi16(510)) != 0) {
       out = gaps8_portable(places, k, k + kLanes, out);
     } else {
-      // Each lane's two bytes: an escape, kept where the gap needs one, and what is left of the gap.
+      // Each lane has two bytes: an escape, kept where the gap needs one, and the rest of the gap.
       const __m512i rest = _mm512_mask_sub_epi16(gap, far, gap, escape);
       const __m512i pairs = _mm512_or_si512(_mm512_slli_epi16(rest, 8), escape);
       const __mmask64 keep = 0xAAAAAAAAAAAAAAAAULL | _pdep_u64(far, 0x5555555555555555ULL);
@@ -141,11 +141,12 @@ std::size_t value_bytes(const T* differences, std::size_t count) {
   return count / 4 + flagged * (sizeof(T) > 1 ? 2 : 1);
 }
 
-// How long the gaps would be as GAP8; short of it by at most a byte per escape.
+// Returns the size of the gaps as GAP8, too small by at most a byte per escape.
 inline std::size_t gap8_bytes(const std::uint16_t* places, std::size_t count) {
   std::size_t escapes = count > 0 ? places[0] / 255 : 0;
   for (std::size_t k = 1; k < count; ++k) {
-    // floor(gap / 255) for all but the longest gaps, in 16 bits, so that it is done by vectors.
+    // This is floor(gap / 255) for all but the longest gaps, in 16 bits, so that the compiler can use
+    // vectors.
     const auto distance = static_cast<std::uint16_t>(places[k] - places[k - 1]);
     escapes += static_cast<std::uint32_t>(distance) * 257 >> 16;
   }
@@ -164,7 +165,7 @@ Streams encode(const SparseDelta<T>& delta) {
     at += count;
     const std::size_t as_gap8 = gap8_bytes(places, count);
     Mode mode = as_gap8 <= 2 * count ? GAP8 : GAP16;
-    // The values' size is looked at only where it can matter.
+    // The size of the values is computed only where it can matter.
     const std::size_t gap_bytes = std::min(as_gap8, 2 * count);
     if (count * 2 > length && gap_bytes + value_bytes(differences, count) >= length * sizeof(T)) {
       mode = DENSE;
@@ -183,7 +184,7 @@ Streams encode(const SparseDelta<T>& delta) {
   return streams;
 }
 
-// Where the reading of a block's GAP8 bytes stands.
+// The state of reading a block's GAP8 bytes.
 struct GapCursor {
   std::size_t used = 0;  // bytes
   std::size_t next = 0;  // the first place that a change may have
@@ -192,7 +193,7 @@ struct GapCursor {
 
 #ifdef ROSE_X86
 
-// Sums of the first 1, 2, ... 32 lanes, modulo 2^16.
+// Returns the sums of the first 1, 2, ... 32 lanes, modulo 2^16.
 ROSE_AVX512 inline __m512i running_sums(__m512i x) {
   x = _mm512_add_epi16(x, _mm512_bslli_epi128(x, 2));
   x = _mm512_add_epi16(x, _mm512_bslli_epi128(x, 4));
@@ -204,7 +205,7 @@ ROSE_AVX512 inline __m512i running_sums(__m512i x) {
   return _mm512_mask_add_epi16(x, 0xFFFF0000U, x, _mm512_permutexvar_epi16(_mm512_set1_epi16(15), x));
 }
 
-// 32 bytes at a time, as long as no more than `count` changes can come of them; `places` has room for a
+// Reads 32 bytes at a time, as long as they can't hold more than `count` changes. `places` has room for a
 // vector behind its end.
 ROSE_AVX512 inline void expand_gaps8_avx512(const std::uint8_t* bytes, std::size_t size, std::size_t count,
                                             std::uint16_t* places, GapCursor& at) {
@@ -257,7 +258,7 @@ class Decoder {
   }
 
  private:
-  // Room for what the table claims; a claim past the array is refused where its block is read.
+  // Makes room for what the table claims. A claim past the array is refused where its block is read.
   void reserve_changes(std::size_t num_blocks) {
     Reader table = table_;
     std::size_t total = 0;
@@ -298,7 +299,7 @@ class Decoder {
 
   // Both return the place behind the last change. A place past 65535 wraps in `places`, never in `next`.
   std::size_t read_gaps8(std::size_t count, std::uint16_t* places) {
-    // At most this many bytes belong to the block: more escapes would lead out of it.
+    // At most this many bytes belong to the block: with more escapes the place would leave the block.
     const std::size_t most = std::min(gaps_.left(), count + kBlock / 255 + 1);
     const std::uint8_t* bytes = gaps_.take(0);
     GapCursor at;
@@ -311,7 +312,7 @@ class Decoder {
     while (k < count && used < most) {
       const std::uint8_t byte = bytes[used++];
       places[k] = static_cast<std::uint16_t>(next + byte);
-      const std::size_t is_last = byte != 255;  // branch-free: escapes come at random
+      const std::size_t is_last = byte != 255;  // no branch, because escapes are unpredictable
       next += byte + is_last;
       k += is_last;
     }

@@ -1,6 +1,6 @@
-// Owns the Python face of the delta codec: rose._delta (see rose/_delta.pyi).
-// Promises: arrays are used in place, and the GIL is released while they are read or written.
-// Never allocates in proportion to the weights, only to the changes.
+// Owns the Python interface of the delta codec: rose._delta (see rose/_delta.pyi).
+// Arrays are used in place, and the GIL is released while they are read or written.
+// Allocates in proportion to the changes, never to the weights.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -88,7 +88,7 @@ Spans spans_of(const py::sequence& streams, std::size_t expected, std::vector<py
 
 // A sparse difference of any width.
 class Delta {
-  // Without the GIL.
+  // Calls `work` without the GIL.
   template <typename Work>
   auto visit(Work&& work) const {
     py::gil_scoped_release release;
@@ -104,14 +104,14 @@ class Delta {
     }
   }
 
-  // In the order of their widths: 1 << index.
+  // Ordered by width: 1 << index.
   std::variant<SparseDelta<std::uint8_t>, SparseDelta<std::uint16_t>, SparseDelta<std::uint32_t>> delta_;
 
  public:
   template <typename T>
   explicit Delta(SparseDelta<T>&& delta) : delta_(std::move(delta)) {}
 
-  // is_following: `before` becomes `after`.
+  // is_following: `before` is overwritten with `after`.
   static py::tuple between(const py::array& before, const py::sequence& after, std::uint64_t first_index,
                            bool is_following) {
     require_vector(before, "old");
@@ -233,17 +233,6 @@ class Delta {
     }));
   }
 
-  Delta then(const Delta& next) const {
-    if (delta_.index() != next.delta_.index() || num_elements() != next.num_elements()) {
-      throw py::value_error("a difference of " + std::to_string(num_elements()) + " elements of " +
-                            std::to_string(width()) + " bytes can't go on with one of " +
-                            std::to_string(next.num_elements()) + " of " + std::to_string(next.width()));
-    }
-    return visit([&]<typename T>(const SparseDelta<T>& delta) {
-      return Delta(compose(delta, std::get<SparseDelta<T>>(next.delta_)));
-    });
-  }
-
   std::size_t num_elements() const {
     return std::visit([](const auto& delta) { return delta.num_elements; }, delta_);
   }
@@ -304,7 +293,6 @@ PYBIND11_MODULE(_delta, m) {
       .def(
           "revert", [](const Delta& d, const py::array& b, std::uint64_t i) { return d.apply(b, i, true); },
           py::arg("base"), py::arg("first_index"))
-      .def("then", &Delta::then, py::arg("next"))
       .def_property_readonly("num_elements", &Delta::num_elements)
       .def_property_readonly("num_changed", &Delta::num_changed)
       .def_property_readonly("width", &Delta::width);

@@ -1,13 +1,13 @@
-// Owns the choice of instructions: AVX-512 where the processor has all of what these loops use (Intel since
-// Ice Lake, AMD since Zen 4, so every host of an H100 or later), else portable C++.
-// Promises: both give the same bytes and hashes; the choice changes speed alone.
+// Owns the choice of instructions: AVX-512 where the processor has all that these loops use (Intel since Ice
+// Lake, AMD since Zen 4, so every host of an H100 or later), else portable C++.
+// Both give the same bytes and hashes; the choice changes only the speed.
 #pragma once
 
 #include <atomic>
 
 #if defined(__x86_64__)
 #pragma GCC diagnostic push
-// GCC 12 takes its own _mm512_undefined_...() for a mistake.
+// GCC 12 warns about its own _mm512_undefined_...().
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>

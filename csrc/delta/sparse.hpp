@@ -1,7 +1,6 @@
 // Owns the sparse difference between two vectors of raw bits, in memory: for each block of 64 Ki elements the
 // places that changed, in rising order, and the wrap differences new - old (mod 2^n), none of them zero.
-// Promises: exact for every bit pattern (NaN, Inf, -0); compose() of a -> b and b -> c is a -> c. Applied by
-// apply.hpp.
+// Exact for every bit pattern (NaN, Inf, -0). apply.hpp applies it.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +26,8 @@ struct Malformed : std::runtime_error {
 template <typename T>
 struct SparseDelta {
   std::size_t num_elements = 0;
-  std::vector<std::uint32_t> counts;  // changes in each block
-  Buffer<std::uint16_t> places;       // inside their block
+  std::vector<std::uint32_t> counts;  // the number of changes in each block
+  Buffer<std::uint16_t> places;       // each inside its block
   Buffer<T> differences;
 
   std::size_t num_changed() const { return places.size(); }
@@ -37,15 +36,15 @@ struct SparseDelta {
   }
 };
 
-// Elements of a vector that lies in memory piece by piece.
+// Contiguous elements of a vector that lies in memory in several pieces.
 template <typename T>
 struct Piece {
   const T* data;
   std::size_t size;
 };
 
-// A difference from its parts, as another compiler's code may have made them. Throws Malformed unless they
-// are one.
+// Makes a difference from parts that other code, such as the CUDA kernels, has made. Throws Malformed unless
+// they form one.
 template <typename T>
 SparseDelta<T> assemble(Piece<std::uint32_t> counts, const std::uint16_t* places, const T* differences,
                         std::size_t num_changed, std::size_t n) {
@@ -91,7 +90,7 @@ void for_each_block(const SparseDelta<T>& delta, Visit&& visit) {
   }
 }
 
-// What one block's changes were and become: scratch for its hash.
+// One block's changed bits, before and after: scratch for its hash.
 template <typename T>
 class Values {
   Buffer<T> before_;
@@ -102,7 +101,7 @@ class Values {
   T* const after = after_.reserve(kBlock + kLanes * 2);
 };
 
-// True when 32 bytes are equal; most of a delta is, so this is the loop that sets the scan speed.
+// Returns whether 32 bytes are equal. Most of them are, so this loop sets the scan speed.
 inline bool same32(const void* a, const void* b) {
   std::uint64_t x[4];
   std::uint64_t y[4];
@@ -111,8 +110,8 @@ inline bool same32(const void* a, const void* b) {
   return ((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3])) == 0;
 }
 
-// The scans compare n elements, the first of which is element `first` of its block, and add what they find
-// behind `count` changes; they return how many there are then.
+// The scans compare n elements, the first of which is element `first` of its block, and append the changes
+// behind the first `count`; they return the new count.
 template <typename T>
 std::size_t scan_some(const T* before, const T* after, std::size_t begin, std::size_t end, std::size_t first,
                       std::size_t count, std::uint16_t* places, Values<T>& values) {
@@ -120,7 +119,7 @@ std::size_t scan_some(const T* before, const T* after, std::size_t begin, std::s
     places[count] = static_cast<std::uint16_t>(first + i);
     values.before[count] = before[i];
     values.after[count] = after[i];
-    count += before[i] != after[i];  // branch-free: a changed element is a coin toss to the predictor
+    count += before[i] != after[i];  // no branch, because changes are unpredictable
   }
   return count;
 }
@@ -140,8 +139,8 @@ std::size_t scan_portable(const T* before, const T* after, std::size_t n, std::s
 
 #ifdef ROSE_X86
 
-// Both versions are asked for this far ahead of the comparison: the processor's own prefetch stops at every
-// 4 KB page, and after a block of elements memory works on while its changes are hashed.
+// Both versions are prefetched this far ahead of the comparison: the processor's own prefetch stops at every
+// 4 KB page, and so memory stays busy while a block's changes are hashed.
 constexpr std::size_t kScanAheadBytes = 4096;
 
 ROSE_AVX512 inline __m512i iota16() {
@@ -155,7 +154,7 @@ ROSE_AVX512 inline void prefetch_line(const void* data, std::size_t ahead_bytes)
   _mm_prefetch(static_cast<const char*>(data) + ahead_bytes, _MM_HINT_T0);
 }
 
-// The changed ones of 32 elements are packed to the front; returns how many.
+// Packs the changed ones of 32 elements to the front; returns their number.
 ROSE_AVX512 inline unsigned pack32(const std::uint8_t* a, const std::uint8_t* b, __m512i at,
                                    std::uint16_t* places, std::uint8_t* before, std::uint8_t* after) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
@@ -214,13 +213,13 @@ ROSE_AVX512 std::size_t scan_avx512(const T* before, const T* after, std::size_t
 
 #endif  // ROSE_X86
 
-// Gives a vector of pieces away from its front.
+// Hands out a vector of pieces from its front.
 template <typename T>
 class Pieces {
  public:
   explicit Pieces(const std::vector<Piece<T>>& pieces) : piece_(pieces.begin()) {}
 
-  // At most n > 0 elements that lie together; there must be more.
+  // Returns at most n > 0 contiguous elements; some must be left.
   Piece<T> take(std::size_t n) {
     while (taken_ == piece_->size) {
       ++piece_;
@@ -236,8 +235,8 @@ class Pieces {
   std::size_t taken_ = 0;
 };
 
-// The difference from `before` to the n elements of `after`, and what it does to the state hash.
-// follows: where `before` lies, if it is to become `after`: written while a block of it is in the cache.
+// Returns the difference from `before` to the n elements of `after`; adds its effect on the state hash.
+// follows: the place of `before` if it is to become `after`, written while each block is in the cache.
 template <typename T>
 SparseDelta<T> scan(const T* before, const std::vector<Piece<T>>& after, std::size_t n,
                     std::uint64_t first_index, StateHash& change, T* follows = nullptr) {
@@ -278,39 +277,6 @@ SparseDelta<T> scan(const T* before, const std::vector<Piece<T>>& after, std::si
     delta.differences.grow(count);
   }
   return delta;
-}
-
-// a -> c from a -> b and b -> c: places of both, differences added; what cancels out is dropped.
-template <typename T>
-SparseDelta<T> compose(const SparseDelta<T>& first, const SparseDelta<T>& second) {
-  SparseDelta<T> both;
-  both.num_elements = first.num_elements;
-  std::size_t i = 0;
-  std::size_t j = 0;
-  for (std::size_t block = 0; block < first.counts.size(); ++block) {
-    const std::size_t i_end = i + first.counts[block];
-    const std::size_t j_end = j + second.counts[block];
-    const std::size_t most = i_end - i + j_end - j;
-    std::uint16_t* places = both.places.reserve(most);
-    T* differences = both.differences.reserve(most);
-    std::size_t count = 0;
-    while (i < i_end || j < j_end) {
-      const unsigned a = i < i_end ? first.places.data()[i] : kBlock;
-      const unsigned b = j < j_end ? second.places.data()[j] : kBlock;
-      T difference = 0;
-      difference = static_cast<T>(difference + (a <= b ? first.differences.data()[i] : 0));
-      difference = static_cast<T>(difference + (b <= a ? second.differences.data()[j] : 0));
-      places[count] = static_cast<std::uint16_t>(std::min(a, b));
-      differences[count] = difference;
-      count += difference != 0;
-      i += a <= b;
-      j += b <= a;
-    }
-    both.counts.push_back(static_cast<std::uint32_t>(count));
-    both.places.grow(count);
-    both.differences.grow(count);
-  }
-  return both;
 }
 
 }  // namespace rose

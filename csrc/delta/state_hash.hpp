@@ -1,5 +1,5 @@
-// Owns the hashing of vectors: sums of element_hash.hpp's over ranges and over lists of changes.
-// Promises: vectors and portable code give the same sums.
+// Owns the hashing of vectors: sums of element hashes (element_hash.hpp) over ranges and over lists of
+// changes. Vectors and portable code give the same sums.
 #pragma once
 
 #include "element_hash.hpp"
@@ -27,7 +27,7 @@ ROSE_AVX512 inline __m512i times(__m512i x, std::uint64_t factor) {
   return _mm512_mullo_epi64(x, _mm512_set1_epi64(static_cast<long long>(factor)));
 }
 
-// Eight elements at once; `place` as in hash_element().
+// Hashes eight elements at once; `place` is that of hash_element().
 ROSE_AVX512 inline void hash8(__m512i place, __m512i bits, __m512i& first, __m512i& second) {
   __m512i x = _mm512_add_epi64(place, times(bits, kBitsFactor));
   x = times(xor_shifted(x, 30), kMixFirst);
@@ -64,7 +64,7 @@ ROSE_AVX512 std::size_t hash_range_avx512(const T* data, std::size_t n, std::uin
   return i;
 }
 
-// The change of the hash, summed over eight changes at a time.
+// Sums the change of the hash over eight changes at a time.
 class ChangeSum {
  public:
   ROSE_AVX512 explicit ChangeSum(std::uint64_t first_index)
@@ -123,7 +123,7 @@ StateHash hash_range(const T* data, std::size_t n, std::uint64_t first_index) {
   return total;
 }
 
-// The change of the hash when elements first_index + places[k] go from before[k] to after[k].
+// Returns the change of the hash when elements first_index + places[k] change from before[k] to after[k].
 template <typename T>
 StateHash hash_change(const std::uint16_t* places, const T* before, const T* after, std::size_t count,
                       std::uint64_t first_index) {

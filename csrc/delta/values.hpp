@@ -3,9 +3,9 @@
 //   flags   1 bit per change: set when the difference is neither +1 nor -1; zeros up to a whole byte
 //   signs   1 bit per +-1 change: set when it is -1; zeros up to a whole byte
 //   small   1 byte per flagged change: zigzag(difference) - 3; 255 = read it from `wide`
-//   wide    raw little-endian differences: those escaped
+//   wide    raw little-endian differences: the escaped ones
 //
-// Promises: one set of bytes for one set of differences; read_values() refuses any other bytes by throwing
+// Each set of differences has exactly one set of bytes; read_values() refuses any other by throwing
 // Malformed, and never reads past the end of a stream.
 #pragma once
 
@@ -49,7 +49,7 @@ class Reader {
   std::size_t left_;
 };
 
-// The front of a gap stream: 255 = skip 255 and read on.
+// Reads a gap from the front of a stream: 255 = skip 255 and read on.
 inline void put_escaped(Bytes& out, std::size_t value) {
   for (; value >= 255; value -= 255) {
     out.push(255);
@@ -120,7 +120,7 @@ void put_values_portable(const T* differences, std::size_t count, ValueStreams o
 
 #ifdef ROSE_X86
 
-// Bits 0 to `count` - 1.
+// Returns a mask of bits 0 to `count` - 1.
 inline std::uint32_t low_bits(std::size_t count) { return count >= 32 ? ~0U : (1U << count) - 1; }
 
 ROSE_AVX512 inline void put_values_avx512(const std::uint16_t* differences, std::size_t count,
@@ -195,7 +195,7 @@ struct ValueReaders {
   Reader& wide;
 };
 
-// One difference that is neither +1 nor -1; `coded` is its byte of `small`.
+// Reads one difference that is neither +1 nor -1; `coded` is its byte of `small`.
 template <typename T>
 T take_exception(std::uint8_t coded, Reader& wide) {
   T difference = unzigzag(static_cast<T>(static_cast<T>(coded) + 3));
@@ -224,7 +224,7 @@ void expand_values_portable(const std::uint8_t* flags, const std::uint8_t* signs
 
 #ifdef ROSE_X86
 
-// The lanes of `d` that are set in `mask`, from the front of `small` and `wide`.
+// Reads the lanes of `d` that are set in `mask` from the front of `small` and `wide`.
 ROSE_AVX512 inline __m512i put_exceptions(__m512i d, __mmask32 mask, const std::uint8_t*& small,
                                           Reader& wide) {
   const auto count = static_cast<std::size_t>(_mm_popcnt_u32(mask));
@@ -246,7 +246,7 @@ ROSE_AVX512 inline __m512i put_exceptions(__m512i d, __mmask32 mask, const std::
   return d;
 }
 
-// `flags` and `signs` have 8 readable bytes behind their end.
+// `flags` and `signs` must have 8 readable bytes behind their end.
 ROSE_AVX512 inline void expand_values_avx512(const std::uint8_t* flags, const std::uint8_t* signs,
                                              const std::uint8_t* small, Reader& wide, std::size_t count,
                                              std::uint16_t* differences) {
@@ -288,7 +288,7 @@ inline void require_zero_padding(const char* name, const std::uint8_t* bytes, st
   }
 }
 
-// The next `count` differences; `differences` has room for a vector behind its end.
+// Reads the next `count` differences; `differences` has room for a vector behind its end.
 template <typename T>
 void read_values(ValueReaders in, std::size_t count, T* differences) {
   const std::uint8_t* flags = in.flags.take((count + 7) / 8);
@@ -301,7 +301,7 @@ void read_values(ValueReaders in, std::size_t count, T* differences) {
 #ifdef ROSE_X86
   if constexpr (sizeof(T) == 2) {
     if (use_avx512) {
-      // Copied, as whole words are read and the streams may end here.
+      // The bytes are copied because whole words are read and the streams may end here.
       std::vector<std::uint8_t> words((count + 7) / 8 + (units + 7) / 8 + 16);
       std::uint8_t* sign_words = words.data() + (count + 7) / 8 + 8;
       std::memcpy(words.data(), flags, (count + 7) / 8);

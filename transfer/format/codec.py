@@ -1,11 +1,10 @@
 """Codecs: how the difference between two versions of a bucket becomes bytes, and back.
 
-Owns: the payload of a frame. All sparse codecs carry the wrap difference new - old (mod 2**bits) of the
-raw bits, so any pattern (NaN, Inf, -0) survives; an additive bf16 delta would not. Differences compose by
-addition (SparsePatch.then) and invert (Patch.revert).
-Promises: decode() checks a whole payload before anything may be written, and the Patch it returns can't fail.
-Nothing here knows versions, keys or names.
-Where we differ from the paper (ROSE §4.2): COO is the baseline, G8S with zstd the default.
+Owns the payload of a frame. All sparse codecs carry the wrap difference new - old (mod 2**bits) of the raw
+bits, so any bit pattern (NaN, Inf, -0) survives; an additive bf16 delta would not keep it. A difference can
+be taken back (Patch.revert). decode() checks a whole payload before anything may be written, and the Patch
+that it returns can't fail. Nothing here knows versions, keys or names. Where we differ from the paper (ROSE
+§4.2): COO is the baseline, G8S with zstd the default.
 
 Payloads, all little-endian:
 
@@ -13,7 +12,7 @@ Payloads, all little-endian:
     COO        int32 places in rising order, then the differences
     G8S        streams (rose.transfer.format.streams) of csrc/delta/g8s.hpp, stored as they are
     G8S_ZSTD   the same, each stream compressed
-    EXPONENT   streams of csrc/delta/exponent.hpp, each compressed; read against the old bits
+    EXPONENT   streams of csrc/delta/exponent.hpp, each compressed; decoding needs the old bits
 """
 
 from collections.abc import Sequence
@@ -33,18 +32,20 @@ Bits = NDArray[np.unsignedinteger[Any]]
 """A vector of raw element bits: uint8, uint16 or uint32."""
 
 NewBits = Bits | Sequence[Bits]
-"""A vector, or the pieces it lies in, in order: tensors are compared where they are."""
+"""A vector, or the pieces that it consists of, in order: tensors are compared where they lie."""
 
 _MANTISSA_BITS = {"F16": 10, "F8_E5M2": 2, "F8_E8M0": 0}
 _MANTISSA_BITS_BY_WIDTH = {1: 3, 2: 7, 4: 23}
-"""Of every other dtype: F8_E4M3, BF16, F32. For integers too: any cut is a class, and none is wrong."""
+"""The widths for every other dtype: F8_E4M3, BF16, F32, and integers, for which any width gives a valid
+code.
+"""
 
 
 class Codec(IntEnum):
-    """Wire numbers; a number is never reused."""
+    """The codecs by their numbers on the wire. A number is never reused."""
 
     DENSE = 0
-    """All new bits; needs no base."""
+    """All new bits; decoding needs no base."""
     COO = 1
     """int32 places, then differences: 6 bytes per changed bf16 element (ROSE §4.2)."""
     G8S = 2
@@ -52,7 +53,7 @@ class Codec(IntEnum):
     G8S_ZSTD = 3
     """G8S with each stream compressed on its own."""
     EXPONENT = 4
-    """Gaps among elements of equal old exponent: fewest bytes, most time; for slow links."""
+    """Gaps among elements with the same old exponent: the fewest bytes and the most time, for slow links."""
 
 
 class Patch(Protocol):
@@ -60,20 +61,21 @@ class Patch(Protocol):
 
     @property
     def num_changed(self) -> int:
-        """Elements whose bits change."""
+        """The number of elements whose bits change."""
 
     def apply_to(self, base: Bits, first_index: int) -> StateHash:
-        """Writes the new bits in place; returns what that did to the state hash.
+        """Writes the new bits in place; returns the change of the state hash.
 
-        base: as decode() saw it. first_index: global index of its first element, for the hash.
+        base: the bits that decode() was given. first_index: the global index of its first element, for the
+        hash.
         """
 
     def revert(self, base: Bits) -> None:
-        """Takes back what apply_to() wrote."""
+        """Undoes apply_to()."""
 
 
 class SparsePatch:
-    """A wrap difference in memory, 2 bytes and an element for each change."""
+    """A wrap difference in memory: 2 bytes and one element for each change."""
 
     def __init__(self, delta: _delta.Delta) -> None:
         self.delta = delta
@@ -88,12 +90,10 @@ class SparsePatch:
     def revert(self, base: Bits) -> None:
         self.delta.revert(base, 0)
 
-    def then(self, following: "SparsePatch") -> "SparsePatch":
-        """Both patches as one. Raises: ValueError when they are for buckets of unequal size or width."""
-        return SparsePatch(self.delta.then(following.delta))
-
     def pack(self, codec: Codec, old: Bits, dtype: str) -> bytes:
-        """The payload of a sparse codec. old: the bits this patch is for; only EXPONENT reads them."""
+        """Returns the payload of a sparse codec. old: the bits that this patch is for; only EXPONENT reads
+        them.
+        """
         if codec is Codec.COO:
             return self.delta.coo()
         if codec is Codec.EXPONENT:
@@ -103,7 +103,7 @@ class SparsePatch:
 
 
 class DensePatch:
-    """All bits of a bucket; from apply_to() on it keeps the old ones instead, for revert()."""
+    """All bits of a bucket. After apply_to() it keeps the old bits instead, for revert()."""
 
     def __init__(self, new: Bits, num_changed: int) -> None:
         self._new: Bits | None = new
@@ -124,7 +124,7 @@ class DensePatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """One bucket's difference as bytes, and what it does to the state hash."""
+    """One bucket's difference as bytes, and its effect on the state hash."""
 
     codec: Codec
     payload: bytes
@@ -137,37 +137,38 @@ class Encoded:
 
 
 def pieces_of(bits: NewBits) -> Sequence[Bits]:
-    """The pieces of a vector; of a whole one, itself."""
+    """Returns the pieces of a vector; a whole vector is its own only piece."""
     return [bits] if isinstance(bits, np.ndarray) else bits
 
 
 def dense_payload(bits: NewBits) -> bytes:
-    """The payload of DENSE."""
+    """Returns the payload of DENSE."""
     return b"".join(piece.tobytes() for piece in pieces_of(bits))
 
 
 def compare(old: Bits, new: NewBits, first_index: int) -> tuple[SparsePatch, StateHash]:
-    """The difference from `old` to `new`, vectors of equal length and width, and its effect on the hash.
+    """Returns the difference from `old` to `new`, of equal length and width, and its effect on the state
+    hash.
 
-    first_index: global index of element 0. Raises: ValueError on unequal vectors.
+    first_index: the global index of element 0. Raises: ValueError on vectors of unequal length or width.
     """
     delta, lanes = _delta.Delta.between(old, pieces_of(new), first_index)
     return SparsePatch(delta), StateHash(*lanes)
 
 
 def follow(kept: Bits, new: NewBits, first_index: int) -> tuple[SparsePatch, StateHash]:
-    """Like compare(), and `kept`, the old bits, becomes `new` in the same pass over memory."""
+    """Does what compare() does, and `kept`, the old bits, becomes `new` in the same pass over memory."""
     delta, lanes = _delta.Delta.follow(kept, pieces_of(new), first_index)
     return SparsePatch(delta), StateHash(*lanes)
 
 
 def pack_followed(codec: Codec, patch: SparsePatch, kept: Bits, dtype: str) -> bytes:
-    """The payload of a patch that `kept` has followed already."""
+    """Returns the payload of a patch that was already applied to `kept`."""
     if codec is Codec.DENSE:
         return dense_payload(kept)
     if codec is not Codec.EXPONENT:
         return patch.pack(codec, kept, dtype)
-    patch.revert(kept)  # it reads the old bits, and takes many times as long
+    patch.revert(kept)  # this codec needs the old bits; its encoding takes many times as long as the revert
     try:
         return patch.pack(codec, kept, dtype)
     finally:
@@ -175,14 +176,16 @@ def pack_followed(codec: Codec, patch: SparsePatch, kept: Bits, dtype: str) -> b
 
 
 def encode(codec: Codec, old: Bits, new: NewBits, first_index: int, dtype: str = "") -> Encoded:
-    """The difference from `old` to `new` in one codec; `dtype` tells EXPONENT where the exponent lies."""
+    """Returns the difference from `old` to `new` in one codec; `dtype` tells EXPONENT where the exponent
+    lies.
+    """
     patch, change = compare(old, new, first_index)
     payload = dense_payload(new) if codec is Codec.DENSE else patch.pack(codec, old, dtype)
     return Encoded(codec=codec, payload=payload, patch=patch, change=change)
 
 
 def decode(codec: Codec, payload: bytes, base: Bits) -> Patch:
-    """Checks `payload` against `base`, the old bits, and returns the patch; writes nothing.
+    """Checks `payload` against `base`, the old bits, and returns the patch. Writes nothing.
 
     Raises: FrameError when the payload is malformed for a base of this length and width.
     """
