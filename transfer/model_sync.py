@@ -1,15 +1,13 @@
-"""Model sync of a whole job: all trainer ranks to all rollout ranks, with one copy over the slow link.
+"""Model sync of a whole job: from all trainer ranks to all rollout ranks, with one copy over the slow link.
 
-Owns: both ends of a sync, and which relay each rank talks to. A relay stands on each rollout node. Scatter:
-every trainer rank sends its exclusive share, over connections of its own, to its peer among the relays.
-Broadcast: the relays hand each bucket on to each other, and every rollout rank reads from the one on its own
-node, while the trainer is still sending.
-Promises: a sync that returns has brought every receiver all bits, checked against the sender's hash. One that
-raises either names the receivers that are missing, and the others have the version, or none has and all keep
-the old one; send() goes on from there. Never asks for a permit: rose.phase("sync")
-needs none.
-Source: WEAVE §5.2. Where we differ: what arrives lies in the node's host memory, once and not once per rank;
-and only what has changed is sent, unless all has.
+Owns both ends of a sync, and which relay each rank talks to. A relay stands on each rollout node. Scatter:
+every trainer rank sends its exclusive share, over its own connections, to its peer among the relays.
+Broadcast: the relays hand each bucket on to each other while the trainer is still sending, and every rollout
+rank reads from the relay on its own node. A sync that returns has brought every receiver all bits, checked
+against the sender's hash. After one that raises, either the receivers that it does not name have the version,
+or no receiver has it and all keep the old one; the next send() continues from there. Never asks for a permit,
+because rose.phase("sync") needs none. Source: WEAVE §5.2. Where we differ: the received weights lie in the
+node's host memory once, not once per rank, and only what changed is sent, unless everything did.
 """
 
 import time
@@ -29,36 +27,37 @@ from rose.transfer.relay.opening import open_relay
 from rose.types import WeightVersion
 
 BUCKET_BYTES = 8 << 20
-"""What is under way when the link falls silent still has to be broadcast: smaller pieces than elsewhere."""
+"""Smaller than elsewhere: the last bucket on the link still has to be broadcast after it has arrived."""
 TIMEOUT_S = 600.0
 
 
 def receiver_name(rank: int) -> str:
-    """By which a rollout rank acknowledges."""
+    """Returns the name under which a rollout rank acknowledges."""
     return f"rollout-{rank}"
 
 
 def peer_first(relays: Sequence[str], rank: int, num_ranks: int) -> str:
-    """The relays' URLs for this rank, on either side: its peer first, then the others, should that one die.
+    """Returns the relays' URLs for this rank, on either side: first its peer, then the others in case it
+    dies.
 
     relays: one per rollout node, in the order of the nodes' rollout ranks. Raises: ValueError.
     """
     if not relays or not 0 <= rank < num_ranks:
         raise ValueError(
-            f"need relays and 0 <= rank < num_ranks, got {len(relays)} relays, rank {rank} of {num_ranks}"
+            f"at least one relay is needed, and rank must be at least 0 and below num_ranks; "
+            f"got {len(relays)} relays, rank {rank} of {num_ranks}"
         )
     peer = rank * len(relays) // num_ranks
     return ",".join((*relays[peer:], *relays[:peer]))
 
 
 class ModelSender:
-    """One trainer rank; all of them are made alike, and call send() as often as each other.
+    """One trainer rank. All ranks make one with the same arguments, and call send() equally often.
 
-    weights: what this rank holds, as for WeightPublisher: a module whose tensors every rank holds, or its
-    TensorShards. receivers: the names of all rollout ranks, receiver_name() of each, or of the engines that
-    subscribers feed. options: further ones of WeightPublisher. A run id is used once: a job that was started
-    again takes another, e.g. with its attempt in it.
-    Raises: as WeightPublisher, ValueError.
+    weights: what this rank holds, as for WeightPublisher: a module of which every rank holds all tensors, or
+    its TensorShards. receivers: the names of all rollout ranks, each by receiver_name(), or of the engines
+    that subscribers feed. options: further ones of WeightPublisher. A run id is used once: a job that was
+    started again takes another one, for example with its attempt in it. Raises: what WeightPublisher raises.
     """
 
     def __init__(
@@ -80,25 +79,27 @@ class ModelSender:
         )
 
     def send(self, timeout_s: float = TIMEOUT_S) -> SyncReport:
-        """Sends the weights as they are now. Rank 0 returns when every receiver has them, others before.
+        """Sends the present weights. Rank 0 returns when every receiver has them, the other ranks earlier.
 
-        Raises: RelayError: not committed, all receivers keep their version. WorkerError: names the receivers
-        that did not acknowledge in time; the others have it.
+        Raises: RelayError when the version was not committed and all receivers keep theirs; WorkerError
+        naming the receivers that did not acknowledge in time, while the others have the version.
         """
         report = self._publisher.publish()
         self._publisher.wait_acked(report.version, self._receivers, timeout_s)
         return report
 
     def close(self) -> None:
-        """What was sent stays in the relays (rose.transfer.relay.protocol.remove_run)."""
+        """Closes the connections. What was sent stays in the relays
+        (rose.transfer.relay.protocol.remove_run).
+        """
         self._publisher.close()
 
 
 class ModelReceiver:
     """One rollout rank; holds a version's bits in host memory.
 
-    plans: of the shards that this rank holds (rose.engine.weights.shard_recorder); none: it gets all weights.
-    Raises: RelayError when no relay answers, ValueError.
+    plans: those of the shards that this rank holds (rose.engine.weights.shard_recorder); none: all weights.
+    Raises: RelayError when no relay answers; ValueError.
     """
 
     def __init__(
@@ -119,14 +120,15 @@ class ModelReceiver:
 
     @property
     def mirror(self) -> WeightMirror:
-        """The bits, and whose they are."""
+        """The received bits, and their version."""
         return self._follower.mirror
 
     def receive(self, number: int, timeout_s: float = TIMEOUT_S) -> WeightVersion:
-        """Returns when this rank holds the run's version `number`, the sender's send() of that number from 0.
+        """Returns once this rank holds version `number` of the run, which is the sender's send() of that
+        number from 0.
 
-        Or a newer one, which it returns. Raises: RelayError when it does not come in time, FrameError; then
-        the old version stays, and calling again goes on.
+        Returns a newer version if it holds one. Raises: RelayError when it does not come in time, FrameError;
+        the old version stays then, and calling again continues.
         """
         deadline_s = time.monotonic() + timeout_s
         while self.mirror.version is None or self.mirror.version.number < number:
@@ -147,7 +149,7 @@ class ModelReceiver:
     def load_into(self, tensors: Mapping[str, Any]) -> None:
         """Copies the received bits into torch tensors, on any device, by their published names.
 
-        Raises: ValueError: nothing was received, or a tensor is missing or has another shape or dtype.
+        Raises: ValueError when nothing was received, or a tensor is missing or has another shape or dtype.
         """
         if self.mirror.planes is None:
             raise ValueError(f"{self._name} has not received any weights")

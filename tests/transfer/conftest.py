@@ -1,4 +1,4 @@
-"""Real relays for the transfer tests, each in its own process; the device's codec, built where it can be."""
+"""Real relays for the transfer tests, each in its own process; the device's codec where it can be built."""
 
 import shutil
 import subprocess
@@ -65,7 +65,7 @@ def relay(relay_url: str) -> Iterator[Relay]:
 
 @pytest.fixture(scope="session")
 def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels, built as an operator does."""
+    """The CUDA kernels, built as an operator builds them."""
     if shutil.which("nvcc") is None or shutil.which("make") is None:
         pytest.skip("no nvcc and make here")
     library = tmp_path_factory.mktemp("cuda") / "librose_delta_cuda.so"
@@ -75,7 +75,7 @@ def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the kernels' threads do, on the processor."""
+    """The work of the kernels' threads, compiled for the processor."""
     library = tmp_path_factory.mktemp("host") / "libgrid_on_host.so"
     options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
     source = Path(__file__).with_name("grid_on_host.cpp")

@@ -14,13 +14,13 @@ from rose.transfer.publish.publisher import WeightPublisher
 
 
 def make_model() -> torch.nn.Module:
-    """The same in every process; its rows do not divide evenly, and one tensor has fewer than ranks."""
+    """Makes the same model in every process: rows don't divide evenly, one tensor has fewer than ranks."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Linear(7, 1))
 
 
 def step(model: torch.nn.Module) -> None:
-    """What an optimizer does: in place, element by element."""
+    """Changes every element in place, as an optimizer does."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)

@@ -1,4 +1,4 @@
-"""A TCP proxy whose bytes trickle, as over a slow link."""
+"""A TCP proxy that passes bytes on slowly, like a slow link."""
 
 import contextlib
 import socket
@@ -9,13 +9,13 @@ CHUNK_BYTES = 128 << 10
 
 
 class SlowProxy:
-    """Stands before a port; at most CHUNK_BYTES per ``pause_s`` go either way."""
+    """Stands before a port and passes at most CHUNK_BYTES per ``pause_s`` in each direction."""
 
     def __init__(self, port, pause_s=0.01):
         self._pause_s = pause_s
         self._target = ("127.0.0.1", int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
-        # Little may wait inside: whoever sends is to feel the link.
+        # The buffers are small, so that the sender notices the slow link.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK_BYTES)
         self.url = f"embedded://127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets = [self._listener]
@@ -42,11 +42,11 @@ class SlowProxy:
                 sink.sendall(chunk)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
-            return  # closed
+            return  # the proxy was closed
 
     def close(self):
         for each in self._sockets:
-            with contextlib.suppress(OSError):  # never connected, or gone
+            with contextlib.suppress(OSError):  # the connection never existed, or is gone
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
         for thread in self._threads:

@@ -1,4 +1,4 @@
-"""A trainer whose model FSDP2 has sharded publishes it as it is: each rank its part, and all bits arrive."""
+"""The ranks of a trainer whose model FSDP2 has sharded publish their own parts, and all bits arrive."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A whole job's model sync: every rollout rank gets all bits, and one copy of them is sent."""
+"""A whole job's model sync: every rollout rank gets all bits, and only one copy of them is sent."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -32,7 +32,7 @@ def nodes():
 
 @pytest.fixture
 def relays(nodes):
-    """They are empty."""
+    """Returns the URLs of the nodes' relays, all empty."""
     for relay in nodes:
         relay.emptied_url()
     return nodes
@@ -40,7 +40,7 @@ def relays(nodes):
 
 @pytest.fixture
 def weights():
-    """Data parallel: every trainer rank holds all of them."""
+    """Weights of data-parallel trainer ranks, each of which holds all of them."""
     torch.manual_seed(0)
     return {f"layer{i}.weight": torch.randn(60, 50).to(torch.bfloat16) for i in range(8)}
 
@@ -53,7 +53,7 @@ def threads():
 
 @pytest.fixture
 def start_senders(threads, weights):
-    """Makes all trainer ranks; they are closed at the end."""
+    """Makes all trainer ranks, and closes them at the end."""
     made = []
 
     def start(urls, **options):
@@ -121,7 +121,7 @@ def test_every_rank_gets_all_bits_and_each_bucket_crosses_once(
         assert {version.number for version in receive_all(threads, receivers, number)} == {number}
         reports = [each.result() for each in sent]
         check_hold(receivers, weights)
-        # What the ranks sent, snapshots for late joiners included, is one copy, and its lists and headers.
+        # The ranks together sent one copy and its manifests and headers, snapshots for late joiners included.
         num_changed = sum(report.num_changed for report in reports)
         assert num_changed <= reports[0].num_elements
         frame_bytes = frames_of(relays[0].url, number, number - 1 if number > 0 else None)
@@ -131,7 +131,7 @@ def test_every_rank_gets_all_bits_and_each_bucket_crosses_once(
 
 
 def frames_of(url, version, base):
-    """Bytes of a version's frames in a relay."""
+    """Returns the bytes of a version's frames in a relay."""
     with closing(open_relay(url)) as relay:
         names = relay.keys(version_prefix("run", version, base))
         return sum(len(relay.get(name)) for name in names if bucket_of(name) is not None)
@@ -152,7 +152,7 @@ def test_a_late_joiner_starts_from_the_frames_of_a_dense_version(
     check_hold(late, weights)
     with closing(open_relay(relays[1].url)) as relay:
         names = [name for name in relay.keys("rose/run/") if bucket_of(name) is not None]
-    # Nobody needs the older ones any more, and the newest's snapshot has no frames of its own.
+    # Nobody needs the older versions any more, and the newest one's snapshot has no frames of its own.
     assert {name.split("/")[2] for name in names} <= {"1-0", "2-1"}
 
 
@@ -170,7 +170,7 @@ def test_a_rank_that_died_is_named_and_the_others_have_the_version(
     [each.result() for each in sent[1:]]
     receive_all(threads, receivers[:-1], 1)
     check_hold(receivers[:-1], weights)
-    # A sender asks anew: who lives has acknowledged.
+    # The sender asks again, and every living receiver has acknowledged.
     step(weights)
     sent = send_all(threads, senders, timeout_s=0.0)
     receive_all(threads, receivers[:-1], 2)
@@ -179,7 +179,7 @@ def test_a_rank_that_died_is_named_and_the_others_have_the_version(
     check_hold(receivers[:-1], weights)
 
 
-def test_a_link_that_is_cut_leaves_every_rank_at_its_version(
+def test_when_the_link_is_cut_every_rank_keeps_its_version(
     relays, weights, threads, start_senders, start_receivers
 ):
     link = SlowProxy(relays[0].port)
@@ -201,7 +201,7 @@ def test_a_link_that_is_cut_leaves_every_rank_at_its_version(
     check_hold(receivers, before)
 
 
-def test_bad_input_is_the_callers_mistake(relays, weights, threads, start_senders, start_receivers):
+def test_bad_arguments_are_refused(relays, weights, threads, start_senders, start_receivers):
     with pytest.raises(ValueError, match="got 0 relays, rank 0 of 1"):
         peer_first([], 0, 1)
     with pytest.raises(ValueError, match="rank 4 of 4"):

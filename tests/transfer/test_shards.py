@@ -1,4 +1,6 @@
-"""Sixteen Megatron-style trainer ranks to four serving ranks: each moves its share, and all bits arrive."""
+"""Sixteen Megatron-style trainer ranks publish to four serving ranks: each moves its share, and all bits
+arrive.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,7 +45,7 @@ SHAPES = full_shapes()
 
 
 class MegatronRank:
-    """One trainer rank's parameters, fused as Megatron fuses them, and their views as Hugging Face shards."""
+    """One trainer rank's parameters, fused like Megatron's, and their views as Hugging Face shards."""
 
     def __init__(self, tp, pp, full):
         self.tp, self.pp = tp, pp
@@ -75,7 +77,7 @@ class MegatronRank:
         self.shards.append((name, TensorShard(tensor=view, shape=SHAPES[name], start=start)))
 
     def _add_qkv(self, layer, full):
-        """Group by group: its query heads, its key head, its value head."""
+        """Joins, for each group, its query heads, its key head and its value head."""
         groups, per_group = KV_HEADS // TRAIN_TP, HEADS // KV_HEADS
         rows = []
         for group in range(self.tp * groups, (self.tp + 1) * groups):
@@ -91,7 +93,7 @@ class MegatronRank:
             self._share(f"{layer}.v", value, (group * HEAD, 0))
 
     def _add_mlp(self, layer, full):
-        """Gate above up, each cut alike."""
+        """Joins gate and up, which are cut in the same way."""
         size = WIDTH // TRAIN_TP
         rows = [full[f"{layer}.{name}"][self.tp * size : (self.tp + 1) * size] for name in ("gate", "up")]
         fused = self.parameters[f"{layer}.gate_up"] = torch.cat(rows)
@@ -100,7 +102,7 @@ class MegatronRank:
 
 
 def serving_plan(tp):
-    """What rank `tp` of four holds; the padded vocabulary is cut at multiples of 20."""
+    """Returns what rank `tp` of four holds; the padded vocabulary is cut at multiples of 20."""
     boxes = {}
     for name, shape in SHAPES.items():
         kind = name.split(".")[-1]
@@ -121,7 +123,7 @@ PLANS = [serving_plan(tp) for tp in range(SERVE_TP)]
 
 
 class Trainer:
-    """All sixteen ranks, each with its own publisher; they run in threads and meet in the relay alone."""
+    """All sixteen ranks, each with its own publisher. They run in threads and meet only in the relay."""
 
     def __init__(self, url, **options):
         generator = torch.Generator().manual_seed(0)
@@ -137,7 +139,7 @@ class Trainer:
         )
 
     def step(self, size=1e-3):
-        """Every element moves as on one machine would: replicas of a norm stay equal."""
+        """Changes every element as a trainer on one machine would: replicas of a norm stay equal."""
         noise = {
             name: size * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
             for number, (name, tensor) in enumerate(self.full.items())
@@ -181,7 +183,7 @@ def relay(embedded_url):
 
 
 def check_holds(follower, trainer, plans):
-    """Every element of the plans' boxes, bit for bit."""
+    """Checks every element of the plans' boxes, bit for bit."""
     follower.mirror.check_integrity()
     held = {name: np.zeros(shape, np.uint16) for name, shape in SHAPES.items()}
     follower.mirror.planes.read_into(held)
@@ -219,13 +221,13 @@ def test_serving_ranks_fetch_what_they_hold_and_get_every_bit(trainer, relay):
         trainer.step()
     layout = trainer.publishers[0].layout
     for follower, plan in zip(followers, PLANS, strict=True):
-        # Exactly what the plan holds, not a bucket more; norms are on all four.
+        # The rank fetches exactly what its plan holds and no bucket more; norms are on all four.
         held = sum(layout.buckets[index].num_elements for index in follower.mirror.planes.held)
         assert held == plan.held_elements()
         assert follower.fetched_bytes < 0.4 * whole.fetched_bytes
 
 
-def test_a_late_joiner_and_another_grid_get_their_shards(trainer, relay):
+def test_a_late_joiner_and_an_engine_of_another_parallel_size_get_their_shards(trainer, relay):
     for _ in range(5):
         trainer.publish()
         trainer.step()
@@ -243,7 +245,7 @@ def test_a_late_joiner_and_another_grid_get_their_shards(trainer, relay):
     check_holds(other, trainer, [odd])
 
 
-def test_a_staged_file_of_shards_has_the_held_bits_and_says_so(trainer, relay, tmp_path):
+def test_a_staged_file_of_shards_has_the_held_bits_and_names_its_buckets(trainer, relay, tmp_path):
     trainer.publish()
     follower = Follower(relay, "run", WeightMirror([PLANS[3]]))
     follower.advance()
@@ -256,7 +258,7 @@ def test_a_staged_file_of_shards_has_the_held_bits_and_says_so(trainer, relay, t
         held = raw.view(np.uint16).reshape(spec.shape)
         for box in boxes:
             assert np.array_equal(held[slices(box)], trainer.bits()[name][slices(box)])
-    # Another byte of what is held is another hash.
+    # Changing a held byte changes the hash.
     spec, raw = tensors["norm"]
     with path.open("r+b") as file:
         data = file.read()
@@ -270,7 +272,7 @@ def test_a_partial_mirror_refuses_a_manifest_that_leaves_a_bucket_out(trainer, r
     trainer.publish()
     follower = Follower(relay, "run", WeightMirror([PLANS[0]]))
     follower.advance()
-    # So little that no snapshot follows: none may offer another way to version 1.
+    # The change is so small that no snapshot follows, which would offer another path to version 1.
     trainer.step(1e-5)
     trainer.publish()
     key = keys.manifest_key("run", 1, 0)
@@ -287,7 +289,7 @@ def test_a_partial_mirror_refuses_a_manifest_that_leaves_a_bucket_out(trainer, r
     assert follower.advance()
 
 
-def test_a_rank_that_fails_commits_nothing_and_all_go_on_together(trainer, relay):
+def test_when_one_rank_fails_nothing_is_committed_and_all_continue_together(trainer, relay):
     trainer.publish()
     trainer.step()
     source = trainer.publishers[5]._source

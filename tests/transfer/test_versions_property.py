@@ -1,4 +1,4 @@
-"""A thousand random versions, by any way there: not one wrong bit."""
+"""A thousand random versions, by any path: not one wrong bit."""
 
 import random
 
@@ -19,7 +19,7 @@ SPECIAL = {
     torch.float32: [0x7FC00000, 0x7F800001, 0x7F800000, 0xFF800000, 0x80000000, 0, 1],
     torch.float8_e4m3fn: [0x7F, 0xFF, 0x80, 0x00, 0x01, 0x81],
 }
-"""NaNs with payloads, infinities, both zeros, the smallest numbers."""
+"""NaNs with payloads, infinities, both zeros and the smallest numbers."""
 SHAPES = {
     torch.bfloat16: [(300, 7), (11,)],
     torch.float16: [(41, 5)],
@@ -30,7 +30,7 @@ VIEWS = {1: (torch.uint8, np.uint8), 2: (torch.uint16, np.uint16), 4: (torch.uin
 
 
 class Trainer:
-    """Tensors of every width that take random steps, get special values, and go back to older states."""
+    """Tensors of every width, which take random steps, get special values, and return to older states."""
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ class Trainer:
         self.saved = []
 
     def bits(self, name):
-        """The tensor's bits, in place."""
+        """Returns the tensor's bits, in place."""
         tensor = self.tensors[name]
         return tensor.reshape(-1).view(VIEWS[tensor.element_size()][0]).numpy()
 
@@ -78,7 +78,7 @@ class Trainer:
             bits[:] = self.random_bits(name)
 
     def check(self, mirror):
-        """Bit by bit, against what the trainer holds."""
+        """Compares bit by bit with what the trainer holds."""
         held = {name: np.zeros(self.tensors[name].shape, self.bits(name).dtype) for name in self.tensors}
         mirror.planes.read_into(held)
         for name, bits in held.items():

@@ -1,11 +1,10 @@
 """The follower: brings a mirror to the newest published version.
 
-Owns: the choice of the way there (deltas from the own version, or the latest snapshot and its deltas), and
-what is fetched ahead: frames of a version that the trainer still writes, so that fetching and decoding keep
-pace with the link.
-Promises: the mirror is always at a whole version; when advance() raises, it stays at the last good one. It
-never goes back, within a run or to a run it has left, so a relay copy that missed writes does no harm.
-Never talks to a worker, never sleeps but in wait().
+Owns the choice of the path there (deltas from its own version, or the latest snapshot and its deltas), and
+what is fetched ahead: frames of a version that the trainer is still writing, so that fetching and decoding
+keep pace with the link. The mirror is always at a whole version; when advance() raises, it stays at the last
+good one. It never goes back, neither within a run nor to a run that it has left, so a relay copy that missed
+writes does no harm. Never talks to a worker, never sleeps except in wait().
 """
 
 import logging
@@ -22,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 AUTO_RUN = "auto"
 _MOST_NAMED = 32
-"""Frames that a wait names one by one, so that others' frames wake nobody."""
+"""A wait names up to this many frames one by one, so that the frames of others wake nobody."""
 
 
 class _Missing(RelayError):
-    """An object that HEAD promised is not there: it was retired while we walked."""
+    """An object that HEAD promised is not there: it was removed while the follower walked the chain."""
 
 
 class Follower:
-    """Follows one run, or with "auto" whatever run the newest trainer opened.
+    """Follows one run, or with "auto" the run that the newest trainer opened.
 
-    base_checkpoint: the checkpoint the trainer started from; when its bits are the snapshot's, the
+    base_checkpoint: the checkpoint that the trainer started from. When its bits are the snapshot's, the
     snapshot need not cross the link.
     """
 
@@ -49,15 +48,15 @@ class Follower:
         self._followed: str | None = run_id if run_id != AUTO_RUN else None
         self._seen: str | None = None
         self._written: list[str] | None = None
-        """Keys that the last wait() was told of; None: any may have been written."""
+        """The keys that the last wait() reported; None: any key may have been written."""
         self._unreadable: tuple[str, int] | None = None
-        """A coming version with a bad frame: it is judged when it is there."""
+        """A coming version that has a bad frame. It is not read ahead any further; its manifest decides."""
 
     def advance(self) -> bool:
-        """One look at HEAD; True when the mirror moved. Raises: RelayError, FrameError.
+        """Looks at HEAD once; returns True when the mirror moved. Raises: RelayError, FrameError.
 
-        While a version is being written it fetches what is there of it, and looks again as long as more came.
-        Where wait() was told of frames alone, it fetches those.
+        While a version is being written, it fetches the frames that are there, and looks again as long as
+        more have come. When wait() reported frames only, it fetches just those.
         """
         written, self._written = self._written, None
         version = self.mirror.version
@@ -88,7 +87,7 @@ class Follower:
         self._written = changes.keys if changes.keys else None
 
     def _coming_frames(self) -> list[str]:
-        """Prefixes of the frames of the next version that the mirror has not read."""
+        """Returns prefixes of the next version's frames that the mirror has not read."""
         version, planes = self.mirror.version, self.mirror.planes
         if version is None or planes is None:
             return []
@@ -101,7 +100,7 @@ class Follower:
         ]
 
     def _have_moved(self, written: list[str]) -> bool:
-        """Whether HEAD is among these keys, or another run."""
+        """Returns whether HEAD or the run to follow is among these keys."""
         heads = {keys.HEAD_RUN_KEY}
         if self._followed is not None:
             heads.add(keys.head_key(self._followed))
@@ -111,21 +110,23 @@ class Follower:
         try:
             self._walk(run_id, head)
         except (FrameError, _Missing) as error:
-            logger.warning("delta chain unusable, starts over: run=%s error=%s", run_id, error)
+            logger.warning(
+                "delta chain unusable, starts again from the snapshot: run=%s error=%s", run_id, error
+            )
             self._load_snapshot(run_id, head.snapshot)
             self._walk(run_id, head)
         self._writer = head.writer
         logger.info("mirror moved: version=%s state_hash=%s", self.mirror.version, self.mirror.state_hash)
 
     def _read_ahead(self, run_id: str, head: Head) -> bool:
-        """Whether frames of the coming version were there that the mirror had not read yet."""
+        """Returns whether the coming version had frames that the mirror had not read yet."""
         if head.coming != head.version + 1:
             return False
         names = self._relay.keys(keys.version_prefix(run_id, head.coming, head.version))
         return self._read_frames(run_id, head.coming, names)
 
     def _read_frames(self, run_id: str, coming: int, names: list[str]) -> bool:
-        """Whether the mirror took any of these frames of the version that comes after its own."""
+        """Returns whether the mirror took any of these frames of the version that follows its own."""
         planes = self.mirror.planes
         if planes is None or self._unreadable == (run_id, coming):
             return False
@@ -136,13 +137,13 @@ class Follower:
                 continue
             data = self._relay.get(key)
             if data is None:
-                continue  # an attempt that failed, and was taken back
+                continue  # the attempt failed and its frames were removed
             self.fetched_bytes += len(data)
             try:
                 self.mirror.read_ahead(data)
             except FrameError as error:
-                # Its manifest will tell whether the frame counts.
-                logger.warning("does not read on ahead: key=%s error=%s", key, error)
+                # The manifest will tell whether the frame belongs to the version.
+                logger.warning("stops reading ahead at a bad frame: key=%s error=%s", key, error)
                 self._unreadable = (run_id, coming)
                 return False
             found = True
@@ -171,7 +172,9 @@ class Follower:
         )
 
     def _is_past(self, run_id: str, head: Head) -> bool:
-        """Whether HEAD is older than the mirror: read from a copy of the relay that missed writes."""
+        """Returns whether HEAD is older than the mirror, because it comes from a relay copy that missed
+        writes.
+        """
         version = self.mirror.version
         return (
             version is not None
@@ -185,10 +188,14 @@ class Follower:
             manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
             self.mirror.apply_delta(manifest, self._frame)
         if not self._is_at(run_id, head):
-            raise FrameError(f"at {self.mirror.version} {self.mirror.version_hash}, HEAD says {head}")
+            raise FrameError(
+                f"deltas led to {self.mirror.version} of hash {self.mirror.version_hash}, HEAD says {head}"
+            )
 
     def _start_of_walk(self, run_id: str, head: Head) -> int:
-        """The version from which deltas lead to HEAD: the own one, or the snapshot, which it loads."""
+        """Returns the version from which deltas lead to HEAD: the mirror's own, or the snapshot, which it
+        loads.
+        """
         own = self.mirror.version
         if own is not None and own.run_id == run_id and head.oldest_base <= own.number <= head.version:
             return own.number

@@ -1,12 +1,11 @@
 """The mirror: an engine's copy of the published weights, on the host.
 
-Owns: the bits of the version that the engine is to run next, and its identity.
-Promises: transactional. Every frame's checksums, base, place and payload are checked before the first write,
-and what was written is hashed as it is written: a bucket that comes out wrong takes all of them back. When
-load_snapshot() or apply_delta() raise, version, hash and bits are as before. Frames that were read ahead are
-written as well, so that their manifest, the last to come, finds little left to do; whoever reads the bits
-meanwhile calls take_back_ahead() first.
-Pure: no relay, no files, no clock. One thread at a time.
+Owns the bits of the version that the engine is to run next, and that version's identity. Updates are
+transactional. Every frame's checksums, base, place and payload are checked before the first write, and what
+is written is hashed at once: one bucket with a wrong hash undoes all of them. When load_snapshot() or
+apply_delta() raise, version, hash and bits are as before. Frames that are read ahead are written too, so that
+little is left to do when their manifest arrives last; a caller that reads the bits meanwhile first calls
+take_back_ahead(). Pure: no relay, no files, no clock. One thread at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ Fetch = Callable[[BucketEntry], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One bucket's way to the next version; payload and base were checked."""
+    """One bucket's change to the next version, with payload and base checked."""
 
     bucket: Bucket
     patch: Patch
@@ -43,9 +42,9 @@ class _Step:
 
 
 class WeightMirror:
-    """Empty until its first snapshot.
+    """A mirror is empty until its first snapshot.
 
-    plans: of the ranks that this mirror feeds, whose shards alone it then holds; none: everything.
+    plans: those of the ranks that this mirror feeds, whose shards alone it then holds; none: everything.
     """
 
     def __init__(self, plans: Sequence[ShardPlan] = ()) -> None:
@@ -55,7 +54,7 @@ class WeightMirror:
         self._version_hash: StateHash | None = None
         self._held_hash: StateHash | None = None
         self._ahead: dict[int, _Step] = {}
-        """By bucket, of the version after this one; they are written."""
+        """The steps to the version after this one, by bucket. They are already written."""
 
     @property
     def state_hash(self) -> StateHash | None:
@@ -68,14 +67,14 @@ class WeightMirror:
         return self._version_hash
 
     def make_planes(self, layout: Layout) -> WeightPlanes:
-        """Empty planes for the buckets that this mirror holds."""
+        """Returns empty planes for the buckets that this mirror holds."""
         return WeightPlanes(layout, held_buckets(layout, self._plans) if self._plans else None)
 
     def load_snapshot(self, manifest: Manifest, layout: Layout, fetch: Fetch) -> None:
         """Replaces everything by a snapshot.
 
-        fetch: gives an entry's frame; called for those that are held. Raises: FrameError and keeps the old
-        state.
+        fetch: returns an entry's frame; called for the held buckets. Raises: FrameError, and then keeps the
+        old state.
         """
         if manifest.base is not None or manifest.layout != layout.digest:
             raise FrameError(f"version {manifest.version} is not a snapshot of layout {layout.digest}")
@@ -84,7 +83,7 @@ class WeightMirror:
         planes = self.make_planes(layout)
         for entry in (manifest.buckets[index] for index in sorted(planes.held)):
             bucket = layout.buckets[entry.index]
-            # A dense frame needs no base: it may be one of the version's delta.
+            # A dense frame needs no base, so it may belong to the version's delta.
             frame = Frame.unpack(fetch(entry))
             _require_place(frame, bucket, layout.digest, manifest.run_id, frame.base, manifest.version)
             bits = np.frombuffer(frame.payload, bits_dtype(bucket.dtype))
@@ -94,9 +93,10 @@ class WeightMirror:
         self.adopt(manifest, planes)
 
     def adopt(self, manifest: Manifest, planes: WeightPlanes) -> None:
-        """Takes over weights that are the snapshot already, e.g. the checkpoint the trainer started from.
+        """Takes over weights that already equal the snapshot, such as the checkpoint that the trainer started
+        from.
 
-        Raises: FrameError when their hash is another, and keeps the old state.
+        Raises: FrameError when their hash differs, and then keeps the old state.
         """
         whole = _require_changes(manifest, StateHash())
         for entry in (manifest.buckets[index] for index in sorted(planes.held)):
@@ -109,20 +109,20 @@ class WeightMirror:
 
     @property
     def buckets_ahead(self) -> frozenset[int]:
-        """Those of which read_ahead() has taken a frame."""
+        """The buckets of which read_ahead() has taken a frame."""
         return frozenset(self._ahead)
 
     def read_ahead(self, data: bytes) -> None:
-        """Checks and writes a frame of the next version, before there is a manifest.
+        """Checks and writes a frame of the next version before its manifest is there.
 
-        An attempt that is aborted may leave frames here that the version does not have in the end; the
-        manifest tells, and apply_delta() takes them back. Raises: FrameError.
+        An aborted attempt may leave frames here that the version does not have in the end; apply_delta()
+        learns that from the manifest and undoes them. Raises: FrameError.
         """
         if self.version is None or self.planes is None:
-            raise FrameError("an empty mirror can't read ahead")
+            raise FrameError("an empty mirror can't read ahead: it needs a snapshot first")
         frame, layout = Frame.unpack(data), self.planes.layout
         if frame.bucket not in self.planes.held:
-            raise FrameError(f"bucket {frame.bucket} of {len(layout.buckets)} is not held")
+            raise FrameError(f"this mirror does not hold bucket {frame.bucket} of {len(layout.buckets)}")
         run_id, number = self.version.run_id, self.version.number
         _require_place(frame, layout.buckets[frame.bucket], layout.digest, run_id, number, number + 1)
         step = self._check_step(self.planes, frame, layout.buckets[frame.bucket])
@@ -130,15 +130,15 @@ class WeightMirror:
         self._ahead[frame.bucket] = step
 
     def take_back_ahead(self) -> None:
-        """Leaves the bits of the mirror's version alone; what was read ahead is to be fetched again."""
+        """Leaves only the bits of the mirror's version. What was read ahead has to be fetched again."""
         for bucket in self.buckets_ahead:
             self._take_back(bucket)
 
     def apply_delta(self, manifest: Manifest, fetch: Fetch) -> None:
         """Moves on to the manifest's version.
 
-        fetch: gives an entry's frame; called for those that are held and were not read ahead. Raises:
-        FrameError and keeps the old state.
+        fetch: returns an entry's frame; called for held buckets that were not read ahead. Raises: FrameError,
+        and then keeps the old state.
         """
         planes, before = self._require_base(manifest)
         buckets = _buckets(manifest, planes.layout)
@@ -181,7 +181,7 @@ class WeightMirror:
         return self.planes, self._version_hash
 
     def _take_back_others(self, manifest: Manifest) -> None:
-        """What was read ahead and does not do what the manifest says."""
+        """Undoes what was read ahead but does not change its bucket as the manifest says."""
         changes = {entry.index: entry.change for entry in manifest.buckets}
         for bucket, step in list(self._ahead.items()):
             if changes.get(bucket) != str(step.change):
@@ -214,7 +214,7 @@ class WeightMirror:
 
 
 def _apply_all(planes: WeightPlanes, steps: Sequence[_Step]) -> None:
-    """Applies all steps; none when one of them leads to another hash than its frame says."""
+    """Applies all steps, or none if one of them leads to another hash than its frame says."""
     for number, step in enumerate(steps):
         planes.patch(step.bucket, step.patch)
         found = planes.bucket_hash(step.bucket)
@@ -225,9 +225,11 @@ def _apply_all(planes: WeightPlanes, steps: Sequence[_Step]) -> None:
 
 
 def _require_changes(manifest: Manifest, before: StateHash) -> StateHash:
-    """The version's state hash. Raises: FrameError unless its entries' changes lead there from `before`.
+    """Returns the version's state hash. Raises: FrameError unless the entries' changes lead to it from
+    `before`.
 
-    A mirror that holds a part of the weights can't hash the whole; this tells it that no entry was left out.
+    A mirror that holds a part of the weights can't hash the whole; this check shows that no entry was left
+    out.
     """
     try:
         after = sum((StateHash.from_hex(entry.change) for entry in manifest.buckets), before)

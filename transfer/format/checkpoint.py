@@ -1,8 +1,8 @@
 """Safetensors files, as raw bits.
 
-Owns: writing the full weights of a version for a worker to load, reading a checkpoint's bits.
-Promises: the file holds exactly the layout's tensors and dtypes, and appears under its name only when
-complete. Never imports torch, never converts a value.
+Owns writing the full weights of a version for a worker to load, and reading a checkpoint's bits. A file holds
+exactly the layout's tensors and dtypes, and appears under its name only when it is complete. Never imports
+torch, never converts a value.
 """
 
 import json
@@ -28,10 +28,11 @@ _HELD_KEY = "rose_buckets"
 
 
 def write_checkpoint(path: Path, planes: WeightPlanes, metadata: Mapping[str, str]) -> None:
-    """Writes all tensors to `path`, replacing it at once. Raises: OSError with numbers: the disk is full.
+    """Writes all tensors to `path`, replacing the file atomically. Raises: OSError with the numbers when the
+    disk is full.
 
-    Of planes that hold a part of the weights, the rest are holes: zeros that take no memory. The file then
-    says in its metadata which layout and buckets its state hash is over.
+    Where the planes hold a part of the weights, the rest are holes: zeros that take no memory. The file's
+    metadata then names the layout and the buckets that its state hash covers.
     """
     # The widest elements first, so that each plane starts at a multiple of its element's width.
     order = sorted(planes.planes, key=lambda dtype: (-DTYPE_BYTES[dtype], dtype))
@@ -54,7 +55,7 @@ def write_checkpoint(path: Path, planes: WeightPlanes, metadata: Mapping[str, st
             _fill_shards(partial, planes)
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)  # before the room is counted
+        partial.unlink(missing_ok=True)  # before the free space is measured
         room = shutil.disk_usage(path.parent)
         reason = (
             f"{error.strerror}: {planes.layout.num_bytes} bytes of weights, {room.free} of {room.total} free"
@@ -70,9 +71,9 @@ def _describe_shards(planes: WeightPlanes) -> dict[str, str]:
 
 
 def _reserve_shards(file: int, data_at: int, header: Mapping[str, Any], planes: WeightPlanes) -> None:
-    """Takes the memory of what is held, from its first to its last byte in each tensor.
+    """Allocates the file's memory for what is held, from the first to the last held byte of each tensor.
 
-    A disk that is full says so here; under a mapped hole it would end the process.
+    A full disk is reported here; a write to a mapped hole would end the process instead.
     """
     for part in planes.held_parts():
         inner = math.prod(part.tensor.shape[part.dim + 1 :])
@@ -86,7 +87,7 @@ def _reserve_shards(file: int, data_at: int, header: Mapping[str, Any], planes: 
 
 
 def _fill_shards(path: Path, planes: WeightPlanes) -> None:
-    """Writes into the tensors of a file what the planes hold, wherever it lies."""
+    """Writes what the planes hold into the tensors of a file."""
     tensors = _read_file(path, mode="r+")[0]
     planes.read_into(
         {
@@ -98,7 +99,7 @@ def _fill_shards(path: Path, planes: WeightPlanes) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, tuple[TensorSpec, NDArray[np.uint8]]]:
-    """Every tensor's spec and raw bytes, mapped, of one file or of all *.safetensors in a folder.
+    """Returns every tensor's spec and raw bytes, mapped, from one file or from all *.safetensors in a folder.
 
     Raises: FrameError on a file that is no safetensors file; OSError when it can't be read.
     """
@@ -110,7 +111,7 @@ def read_checkpoint(path: Path) -> dict[str, tuple[TensorSpec, NDArray[np.uint8]
 
 
 def fill_from_checkpoint(planes: WeightPlanes, path: Path) -> None:
-    """Loads a checkpoint's bits into what the planes hold.
+    """Loads a checkpoint's bits into the buckets that the planes hold.
 
     Raises: FrameError when a tensor is missing or has another dtype or shape.
     """
@@ -128,10 +129,10 @@ def fill_from_checkpoint(planes: WeightPlanes, path: Path) -> None:
 
 
 def checkpoint_state_hash(path: Path) -> StateHash:
-    """The state hash of the tensors in a checkpoint: what a worker compares with the publisher's.
+    """Returns the state hash of a checkpoint's tensors, which a worker compares with the publisher's.
 
-    Of a staged file that holds shards, the hash of what it holds. Reads it piece by piece and keeps nothing:
-    the worker may have no memory for a second copy. Raises: FrameError, OSError.
+    For a staged file that holds shards, this is the hash of what it holds. Reads piece by piece and keeps
+    nothing, because the worker may have no memory for a second copy. Raises: FrameError, OSError.
     """
     layout, held = None, None
     if path.is_dir():
@@ -156,11 +157,11 @@ def _read_shards(path: Path, metadata: Mapping[str, str]) -> tuple[Layout, froze
         layout = unpack_body(metadata[_LAYOUT_KEY].encode(), LayoutBody, str(path)).to_layout()
         return layout, frozenset(int(index) for index in metadata[_HELD_KEY].split(",") if index)
     except (RelayError, KeyError, ValueError) as error:
-        raise FrameError(f"{path}: no layout of shards: {error}") from error
+        raise FrameError(f"{path}: its metadata holds no layout of shards: {error}") from error
 
 
 def _bits_of(piece: Piece, raw: NDArray[np.uint8]) -> Bits:
-    """A piece's elements out of its tensor's raw bytes, copied, as a tensor may lie unaligned in its file."""
+    """Copies a piece's elements out of its tensor's raw bytes, which may lie unaligned in the file."""
     width = DTYPE_BYTES[piece.tensor.dtype]
     if piece.part.is_whole:
         return np.frombuffer(
@@ -187,11 +188,11 @@ def _header(layout: Layout, order: list[str], metadata: Mapping[str, str]) -> di
 def _read_file(
     path: Path, mode: Literal["r", "r+"] = "r"
 ) -> tuple[dict[str, tuple[TensorSpec, NDArray[np.uint8]]], dict[str, str]]:
-    """The tensors of one file, mapped, and its metadata."""
+    """Returns the tensors of one file, mapped, and its metadata."""
     raw: NDArray[np.uint8] = np.memmap(path, np.uint8, mode=mode)
     size = int.from_bytes(raw[:8].tobytes(), "little")
     if size + 8 > raw.size:
-        raise FrameError(f"{path}: header of {size} bytes in a file of {raw.size}")
+        raise FrameError(f"{path}: not a safetensors file: header of {size} bytes in a file of {raw.size}")
     try:
         header = json.loads(raw[8 : 8 + size].tobytes())
         metadata = header.pop("__metadata__", {})

@@ -1,10 +1,9 @@
-"""The delta codec where the tensors lie: compare, compact and apply on a CUDA device.
+"""The delta codec where the tensors lie: compares, compacts and applies on a CUDA device.
 
-Owns: the choice between the processor and the device (device_deltas), the loading of the kernels' library
-(csrc/delta/delta_cuda.h) and the buffers of a call. What comes out is the same rose._delta.Delta that the
-processor makes, so every codec's bytes are the same; only the changes cross to the host. Promises: the bits
-and hashes of csrc/delta/sparse.hpp. Imports torch when a library is loaded; never needed to build or import
-ROSE.
+Owns the choice between the processor and the device (device_deltas), the loading of the kernels' library
+(csrc/delta/delta_cuda.h), and the buffers of a call. The result is the same rose._delta.Delta that the
+processor makes, with the bits and hashes of csrc/delta/sparse.hpp, so every codec's bytes are the same; only
+the changes cross to the host. Imports torch only when a library is loaded. ROSE builds and runs without it.
 """
 
 import ctypes
@@ -31,13 +30,16 @@ class TensorDeltas(Protocol):
     """Applies differences to tensors where they lie."""
 
     def apply(self, delta: _delta.Delta, base: Any, first_index: int) -> Lanes:
-        """Like rose._delta.Delta.apply(), to a contiguous vector of integers. Raises: ValueError."""
+        """Does what rose._delta.Delta.apply() does, to a contiguous vector of integers. Raises:
+        ValueError.
+        """
 
 
 def tensor_deltas(device: Any, library: Path) -> TensorDeltas | None:
-    """For tensors on a torch device: the processor's codec in host memory, the kernels on a CUDA device.
+    """Returns what applies differences on a torch device: the processor's codec in host memory, else the
+    kernels.
 
-    None where they are not built, or for other devices.
+    Returns None where the kernels are not built, and for other kinds of devices.
     """
     return HostDeltas() if device.type == "cpu" else device_deltas(device, library)
 
@@ -50,9 +52,10 @@ class HostDeltas:
 
 
 def device_deltas(device: Any, library: Path) -> "DeviceDeltas | None":
-    """The codec for tensors on a torch device; None: the processor's (rose.transfer.format.codec).
+    """Returns the codec on a CUDA device where the kernels are built; None: use the processor's
+    (format/codec.py).
 
-    For CUDA devices the kernels, where somebody has built them; what was chosen there is logged.
+    For weights on a CUDA device, the log says which one was chosen.
     """
     if device is None or device.type != "cuda":
         return None
@@ -68,10 +71,10 @@ def device_deltas(device: Any, library: Path) -> "DeviceDeltas | None":
 
 
 class DeviceDeltas:
-    """library: built of csrc/delta/delta_cuda.cu, as it says there.
+    """Calls the kernels. library: built from csrc/delta/delta_cuda.cu.
 
-    Tensors are contiguous vectors on one device, read as raw bits; calls run on its current stream.
-    Raises: OSError when the library can't be loaded.
+    Tensors are contiguous vectors on one device, read as raw bits; calls run on its current stream. Raises:
+    OSError when the library can't be loaded.
     """
 
     def __init__(self, library: Path) -> None:
@@ -90,16 +93,20 @@ class DeviceDeltas:
             call.argtypes = types if name != "rose_delta_add" else [*types, pointer, pointer]
 
     def zeros(self, size: int, width: int, device: Any) -> Any:
-        """A vector that the calls here take. Raises: MemoryError."""
+        """Returns a vector that these calls accept. Raises: MemoryError."""
         torch = self._torch
-        dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # few operations know other unsigned ones
+        dtypes = {
+            1: torch.uint8,
+            2: torch.int16,
+            4: torch.int32,
+        }  # few operations support wider unsigned types
         try:
             return torch.zeros(size, dtype=dtypes[width], device=device)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"{size * width} bytes on {device}: {error}") from error
 
     def between(self, old: Any, new: Any, first_index: int) -> tuple[_delta.Delta, Lanes]:
-        """Like rose._delta.Delta.between(), of tensors. Raises: ValueError, RuntimeError."""
+        """Does what rose._delta.Delta.between() does, for tensors. Raises: ValueError, RuntimeError."""
         size, width = self._require_vector(old), old.element_size()
         if (self._require_vector(new), new.element_size(), new.device) != (size, width, old.device):
             raise ValueError(f"old has {size} elements of {width} bytes on {old.device}, new is {new.shape}")
@@ -133,15 +140,17 @@ class DeviceDeltas:
         return delta, _lanes(change)
 
     def apply(self, delta: _delta.Delta, base: Any, first_index: int) -> Lanes:
-        """Like rose._delta.Delta.apply(), to a tensor. Raises: ValueError, RuntimeError."""
+        """Does what rose._delta.Delta.apply() does, to a tensor. Raises: ValueError, RuntimeError."""
         return self._add(delta, base, first_index, is_reverse=False)
 
     def revert(self, delta: _delta.Delta, base: Any, first_index: int) -> Lanes:
-        """Takes back what apply() added."""
+        """Undoes apply()."""
         return self._add(delta, base, first_index, is_reverse=True)
 
     def wait(self, device: Any) -> None:
-        """Returns when the calling thread's stream is done: then other threads' streams may go on."""
+        """Returns when the calling thread's stream has finished, so that other threads' streams may
+        continue.
+        """
         if device.type == "cuda":
             self._torch.cuda.current_stream(device).synchronize()
 
@@ -166,7 +175,7 @@ class DeviceDeltas:
         return _lanes(change)
 
     def _on(self, device: Any) -> AbstractContextManager[Any]:
-        """Kernels start on the calling thread's device, which need not be the tensors'."""
+        """Makes the tensors' device the calling thread's current one, where kernels start."""
         context: AbstractContextManager[Any] = (
             self._torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         )

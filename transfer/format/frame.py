@@ -1,13 +1,13 @@
-"""Frames: one bucket on the wire, checked byte by byte.
+"""Frames: one bucket on the wire, with checksums over every byte.
 
-Wire format, all little-endian, header of 168 bytes then the payload:
+Wire format, all little-endian: a header of 168 bytes, then the payload.
 
     offset  size  field
     0       8     magic "ROSEWGHT"
     8       2     format version, 2
     10      1     codec (rose.transfer.format.codec.Codec)
     11      1     element width in bytes
-    12      4     bucket index in the layout's plan
+    12      4     bucket index in the layout
     16      16    run: xxh3-128 of the run id
     32      8     base version, -1 = none (a snapshot)
     40      8     new version
@@ -23,8 +23,8 @@ Wire format, all little-endian, header of 168 bytes then the payload:
     144     8     reserved, zero
     152     16    xxh3-128 of bytes 0..152
 
-Owns that format. Promises: any truncated, extended or flipped byte raises FrameError in unpack(), before
-anybody looks at the payload. Never decodes the payload (codec does) or knows keys (manifest does).
+Owns that format. Any truncated, extended or flipped byte raises FrameError in unpack(), before anybody looks
+at the payload. Never decodes the payload (codec.py does) and never knows keys (manifest.py does).
 """
 
 import struct
@@ -48,7 +48,7 @@ assert HEADER_BYTES == 168
 
 
 def run_digest(run_id: str) -> bytes:
-    """The 16 bytes by which a frame names its run."""
+    """Returns the 16 bytes by which a frame names its run."""
     return xxhash.xxh3_128_digest(run_id.encode())
 
 
@@ -72,7 +72,7 @@ class Frame:
     payload: bytes
 
     def pack(self) -> bytes:
-        """The frame as bytes."""
+        """Returns the frame as bytes."""
         fields = _FIELDS.pack(
             MAGIC,
             FORMAT,
@@ -96,7 +96,9 @@ class Frame:
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """The frame in `data`. Raises: FrameError on anything but the exact bytes that pack() made."""
+        """Returns the frame in `data`. Raises: FrameError on anything but the exact bytes that pack()
+        made.
+        """
         if len(data) < HEADER_BYTES:
             raise FrameError(f"frame of {len(data)} bytes is shorter than its header ({HEADER_BYTES})")
         fields = data[: _FIELDS.size]

@@ -1,7 +1,7 @@
-"""Where every tensor's elements lie: one global index, and the cut into buckets.
+"""Where every tensor's elements lie: one global index, cut into buckets.
 
-Owns: the order of tensors (by dtype, group, name), their offsets, the bucket plan, the layout digest.
-Promises: a pure function of names, dtypes, shapes and cuts, so trainer and engines derive the same plan.
+Owns the order of tensors (by dtype, group, name), their offsets, the list of buckets, and the layout's
+digest. A pure function of names, dtypes, shapes and cuts, so trainer and engines derive the same layout.
 Never touches weights. Source: ROSE §4.2 (64 MB buckets).
 """
 
@@ -17,10 +17,13 @@ from typing import Any
 
 BUCKET_BYTES = 64 << 20
 _FIRST_SHARES = (8, 2)
-"""A long group's first buckets are an eighth and a half of the others: the link has something to carry as
-soon as an eighth is encoded, and from then on each bucket is encoded while the one before it is sent."""
+"""A long group's first buckets are an eighth and a half of the usual size: the link has something to carry as
+soon as an eighth is encoded, and from then on each bucket is encoded while the one before it is sent.
+"""
 _CUT_RULE = 2
-"""Part of the digest, so that no two releases take different buckets for the same ones."""
+"""Part of the digest, so that two releases that cut differently never mistake each other's buckets for their
+own.
+"""
 
 DTYPE_BYTES = {
     "BF16": 2,
@@ -37,7 +40,7 @@ DTYPE_BYTES = {
     "U32": 4,
     "BOOL": 1,
 }
-"""Width of an element by its safetensors dtype name; others can't be published."""
+"""The width of an element by its safetensors dtype name. Other dtypes can't be published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +66,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A run of consecutive elements of one dtype; `begin` counts inside that dtype's plane."""
+    """Consecutive elements of one dtype; `begin` counts inside that dtype's plane."""
 
     index: int
     dtype: str
     begin: int
     num_elements: int
     first_index: int
-    """Global index of its first element, over all dtypes."""
+    """The global index of its first element, over all dtypes."""
 
     @property
     def end(self) -> int:
@@ -81,7 +84,8 @@ class Bucket:
 class TensorCut:
     """How a tensor is cut along one dimension, and the group that each part belongs to.
 
-    points: where parts begin, but the first; groups: one number per part. No points: the tensor is one part.
+    points: where each part but the first begins. groups: one number per part. Without points the tensor is
+    one part.
     """
 
     dim: int
@@ -115,20 +119,20 @@ class Part:
 
     @property
     def box(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) along every dimension."""
+        """The (start, stop) along every dimension."""
         whole = tuple((0, size) for size in self.tensor.shape)
         if self.is_whole:
             return whole
         return (*whole[: self.dim], (self.start, self.stop), *whole[self.dim + 1 :])
 
     def of(self, tensor: Any) -> Any:
-        """This part of the tensor, numpy's or torch's, in place."""
+        """Returns this part of the tensor, numpy's or torch's, in place."""
         return tensor if self.is_whole else tensor[tuple(slice(*ends) for ends in self.box)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Elements [begin, end) of a flattened part; they lie at `at` of their bucket."""
+    """Elements [begin, end) of a flattened part; they lie at offset `at` of their bucket."""
 
     part: Part
     begin: int
@@ -141,14 +145,15 @@ class Piece:
 
 
 class Layout:
-    """Tensors in order, cut into parts, grouped into one contiguous plane per dtype, cut into buckets.
+    """Tensors in order, cut into parts, joined into one contiguous plane per dtype, and cut into buckets.
 
     global index  0 ........... n0 | n0 .................. n0+n1
     planes        BF16: a | b | c  | F32: d | e
     buckets       [0][1 ][2   ][3]   [4      ]
 
-    cuts: by tensor name, for weights that ranks hold shards of: parts of one group lie together and share no
-    bucket with others, so a rank fetches whole groups. Tensors without a cut are one part of group 0.
+    cuts: by tensor name, for weights of which ranks hold shards. The parts of one group lie together and
+    share no bucket with others, so a rank fetches whole groups. A tensor without a cut is one part, of group
+    0.
     """
 
     def __init__(
@@ -205,7 +210,7 @@ class Layout:
             yield members[0].offset, members[-1].offset + members[-1].num_elements
 
     def pieces(self, bucket: Bucket) -> Iterator[Piece]:
-        """The parts of tensors that fill a bucket, in order, without gaps."""
+        """Yields the parts of tensors that fill a bucket, in order and without gaps."""
         parts = self._parts_by_dtype[bucket.dtype]
         first = bisect_right(parts, bucket.begin, key=lambda part: part.offset) - 1
         for part in islice(parts, max(first, 0), None):
@@ -227,7 +232,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over names, dtypes, shapes, cuts, and how buckets are cut."""
+        """16 hex digits over names, dtypes, shapes, cuts, and the rule by which buckets are cut."""
         table = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
         cuts = [[name, cut.dim, cut.points, cut.groups] for name, cut in sorted(self.cuts.items())]
         text = json.dumps([_CUT_RULE, self.bucket_bytes, table, *cuts], separators=(",", ":"))
@@ -235,7 +240,9 @@ class Layout:
 
 
 def _cut_group(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """(begin, size) of the buckets of a group's elements, `step` each but for the first and the last."""
+    """Yields (begin, size) of the buckets of a group's elements: `step` each, except for the first ones and
+    the last.
+    """
     first = [step // share for share in _FIRST_SHARES] if end - begin > 2 * step else []
     for size in chain(filter(None, first), repeat(step)):
         if begin >= end:
@@ -245,7 +252,7 @@ def _cut_group(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _parts(tensor: TensorSpec, cut: TensorCut) -> Iterator[Part]:
-    """Raises: ValueError on a cut that does not fit the tensor."""
+    """Yields a tensor's parts. Raises: ValueError on a cut that does not fit the tensor."""
     size = tensor.shape[cut.dim] if tensor.shape and cut.dim < len(tensor.shape) else 0
     ends = (0, *cut.points, size)
     is_rising = all(a < b for a, b in pairwise(ends)) or not cut.points

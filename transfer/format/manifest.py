@@ -5,12 +5,12 @@
     rose/{run}/LAYOUT                    tensors and bucket size                    (written once)
     rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
     rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
-    rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of those, of several ranks
-    rose/{run}/rank/{rank}               what that rank holds                       (written once)
-    rose/{run}/ack/{worker}              the version a worker runs                  (replaced)
+    rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of the version, if there are several
+    rose/{run}/rank/{rank}               the shards that this trainer rank holds    (written once)
+    rose/{run}/ack/{worker}              the version that a worker runs             (replaced)
 
-Owns: key names and these bodies. Promises: a manifest in the relay means that every frame it names is
-there, and HEAD names only versions with a manifest; bad JSON raises RelayError. No I/O here.
+Owns the names of the keys and these bodies. A manifest in the relay means that every frame it names is there,
+and HEAD names only versions that have a manifest. Bad JSON raises RelayError. No I/O happens here.
 """
 
 import re
@@ -44,10 +44,10 @@ class Head(_Body):
     version: int = Field(ge=0)
     snapshot: int = Field(ge=0)
     oldest_base: int = Field(ge=0)
-    """Deltas from this version on are kept."""
+    """The deltas from this version on are kept."""
     state_hash: str
     coming: int | None = None
-    """The version that is being written, if one is: its frames can be fetched ahead of its manifest."""
+    """The version that is being written, if there is one: its frames can be fetched ahead of its manifest."""
 
 
 class CutBody(_Body):
@@ -83,7 +83,7 @@ class LayoutBody(_Body):
         return cls(digest=layout.digest, bucket_bytes=layout.bucket_bytes, tensors=tensors)
 
     def to_layout(self) -> Layout:
-        """Raises: RelayError when the digest does not belong to the table."""
+        """Returns the Layout. Raises: RelayError when the digest does not belong to the table."""
         specs = [TensorSpec(name=t.name, dtype=t.dtype, shape=tuple(t.shape)) for t in self.tensors]
         cuts = {
             t.name: TensorCut(dim=t.cut.dim, points=t.cut.points, groups=t.cut.groups)
@@ -104,7 +104,9 @@ class BucketEntry(_Body):
     key: str
     num_bytes: int
     change: str
-    """Of the bucket's state hash: the changes of all entries are the version's, so none can be left out."""
+    """The change of the bucket's state hash. The changes of all entries add up to the version's, so that an
+    entry which was left out is noticed.
+    """
 
 
 class Manifest(_Body):
@@ -119,7 +121,7 @@ class Manifest(_Body):
     num_elements: int
     num_changed: int
     is_followed: bool
-    """Whether the trainer's ranks go on with a snapshot of this version."""
+    """Whether a snapshot of this version comes next, which every trainer rank then writes its share of."""
     buckets: list[BucketEntry]
 
 
@@ -134,7 +136,7 @@ class ShardBody(_Body):
 
 
 class RankBody(_Body):
-    """What one of several trainer ranks holds."""
+    """The shards that one of several trainer ranks holds."""
 
     shards: list[ShardBody]
 
@@ -148,7 +150,7 @@ class PartBody(_Body):
 
 
 class Ack(_Body):
-    """A worker's word that it now runs a version."""
+    """A worker's statement that it now runs a version."""
 
     worker: str
     version: int
@@ -163,7 +165,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def worker_name(worker_url: str) -> str:
-    """The name under which the subscriber of this worker acknowledges: its host and port."""
+    """Returns the name under which a worker's subscriber acknowledges: the worker's host and port."""
     bare = worker_url.split("://")[-1].strip("/")
     return check_name(re.sub(r"[^A-Za-z0-9._-]", "-", bare), "worker name")
 
@@ -189,7 +191,7 @@ def manifest_key(run_id: str, version: int, base: int | None) -> str:
 
 
 def is_version_key(key: str) -> bool:
-    """Whether an object of a run belongs to one of its versions: rose/{run}/{new}-{base}/..."""
+    """Whether the key's object belongs to a version of a run: rose/{run}/{new}-{base}/..."""
     parts = key.split("/")
     return len(parts) == 4 and re.fullmatch(r"\d+-(\d+|none)", parts[2]) is not None
 
@@ -199,7 +201,7 @@ def bucket_key(run_id: str, version: int, base: int | None, bucket: int) -> str:
 
 
 def bucket_of(key: str) -> int | None:
-    """The bucket of a frame's key; None for another object's."""
+    """Returns the bucket of a frame's key; None for the key of another object."""
     name = key.rpartition("/")[2]
     return int(name) if is_version_key(key) and name.isdecimal() else None
 
@@ -225,7 +227,7 @@ def pack_body(body: BaseModel) -> bytes:
 
 
 def unpack_body(data: bytes, model: type[Model], key: str) -> Model:
-    """Raises: RelayError naming the key when the object is not such a body."""
+    """Returns the body in an object. Raises: RelayError naming the key when the object is no such body."""
     try:
         return model.model_validate_json(data)
     except ValidationError as error:

@@ -1,10 +1,10 @@
-"""From shard plans to a layout that every rank can fetch its share of.
+"""Makes a layout from shard plans, so that every rank can fetch just its share.
 
-Owns: where tensors are cut so that no part is held in part by any rank, the groups of parts that the same
-ranks hold, and which buckets a rank's plan needs. Pure. Promises: with the layout's own plans, a rank needs
-exactly the buckets of its groups; with any other plan, every bucket that meets it.
-Source: ROSE §4.2. Where we differ: parts are grouped by who holds them, so that pipeline stages, replicated
-heads, padding and mixed parallelism all come out as whole buckets, without a rule for each.
+Owns where tensors are cut so that every rank holds each part wholly or not at all, the groups of parts that
+the same ranks hold, and which buckets a rank's plan needs. Pure. A rank whose plan went into the layout needs
+exactly the buckets of its groups; a rank with any other plan needs every bucket that its shards overlap.
+Source: ROSE §4.2. Where we differ: parts are grouped by the ranks that hold them, so pipeline stages,
+replicated heads, padding and mixed parallelism all give whole buckets, without a rule for each.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ from rose.transfer.format.layout import DTYPE_BYTES, Layout, Part, TensorCut, Te
 from rose.transfer.format.shard_plan import Box, ShardPlan
 
 Holdings = dict[str, list[Box]]
-"""The regions that one rank holds, by tensor."""
+"""The regions of each tensor that one rank holds."""
 
 
 def cut_by_holdings(tensors: Iterable[TensorSpec], ranks: Sequence[Holdings]) -> dict[str, TensorCut]:
-    """One cut per tensor; ranks: all that publish or fetch."""
+    """Returns one cut per tensor. ranks: the holdings of all ranks that publish or fetch."""
     signatures: dict[tuple[int, ...], int] = {}
     cuts: dict[str, TensorCut] = {}
     for tensor in sorted(tensors, key=lambda each: (each.dtype, each.name)):
@@ -38,12 +38,12 @@ def cut_by_holdings(tensors: Iterable[TensorSpec], ranks: Sequence[Holdings]) ->
 
 
 def held_buckets(layout: Layout, plans: Sequence[ShardPlan]) -> frozenset[int]:
-    """The buckets that have anything of what these ranks hold."""
+    """Returns the buckets that contain anything of what these plans' ranks hold."""
     return buckets_of(layout, [plan.boxes() for plan in plans])
 
 
 def buckets_of(layout: Layout, ranks: Sequence[Holdings]) -> frozenset[int]:
-    """The buckets that have anything of what these ranks hold."""
+    """Returns the buckets that contain anything of what these ranks hold."""
     held = {
         part
         for part in layout.parts
@@ -58,9 +58,9 @@ def buckets_of(layout: Layout, ranks: Sequence[Holdings]) -> frozenset[int]:
 
 
 def assign_buckets(layout: Layout, ranks: Sequence[Holdings]) -> list[frozenset[int]]:
-    """Each bucket to one rank that holds all of it, by bytes as evenly as it goes.
+    """Assigns each bucket to one rank that holds all of it, with the bytes spread as evenly as possible.
 
-    Raises: ValueError when nobody holds a whole bucket.
+    Raises: ValueError when no rank holds a whole bucket.
     """
     holders: dict[Part, list[int]] = {
         part: [
@@ -85,7 +85,9 @@ def assign_buckets(layout: Layout, ranks: Sequence[Holdings]) -> list[frozenset[
 
 
 def _edges(tensor: TensorSpec, boxes: Sequence[Box]) -> tuple[int, tuple[int, ...]]:
-    """The dimension with most cuts, and where they are; cuts along others are left to over-fetching."""
+    """Returns the dimension with the most cuts, and the cuts. Along other dimensions ranks fetch more than
+    they hold.
+    """
     best: tuple[int, tuple[int, ...]] = (0, ())
     for dim, size in enumerate(tensor.shape):
         edges = {edge for box in boxes for edge in (box.start[dim], box.stop[dim])} - {0, size}

@@ -1,9 +1,8 @@
 """All weights of one version in host memory, as raw bits.
 
-Owns: one vector per dtype, cut by the layout, with a state hash per bucket. The trainer's kept copy and
-the engine's mirror are both this.
-Promises: the hashes always belong to the bits; check_integrity() recomputes them from scratch.
-Never reads a value as a number, never talks to a relay.
+Owns one vector per dtype, cut by the layout, with a state hash per bucket. The trainer's kept copy and the
+engine's mirror are both of this type. The hashes always belong to the bits; check_integrity() recomputes
+them. Never reads a value as a number, never talks to a relay.
 """
 
 from collections.abc import Mapping
@@ -23,20 +22,20 @@ _BITS_BY_WIDTH: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
 
 
 def bits_dtype(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
-    """The numpy type that holds the raw bits of a safetensors dtype."""
+    """Returns the numpy type for the raw bits of a safetensors dtype."""
     return _BITS_BY_WIDTH[DTYPE_BYTES[dtype]]
 
 
 class WeightPlanes:
-    """The bits of every tensor of a layout, or of the buckets that a rank holds; zero until written.
+    """The bits of every tensor of a layout, or of the buckets that a rank holds; zero until they are written.
 
-    What is never written takes no memory.
+    Memory that is never written is never allocated.
     """
 
     def __init__(self, layout: Layout, held: frozenset[int] | None = None) -> None:
         self.layout = layout
         self.held = held if held is not None else frozenset(range(len(layout.buckets)))
-        """Indices of the buckets that are kept up to date."""
+        """The indices of the buckets that are kept up to date."""
         self.planes: dict[str, Bits] = {
             dtype: np.zeros(count, bits_dtype(dtype)) for dtype, count in layout.plane_elements.items()
         }
@@ -44,22 +43,26 @@ class WeightPlanes:
 
     @property
     def state_hash(self) -> StateHash:
-        """The hash of what is held: of the whole state, when all buckets are."""
+        """The hash of what is held; the hash of the whole state when all buckets are."""
         return sum(self._bucket_hashes, StateHash())
 
     def bucket_hash(self, bucket: Bucket) -> StateHash:
         return self._bucket_hashes[bucket.index]
 
     def bits(self, bucket: Bucket) -> Bits:
-        """The bucket's elements, in place. Write through fill(), follow() or patch(), which keep the hash."""
+        """Returns the bucket's elements, in place. Only fill(), follow() and patch() may write: they update
+        the hash.
+        """
         return self.planes[bucket.dtype][bucket.begin : bucket.end]
 
     def held_parts(self) -> set[Part]:
-        """The parts of tensors of which something is held."""
+        """Returns the parts of tensors of which something is held."""
         return {piece.part for index in self.held for piece in self.layout.pieces(self.layout.buckets[index])}
 
     def read_into(self, tensors: Mapping[str, Any]) -> None:
-        """Copies every part of which something is held into arrays of the tensors' shapes and bits."""
+        """Copies every part of which something is held into arrays that have the tensors' shapes and raw
+        bits.
+        """
         for part in self.held_parts():
             target = part.of(tensors[part.tensor.name])
             source = self.planes[part.tensor.dtype][part.offset : part.offset + part.num_elements]
@@ -71,17 +74,19 @@ class WeightPlanes:
         self._bucket_hashes[bucket.index] = StateHash.of(bits, bucket.first_index)
 
     def follow(self, bucket: Bucket, new: NewBits) -> tuple[SparsePatch, StateHash]:
-        """The bucket becomes `new`, in one pass; returns what that changed, and the change of its hash."""
+        """Sets the bucket to `new`, in one pass; returns what that changed, and the change of the bucket's
+        hash.
+        """
         patch, change = follow(self.bits(bucket), new, bucket.first_index)
         self._bucket_hashes[bucket.index] += change
         return patch, change
 
     def patch(self, bucket: Bucket, patch: Patch) -> None:
-        """Applies a patch that was decoded against this bucket as it is now; can't fail."""
+        """Applies a patch that was decoded against this bucket's present bits; can't fail."""
         self._bucket_hashes[bucket.index] += patch.apply_to(self.bits(bucket), bucket.first_index)
 
     def revert(self, bucket: Bucket, patch: Patch, before: StateHash) -> None:
-        """Takes back the bucket's last patch; `before`: the hash it had then."""
+        """Undoes the bucket's last patch. before: the bucket's hash before that patch."""
         patch.revert(self.bits(bucket))
         self._bucket_hashes[bucket.index] = before
 

@@ -1,10 +1,9 @@
 """Which elements of the checkpoint a serving rank holds, and where each of them goes.
 
-Owns: the plan of one rank as data, its regions of each tensor, applying it to plain arrays.
-Promises: exact; what a loader did that can't be told as strided copies makes the whole tensor held, and is
-named.
-Never looks at a model: shard_recorder.py makes plans from vLLM's own loaders. Source: ROSE §4.2
-(shard-aware transfer). Where we differ: recorded from what the loader does instead of inferred from module
+Owns one rank's plan as data, its regions of each tensor, and applying the plan to plain arrays. A plan is
+exact: where a loader did more than strided copies, the plan names the tensor and holds all of it. Never looks
+at a model: rose/engine/weights/shard_recorder.py makes plans from vLLM's own loaders. Source: ROSE §4.2
+(shard-aware transfer). Where we differ: plans record what the loader does instead of inferring it from module
 types and shapes, so merged, replicated, padded and fused tensors need no rules.
 """
 
@@ -38,16 +37,18 @@ class StridedView(_Body):
         return math.prod(self.shape)
 
     def of(self, flat: Array) -> Array:
-        """This view of the tensor's elements, in place. Raises: ValueError when it leads out of them."""
+        """Returns this view of the tensor's elements, in place. Raises: ValueError when it leads outside
+        them.
+        """
         last = self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         if self.num_elements > 0 and not 0 <= self.offset <= last < flat.size:
-            raise ValueError(f"{self} leads out of {flat.size} elements")
+            raise ValueError(f"{self} leads outside the tensor's {flat.size} elements")
         steps = [step * flat.itemsize for step in self.stride]
         return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, steps)
 
 
 class ShardCopy(_Body):
-    """One copy of the loader: from the checkpoint's tensor to the rank's parameter."""
+    """One copy that the loader makes, from the checkpoint's tensor to the rank's parameter."""
 
     source: StridedView
     target: StridedView
@@ -65,13 +66,13 @@ class Box:
         return math.prod(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     def meets(self, other: "Box") -> bool:
-        """Whether they share an element."""
+        """Whether the two boxes share an element."""
         starts = map(max, self.start, other.start)
         stops = map(min, self.stop, other.stop)
         return all(start < stop for start, stop in zip(starts, stops, strict=True))
 
     def lies_in(self, other: "Box") -> bool:
-        """Whether all of it is in the other one."""
+        """Whether all of this box is inside the other."""
         starts = zip(self.start, other.start, strict=True)
         stops = zip(self.stop, other.stop, strict=True)
         return all(mine >= its for mine, its in starts) and all(mine <= its for mine, its in stops)
@@ -82,7 +83,7 @@ class Box:
 
     @classmethod
     def of(cls, ends: Sequence[tuple[int, int]]) -> "Box":
-        """From (start, stop) along every dimension."""
+        """Returns the box with these (start, stop) along every dimension."""
         return cls(start=tuple(start for start, _ in ends), stop=tuple(stop for _, stop in ends))
 
 
@@ -90,15 +91,19 @@ class ShardPlan(_Body):
     """What one rank copies out of the checkpoint."""
 
     rank: str
-    """E.g. "pp0-tp3"."""
+    """The rank's name, such as "pp0-tp3"."""
     shapes: dict[str, tuple[int, ...]]
-    """Of every tensor of the checkpoint."""
+    """The shape of every tensor of the checkpoint."""
     copies: list[ShardCopy]
     whole: list[str]
-    """Tensors that the loader did more with than copy: they are needed whole, and only it can load them."""
+    """Tensors that the loader does more with than copy: they are needed whole, and only the loader can load
+    them.
+    """
 
     def boxes(self) -> dict[str, list[Box]]:
-        """The regions that the rank holds, by tensor; tensors it holds nothing of are absent."""
+        """Returns the regions that the rank holds, by tensor. Tensors of which it holds nothing are
+        absent.
+        """
         held: dict[str, list[Box]] = {name: [Box.whole(self.shapes[name])] for name in self.whole}
         for copy in self.copies:
             if copy.source.name not in self.whole:
@@ -109,7 +114,7 @@ class ShardPlan(_Body):
         return held
 
     def held_elements(self) -> int:
-        """How many elements the rank needs of the whole checkpoint."""
+        """Returns the number of the checkpoint's elements that the rank needs."""
         return sum(box.num_elements for boxes in self.boxes().values() for box in boxes)
 
     def apply(self, tensors: Mapping[str, Array], parameters: Mapping[str, Array]) -> None:
@@ -122,7 +127,7 @@ class ShardPlan(_Body):
 
 
 def read_plan(path: Path) -> ShardPlan:
-    """The plan in a file. Raises: ValueError naming the file."""
+    """Returns the plan in a file. Raises: ValueError naming the file."""
     try:
         return ShardPlan.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
@@ -130,7 +135,9 @@ def read_plan(path: Path) -> ShardPlan:
 
 
 def box_of(view: StridedView, shape: Sequence[int]) -> Box:
-    """The region of a contiguous tensor that a view covers; the whole tensor when it is no box."""
+    """Returns the region of a contiguous tensor that a view covers; the whole tensor where the view is no
+    box.
+    """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     by_stride = {stride: dim for dim, stride in enumerate(strides) if shape[dim] > 1}
     sizes = [1] * len(shape)

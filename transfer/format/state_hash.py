@@ -1,8 +1,8 @@
-"""The state hash: 128 bits that name the exact contents of a set of weights.
+"""The state hash: 128 bits that identify the exact contents of a set of weights.
 
-Owns the value type and its arithmetic; the sums themselves run in rose._delta.
-Promises: independent of how the elements are split over buckets or ranks; parts add up to the whole.
-Never hashes names or shapes: the layout's digest does.
+Owns the value type and its arithmetic; the sums themselves run in rose._delta. The hash is independent of how
+the elements are split over buckets or ranks: the hashes of the parts add up to the hash of the whole. Never
+hashes names or shapes: the layout's digest does.
 """
 
 from dataclasses import dataclass
@@ -38,19 +38,19 @@ class StateHash:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """Inverse of to_bytes."""
+        """Inverse of to_bytes(). Raises: ValueError."""
         if len(raw) != 16:
             raise ValueError(f"a state hash has 16 bytes, got {len(raw)}")
         return cls(int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little"))
 
     @classmethod
     def from_hex(cls, text: str) -> Self:
-        """Inverse of str."""
+        """Inverse of str(). Raises: ValueError."""
         if len(text) != 32:
             raise ValueError(f"a state hash has 32 hex digits, got {text!r}")
         return cls(int(text[:16], 16), int(text[16:], 16))
 
     @classmethod
     def of(cls, bits: NDArray[np.unsignedinteger], first_index: int) -> Self:
-        """The hash of a run of elements that starts at a global index."""
+        """Returns the hash of consecutive elements that start at a global index."""
         return cls(*_delta.state_hash(bits, first_index))

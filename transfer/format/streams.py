@@ -1,10 +1,10 @@
 """Several byte streams as one payload, each compressed on its own.
 
-    u32 pairs (raw size, stored size), one per stream; equal sizes mean stored as it is
+    u32 pairs (raw size, stored size), one per stream; equal sizes mean that the stream is not compressed
     the streams, in order
 
-Owns that container. Promises: unpack_streams() refuses anything but the exact bytes of pack_streams(), and
-asks for no memory that an honest payload of this bucket could not need. Never knows what a stream means.
+Owns that container. unpack_streams() refuses anything but the exact bytes of pack_streams(), and never
+allocates more memory than an honest payload of this bucket could need. Never knows what a stream means.
 """
 
 import struct
@@ -18,7 +18,9 @@ _SIZES = struct.Struct("<II")
 
 
 def pack_streams(streams: tuple[bytes, ...], *, is_compressed: bool) -> bytes:
-    """The streams as one payload. A stream that does not shrink is stored as it is."""
+    """Returns the streams as one payload. A stream that compression does not shrink is stored
+    uncompressed.
+    """
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
     sizes: list[bytes] = []
     bodies: list[bytes] = []
@@ -32,11 +34,11 @@ def pack_streams(streams: tuple[bytes, ...], *, is_compressed: bool) -> bytes:
 
 
 def unpack_streams(payload: bytes, num_streams: int, num_elements: int, width: int) -> tuple[bytes, ...]:
-    """Inverse of pack_streams. Raises: FrameError."""
+    """Inverse of pack_streams(). Raises: FrameError."""
     start = _SIZES.size * num_streams
     if len(payload) < start:
         raise FrameError(f"payload of {len(payload)} bytes is shorter than its stream table ({start})")
-    # No honest stream outgrows this: refuse before the decompressor is asked for the memory.
+    # No honest stream is larger than this: refuse before the decompressor allocates the memory.
     limit = num_elements * (width + 1) + 4096
     streams: list[bytes] = []
     for number in range(num_streams):

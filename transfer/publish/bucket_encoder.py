@@ -1,9 +1,9 @@
-"""The trainer's kept copy on its way to the next version: compared, brought up to date and packed.
+"""Compares the trainer's kept copy with the live weights, brings it up to date, and packs the difference.
 
-Owns: the threads that encode, and what the kept copy has of a version that is not committed yet.
-Promises: buckets come out in the order they were asked for, a few ahead of their taker at most; take_back()
-leaves the kept copy as it was at the last settle(). Comparing and packing hold no GIL, so each thread may
-have a core. Never talks to a relay. One caller at a time.
+Owns the threads that encode, and the record of what the kept copy already has of a version that is not
+committed yet. Buckets come out in the order in which they were asked for, and only a few are encoded ahead of
+the caller; take_back() leaves the kept copy as it was at the last settle(). Comparing and packing release the
+GIL, so each thread may use a core. Never talks to a relay. One caller at a time.
 """
 
 from collections import deque
@@ -32,10 +32,10 @@ class EncodedBucket:
 
 
 class BucketEncoder:
-    """kept: what is compared with, on the processor or on a device. codec: one for all buckets; None chooses
-    for each by its density and by the link.
+    """Encodes buckets. kept: the copy that is compared with, on the processor or on a device.
 
-    num_threads: buckets that are encoded at the same time.
+    codec: one for all buckets; None chooses for each bucket by its density and by the link. num_threads: the
+    number of buckets that are encoded at the same time.
     """
 
     def __init__(
@@ -51,10 +51,12 @@ class BucketEncoder:
         self._num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="rose-encode")
         self._ahead: list[tuple[Bucket, SparsePatch, StateHash]] = []
-        """What the kept copy has of the version under way, with the hashes before."""
+        """What the kept copy has of the version in progress, with the hashes before."""
 
     def encode(self, buckets: Sequence[Bucket]) -> Generator[EncodedBucket, None, None]:
-        """The buckets as they are now. Close the generator before anything else is done here."""
+        """Yields the buckets as they are now. The caller closes the generator before it uses the encoder
+        again.
+        """
         pending: deque[Future[EncodedBucket]] = deque()
         try:
             for bucket in buckets:
@@ -67,11 +69,11 @@ class BucketEncoder:
             wait(pending)
 
     def settle(self) -> None:
-        """What was encoded is committed."""
+        """Records that what was encoded is committed."""
         self._ahead = []
 
     def take_back(self) -> None:
-        """What was encoded since the last settle() is not committed."""
+        """Undoes what was encoded since the last settle(), because it is not committed."""
         for bucket, patch, before in self._ahead:
             self._kept.revert(bucket, patch, before)
         self._ahead = []

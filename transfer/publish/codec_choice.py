@@ -1,7 +1,7 @@
 """Which codec a bucket's difference gets.
 
-Owns the estimate of what each codec costs in time and bytes. Pure. Promises: of the codecs that are about
-equally fast over this link, the one with the fewest bytes. Never chooses COO, the baseline.
+Owns the estimate of what each codec costs in time and bytes. Pure. Of the codecs that are about equally fast
+over this link, it chooses the one with the fewest bytes. Never chooses COO, the baseline.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from rose.transfer.format.codec import Bits, Codec, SparsePatch, dense_payload, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cost:
-    """Measured by benchmarks/bench_codec.py on one core with AVX-512; bf16 after an Adam-like step."""
+    """Measured by benchmarks/bench_codec.py on one core with AVX-512, for bf16 after an Adam-like step."""
 
     per_byte_s: float
-    """Of the bucket, changed or not: reading both versions."""
+    """Time per byte of the bucket, changed or not, for reading both versions."""
     per_change_s: float
     wire_bytes: float
-    """Per changed element; falls with density, so this is the value at 1%."""
+    """Bytes per changed element. They fall with density; this is the value at 1%."""
 
 
 _COSTS = {
@@ -26,11 +26,13 @@ _COSTS = {
     Codec.EXPONENT: _Cost(per_byte_s=1 / 1.4e9, per_change_s=21e-9, wire_bytes=0.90),
 }
 _ABOUT_EQUAL = 1.25
-"""Time is estimated no better than this, and the link may serve others."""
+"""The estimates of time are no more exact than this, and others may use the link as well."""
 
 
 def pack_for_link(patch: SparsePatch, kept: Bits, dtype: str, link_bytes_per_s: float) -> tuple[Codec, bytes]:
-    """The codec that suits the density and the link, and its payload. `kept` has followed the patch."""
+    """Returns the codec that suits the density and the link, and its payload. `kept` already has the
+    patch.
+    """
     codec = choose_codec(patch.num_changed, kept.nbytes, link_bytes_per_s)
     payload = pack_followed(codec, patch, kept, dtype)
     if len(payload) >= kept.nbytes:
@@ -39,7 +41,7 @@ def pack_for_link(patch: SparsePatch, kept: Bits, dtype: str, link_bytes_per_s: 
 
 
 def choose_codec(num_changed: int, num_bytes: int, link_bytes_per_s: float) -> Codec:
-    """The codec for a bucket of `num_bytes` of which `num_changed` elements differ.
+    """Returns the codec for a bucket of `num_bytes` in which `num_changed` elements differ.
 
     Encoding and sending overlap, bucket after bucket, so the slower of the two sets the pace.
     """

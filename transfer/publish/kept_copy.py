@@ -1,9 +1,9 @@
-"""A trainer's kept copy of what it published last, and where new weights are compared with it.
+"""A trainer's copy of what it published last, with which new weights are compared.
 
-Owns: the choice (open_kept_copy), and the second copy that a device compares with. Promises: patches, bits
-and hashes are the same wherever they are made; the planes in host memory follow in any case, as snapshots
-and retries are written from them.
-Never talks to a relay. Several threads may work on different buckets.
+Owns the choice of where to compare (open_kept_copy), and the second copy for comparing on a device. Patches,
+bits and hashes are the same wherever they are made. The planes in host memory are always kept up to date,
+because snapshots and retries are written from them. Never talks to a relay. Several threads may work on
+different buckets.
 """
 
 import logging
@@ -25,26 +25,26 @@ logger = logging.getLogger(__name__)
 
 
 class KeptCopy(Protocol):
-    """What the encoder compares the live weights with."""
+    """The copy that the encoder compares the live weights with."""
 
     @property
     def planes(self) -> WeightPlanes:
         """The copy in host memory."""
 
     def fill(self, bucket: Bucket) -> None:
-        """The bucket becomes what the live weights are."""
+        """Sets the bucket to the live weights."""
 
     def follow(self, bucket: Bucket) -> tuple[SparsePatch, StateHash]:
-        """As fill(); returns what that changed, and the change of the hash."""
+        """Does what fill() does; returns what that changed, and the change of the hash."""
 
     def revert(self, bucket: Bucket, patch: SparsePatch, before: StateHash) -> None:
-        """Takes back the bucket's last follow(); `before`: the hash it had then."""
+        """Undoes the bucket's last follow(). before: the bucket's hash before it."""
 
 
 def open_kept_copy(source: TorchSource, planes: WeightPlanes, library: Path) -> KeptCopy:
-    """On the device where all weights lie on one that has kernels and room, else on the processor.
+    """Compares on the device if all weights lie on one that has kernels and room, else on the processor.
 
-    library: of the kernels (rose.transfer.format.device_delta).
+    library: the kernels (rose.transfer.format.device_delta).
     """
     device = source.device()
     deltas = device_deltas(device, library)
@@ -58,7 +58,7 @@ def open_kept_copy(source: TorchSource, planes: WeightPlanes, library: Path) -> 
 
 
 class HostCopy:
-    """Compared on the processor; weights of a device are copied to the host for it."""
+    """Compares on the processor; weights on a device are copied to the host first."""
 
     def __init__(self, source: TorchSource, planes: WeightPlanes) -> None:
         self._source = source
@@ -75,7 +75,7 @@ class HostCopy:
 
 
 class DeviceCopy:
-    """Compared on the weights' device, with a second copy of the held buckets there.
+    """Compares on the weights' device, with a second copy of the held buckets there.
 
     Only changes cross to the host. Raises: MemoryError.
     """
@@ -98,7 +98,7 @@ class DeviceCopy:
         self.planes.fill(bucket, kept.cpu().numpy().view(self.planes.bits(bucket).dtype))
 
     def follow(self, bucket: Bucket) -> tuple[SparsePatch, StateHash]:
-        """Raises: RuntimeError: a kernel failed, or the two copies differ; nothing was changed."""
+        """Raises: RuntimeError when a kernel failed or the two copies differ; nothing was changed then."""
         kept = self._kept[bucket.index]
         new = self._room_for(kept)
         self._source.gather(self.planes.layout, bucket, new)
@@ -109,8 +109,8 @@ class DeviceCopy:
         if found != change:
             self.planes.revert(bucket, patch, before)
             raise RuntimeError(
-                f"bucket {bucket.index} on {kept.device} is not its copy in host memory: "
-                f"a change of {change} there is one of {found} here"
+                f"bucket {bucket.index} on {kept.device} differs from its copy in host memory: the same "
+                f"patch changes the hash by {change} on the device and by {found} on the host"
             )
         kept.copy_(new)
         self._deltas.wait(kept.device)
@@ -121,7 +121,9 @@ class DeviceCopy:
         self.planes.revert(bucket, patch, before)
 
     def _room_for(self, kept: Any) -> Any:
-        """A vector like this one, the calling thread's until its next call."""
+        """Returns a vector of this one's size and type, which belongs to the calling thread until its next
+        call.
+        """
         memory = getattr(self._scratch, "memory", None)
         if memory is None:
             memory = self._scratch.memory = self._make_room()

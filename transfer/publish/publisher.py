@@ -1,12 +1,11 @@
 """The publisher: the trainer's end of the weight transfer.
 
-Owns: the kept copy of what was published last, and the run's version numbers.
-Promises: a version is announced only when all its objects are in the relay. The kept copy follows the weights
-in the pass that compares them; the publish after one that failed takes it back to the last committed version,
-and starts from there. Deltas are exact.
-Never waits for engines (wait_acked does, when the trainer asks). One thread at a time.
-Source: ROSE §4.2. Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is
-not exact), and snapshots bound the chain that a late joiner walks.
+Owns the copy of what was published last, and the run's version numbers. A version is announced only when all
+its objects are in the relay. The kept copy is updated in the same pass that compares it with the weights; if
+that publish fails, the next one takes the copy back to the last committed version and starts from there.
+Deltas are exact. Never waits for engines, except in wait_acked(). One thread at a time. Source: ROSE §4.2.
+Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is not exact), and
+snapshots bound the chain that a late joiner walks.
 """
 
 import logging
@@ -43,17 +42,19 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 100
 SNAPSHOT_SHARE = 0.5
 DEFAULT_LINK_GBPS = 1.0
-"""Where nobody says what the link carries: G8S with zstd, the fewest bytes that cost no time worth naming."""
+"""Where the link's speed is not given: this chooses G8S with zstd, the smallest codec that costs little
+time.
+"""
 FULL_WAIT_S = 30.0
 RANKS_TIMEOUT_S = 120.0
 _PUT_THREADS = 2
 _MOST_ENCODE_THREADS = 4
-"""By default: more than a few cores only wait for memory."""
+"""The default's limit: more cores only wait for memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What one publish sent, and what it would have cost otherwise."""
+    """What one publish sent, and what other encodings would have cost."""
 
     version: WeightVersion
     base: int | None
@@ -62,32 +63,33 @@ class SyncReport:
     num_changed: int
     dense_bytes: int
     coo_bytes: int
-    """int32 place + difference per changed element; dense_bytes for a snapshot."""
+    """An int32 place and a difference for each changed element; dense_bytes for a snapshot."""
     wire_bytes: int
-    """Frames and manifest of this version."""
+    """The frames and the manifest of this version."""
     snapshot_bytes: int
-    """Of the snapshot put beside a delta for late joiners, 0 mostly."""
+    """The size of the snapshot that was put beside a delta for late joiners; usually 0."""
     encode_s: float
     put_s: float
-    """Waiting for the relay, while encoding had nothing left to do beside it."""
+    """The time spent waiting for the relay when nothing was left to encode meanwhile."""
 
 
 class WeightPublisher:
     """Publishes a trainer's weights as a run of versions 0, 1, 2, ...
 
-    weights: a torch module, a mapping or pairs of (Hugging Face name, tensor); read at each publish(). codec:
-    one for all buckets; None chooses for each by its density and by link_gbps, the link to the relay.
-    full_wait_s: how long a full relay is waited for, while acknowledgements free what it holds of old
-    versions.
-    snapshot_every, snapshot_share: a snapshot for late joiners goes out after so many versions, or when the
-    deltas since the last one come to this share of it; over a slow link, rarer is cheaper.
-    plans: of the serving ranks, so that each can fetch what it holds (rose.engine.weights.shard_recorder).
-    rank, num_ranks: of a trainer that is spread over processes. Each publishes its own TensorShards, or its
-    share of what several hold, under one run id, and calls publish() as often as the others; they wait for
-    each other for ranks_timeout_s.
-    encode_threads: buckets that are compared and packed at the same time; None: a rank's share of the cores
-    that this process may use, 4 at most.
-    Raises: RelayError when the relay does not answer or holds a run of this id already.
+    weights: a torch module, or a mapping or pairs of (Hugging Face name, tensor), read at each publish().
+    codec: one for all buckets; None chooses for each bucket by its density and by link_gbps, the link to the
+    relay.
+    full_wait_s: how long to wait for a full relay, while acknowledgements free what it holds of old versions.
+    snapshot_every, snapshot_share: a snapshot for late joiners follows after this many versions, or when the
+    deltas since the last one exceed this share of its size; over a slow link, rarer is cheaper.
+    plans: those of the serving ranks, so that each can fetch what it holds
+    (rose.engine.weights.shard_recorder).
+    rank, num_ranks: for a trainer that is spread over processes. Each publishes its own TensorShards, or its
+    share of what several hold, under one run id, and calls publish() as often as the others; they wait
+    ranks_timeout_s for each other.
+    encode_threads: the number of buckets that are compared and packed at the same time; None: this rank's
+    share of the cores that the process may use, 4 at most.
+    Raises: RelayError when the relay does not answer or already holds a run with this id; ValueError.
     """
 
     def __init__(
@@ -112,13 +114,15 @@ class WeightPublisher:
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         if link_gbps <= 0 or snapshot_every < 1:
-            raise ValueError(f"need link_gbps > 0 and snapshot_every >= 1, got {link_gbps} {snapshot_every}")
+            raise ValueError(
+                f"link_gbps must be > 0 and snapshot_every >= 1, got {link_gbps} and {snapshot_every}"
+            )
         if encode_threads is None:
             encode_threads = min(
                 max(len(os.sched_getaffinity(0)) // max(num_ranks, 1), 1), _MOST_ENCODE_THREADS
             )
         if encode_threads < 1:
-            raise ValueError(f"need encode_threads >= 1, got {encode_threads}")
+            raise ValueError(f"encode_threads must be >= 1, got {encode_threads}")
         self._source = TorchSource(weights, dtype)
         self._full_wait_s = full_wait_s
         self._number = -1
@@ -141,7 +145,7 @@ class WeightPublisher:
         self._version_hash = StateHash()
         self._is_followed = False
         self._is_under_way = False
-        """Whether a version was begun of which no commit was heard of yet."""
+        """Whether a version was begun whose commit is not known of yet."""
         self._dense: dict[int, BucketEntry] = {}
         """The last delta's frames that hold all bits of their bucket: a snapshot need not send them again."""
         self._kept = open_kept_copy(self._source, self._planes, settings.delta_library)
@@ -149,18 +153,18 @@ class WeightPublisher:
 
     @property
     def version(self) -> WeightVersion | None:
-        """The last committed version, None before the first publish()."""
+        """The last committed version; None before the first publish()."""
         return WeightVersion(run_id=self.run_id, number=self._number) if self._number >= 0 else None
 
     @property
     def state_hash(self) -> StateHash:
-        """The hash of the last committed version, all ranks' parts together."""
+        """The hash of the last committed version, over all ranks' parts."""
         return self._version_hash
 
     def publish(self) -> SyncReport:
         """Publishes the weights as they are now. Raises: RelayError; calling again is safe.
 
-        ValueError when a tensor has another shape or dtype than the run began with.
+        Raises ValueError when a tensor has another shape or dtype than when the run began.
         """
         self._ranks.attempt += 1
         self._source.require_same()
@@ -185,17 +189,19 @@ class WeightPublisher:
         return report
 
     def acks(self) -> dict[str, Ack]:
-        """What each worker of this run acknowledged last, its own state hash included. Raises: RelayError."""
+        """Returns each worker's last acknowledgement, with the worker's own state hash. Raises:
+        RelayError.
+        """
         return self._chain.acks()
 
     def acked(self) -> dict[str, int]:
-        """The version that each worker of this run acknowledged last. Raises: RelayError."""
+        """Returns the version that each worker of this run acknowledged last. Raises: RelayError."""
         return {worker: ack.version for worker, ack in self.acks().items()}
 
     def wait_acked(self, version: WeightVersion, workers: Sequence[str], timeout_s: float) -> None:
         """Returns when every named worker runs `version` or a newer one of this run.
 
-        workers: names as in manifest.worker_name. Raises: WorkerError naming the late ones.
+        workers: names as manifest.worker_name makes them. Raises: WorkerError naming the late workers.
         """
         deadline_s = time.monotonic() + timeout_s
         prefix = keys.ack_prefix(self.run_id)
@@ -208,10 +214,10 @@ class WeightPublisher:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 missing = ", ".join(sorted(late))
-                raise WorkerError(f"no ack of {version} within {timeout_s} s from {missing}")
+                raise WorkerError(f"no acknowledgement of {version} within {timeout_s} s from {missing}")
             changes = self._relay.wait([prefix], seen, left_s)
             seen = changes.seen
-            # The link to the relay may be slow: only what is new is read.
+            # The link to the relay may be slow, so only new acknowledgements are read.
             written = {key.removeprefix(prefix) for key in changes.keys} if changes.keys is not None else late
             unread = late & written
 
@@ -226,7 +232,7 @@ class WeightPublisher:
         self._relay.close()
 
     def _write(self, version: int, base: int | None, put: Callable[[VersionWriter], object]) -> VersionWriter:
-        """Runs `put` on a new writer, first clearing away what an aborted attempt left."""
+        """Calls `put` with a new writer, after removing what an aborted attempt left."""
         writer = VersionWriter(
             self._relay,
             self._puts,
@@ -267,7 +273,7 @@ class WeightPublisher:
                         self._dense[step.bucket.index] = entry
         manifest = self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer))
         if self._ranks.is_leader and self._chain.is_announced:
-            # Followers, whom the deltas lead here, don't wait for a snapshot.
+            # Followers reach this version by its delta, so they need not wait for the snapshot.
             self._chain.move_head(manifest.version, StateHash.from_hex(manifest.state_hash))
         self._move_to(manifest)
 
@@ -275,7 +281,9 @@ class WeightPublisher:
         return self._chain.needs_snapshot(writer.version, num_bytes)
 
     def _hear_of_commit(self) -> None:
-        """After a publish that failed: another rank, or the relay, may have got through with it anyway."""
+        """After a publish that failed: finds out whether the version was committed anyway, else takes the
+        copy back.
+        """
         if not self._is_under_way:
             return
         base = self._number if self._number >= 0 else None
@@ -287,7 +295,7 @@ class WeightPublisher:
         self._is_under_way = False
 
     def _move_to(self, manifest: Manifest) -> None:
-        """The kept copy is what was committed."""
+        """Records that the kept copy is what was committed."""
         self._encoder.settle()
         self._is_under_way = False
         self._number = manifest.version

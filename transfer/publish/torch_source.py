@@ -1,9 +1,9 @@
 """Live torch tensors as raw bits: a trainer's, which are read, and a rollout rank's, which are written.
 
-Owns: what a trainer hands over; torch is imported when a source is made, or bits are loaded.
-Promises: a tensor that several names share is published once, under its first name; wider floats are
-cast by torch (round to nearest even) on the device, before they are copied to the host.
-Never keeps a copy of the weights, never writes to a trainer's.
+Owns what a trainer hands over. Imports torch only when a source is made or bits are loaded. A tensor that
+several names share is published once, under its first name; torch casts wider floats (round to nearest even)
+on their device, before they are copied to the host. Never keeps a copy of the weights, never writes to a
+trainer's.
 """
 
 import threading
@@ -38,9 +38,9 @@ _CASTS = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShard:
-    """A trainer rank's part of a tensor: where it lies in the Hugging Face tensor of that shape.
+    """A trainer rank's part of a tensor, and its place in the Hugging Face tensor.
 
-    tensor: a view of the live parameter, not a copy, of the part's shape.
+    tensor: a view of the live parameter, not a copy, with the part's shape. shape: that of the whole tensor.
     """
 
     tensor: Any
@@ -53,7 +53,7 @@ class TensorShard:
         return Box(start=self.start, stop=stop)
 
     def region(self, ends: tuple[tuple[int, int], ...]) -> Any:
-        """That region of the whole tensor, in place."""
+        """Returns a region of the whole tensor, in place; it must lie in this shard."""
         slices = [slice(a - at, b - at) for at, (a, b) in zip(self.start, ends, strict=True)]
         return self.tensor.detach()[tuple(slices)]
 
@@ -61,10 +61,10 @@ class TensorShard:
 class TorchSource:
     """Tensors by their Hugging Face names, from a module or from (name, tensor) pairs.
 
-    weights: anything with state_dict(), a mapping, or pairs, of tensors, DTensors (FSDP2) or TensorShards;
-    pairs may name a tensor several times, for several shards. The tensors are read anew at each publish, so
-    an optimizer that updates them in place needs nothing else. dtype: what floats of 2 bytes or more are cast
-    to; None publishes them as they are.
+    weights: anything with state_dict(), a mapping, or pairs; its values are tensors, DTensors (FSDP2) or
+    TensorShards. Pairs may name a tensor several times, for several shards. The tensors are read anew at each
+    publish, so an optimizer that updates them in place needs nothing else. dtype: floats of 2 bytes or more
+    are cast to it; None publishes them unchanged.
     """
 
     def __init__(self, weights: Any, dtype: str | None) -> None:
@@ -82,24 +82,24 @@ class TorchSource:
         self._views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
     def specs(self) -> list[TensorSpec]:
-        """What is published. Raises: ValueError on a dtype that has no place on the wire."""
+        """Returns the specs of what is published. Raises: ValueError on a dtype that can't be published."""
         return [
             TensorSpec(name=name, dtype=self._wire_dtype(name, shards[0].tensor), shape=shards[0].shape)
             for name, shards in self._shards.items()
         ]
 
     def holdings(self) -> dict[str, list[Box]]:
-        """The region of each tensor that is here."""
+        """Returns the regions of each tensor that this process holds."""
         return {name: [shard.box for shard in shards] for name, shards in self._shards.items()}
 
     def require_same(self) -> None:
-        """Raises: ValueError: a tensor has not the shape and dtype any more with which the run began."""
+        """Raises: ValueError when a tensor no longer has the shape and dtype with which the run began."""
         for (name, was), (_, now) in zip(self._formats, self._read_formats(), strict=True):
             if now != was:
                 raise ValueError(f"tensor {name} is {now}, the run began with {was}: begin a new run")
 
     def _read_formats(self) -> list[tuple[str, str]]:
-        """Each shard's tensor, and how it would be published."""
+        """Returns the name of each shard's tensor, and the form in which it would be published."""
         return [
             (name, f"{self._wire_dtype(name, shard.tensor)} {tuple(shard.tensor.shape)}")
             for name, shards in self._shards.items()
@@ -107,7 +107,7 @@ class TorchSource:
         ]
 
     def device(self) -> Any:
-        """The device that all tensors lie on; None where they lie on several."""
+        """Returns the device that all tensors lie on; None if they lie on several."""
         devices = self._devices()
         return next(iter(devices)) if len(devices) == 1 else None
 
@@ -115,17 +115,20 @@ class TorchSource:
         return {shard.tensor.device for shards in self._shards.values() for shard in shards}
 
     def wait(self) -> None:
-        """Returns when the calling thread's streams are done with the weights: then any thread may read."""
+        """Returns when the calling thread's streams have finished with the weights, so that any thread may
+        read them.
+        """
         for device in self._devices():
             if device.type == "cuda":
                 self._torch.cuda.current_stream(device).synchronize()
 
     def read(self, layout: Layout, bucket: Bucket) -> list[Bits]:
-        """The bits that the bucket's elements have now, piece by piece, valid until the thread's next read().
+        """Returns the present bits of the bucket's elements, piece by piece, valid until the thread's next
+        read().
 
-        Those that lie in host memory as they are published are seen there, not copied. Others go into the
-        same memory each time: the kernel would have to clear 64 MB of new pages for each bucket.
-        Raises: ValueError: not all are here.
+        Pieces that lie in host memory in their published form are not copied. Others are copied into the same
+        memory each time; otherwise the kernel would have to clear 64 MB of new pages for each bucket. Raises:
+        ValueError when not all elements are here.
         """
         dtype = bits_dtype(bucket.dtype)
         num_bytes = bucket.num_elements * dtype.itemsize
@@ -145,10 +148,10 @@ class TorchSource:
         return pieces
 
     def gather(self, layout: Layout, bucket: Bucket, bits: Any) -> None:
-        """Copies the bits that the bucket's elements have now into a vector of integers of their width, a
-        tensor on their device; nothing crosses to the host.
+        """Copies the present bits of the bucket's elements into a vector of integers on their device.
 
-        Raises: ValueError: not all are here.
+        bits: the vector, whose integers have the elements' width. Nothing crosses to the host. Raises:
+        ValueError when not all elements are here.
         """
         for piece, region in self._regions(layout, bucket):
             flat = region.reshape(-1)[piece.begin : piece.end]
@@ -156,7 +159,7 @@ class TorchSource:
             bits[piece.at : piece.at + flat.numel()].copy_(raw)
 
     def _regions(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[Piece, Any]]:
-        """The bucket's pieces, each with the part of a tensor that it is cut from."""
+        """Yields the bucket's pieces, each with the part of a tensor that it is cut from."""
         for piece in layout.pieces(bucket):
             ends = piece.part.box
             shards = self._shards.get(piece.tensor.name, [])
@@ -166,7 +169,7 @@ class TorchSource:
             yield piece, shards[0].region(ends)
 
     def _is_as_published(self, region: Any) -> bool:
-        """Whether flattening and reading these elements as bits copies nothing."""
+        """Whether these elements can be flattened and read as bits without a copy."""
         return region.device.type == "cpu" and self._target(region) is None and region.is_contiguous()
 
     def _raw(self, flat: Any, width: int) -> Any:
@@ -201,7 +204,7 @@ def load_planes(planes: WeightPlanes, tensors: Mapping[str, Any]) -> None:
         dtype = _SAFETENSORS_NAMES.get(str(tensor.dtype).removeprefix("torch."))
         if (dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
             raise ValueError(f"tensor {spec.name} is {dtype} {tuple(tensor.shape)}, published was {spec}")
-        copies[spec.name] = tensor.cpu().contiguous()  # itself, where it lies in host memory like that
+        copies[spec.name] = tensor.cpu().contiguous()  # the same tensor if it is contiguous in host memory
     planes.read_into(
         {name: copy.view(views[copy.element_size()]).numpy() for name, copy in copies.items() if copy.numel()}
     )
@@ -226,7 +229,7 @@ def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[TensorShard]]:
         shard = _shard_of(value)
         tensor = shard.tensor
         if tensor.numel() == 0 and shard.shape != tuple(tensor.shape):
-            continue  # more ranks than rows: others have them
+            continue  # there are more ranks than rows, and other ranks have the rows
         place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
         if tensor.numel() > 0 and place in seen:
             continue
@@ -236,11 +239,13 @@ def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[TensorShard]]:
 
 
 def _shard_of(value: Any) -> TensorShard:
-    """Of a torch DTensor, as FSDP2 and torch's tensor parallelism make, this rank's part, where it lies."""
+    """Returns this rank's part; of a DTensor (FSDP2, torch's tensor parallelism) the local part and its
+    place.
+    """
     if isinstance(value, TensorShard):
         return value
     shape = tuple(value.shape)
     if not hasattr(value, "__create_chunk_list__"):
         return TensorShard(tensor=value, shape=shape, start=(0,) * len(shape))
-    (chunk,) = value.__create_chunk_list__()  # as for torch's own distributed checkpoints
+    (chunk,) = value.__create_chunk_list__()  # torch's own distributed checkpoints use it
     return TensorShard(tensor=value.detach().to_local(), shape=shape, start=tuple(chunk.offsets))

@@ -1,10 +1,10 @@
-"""Several trainer ranks that publish one run together, without talking to each other but through the relay.
+"""Several trainer ranks that publish one run together and communicate only through the relay.
 
-Owns: the exchange of what each rank holds, the exclusive share of buckets that each publishes, and the
-putting together of a version from their parts. Rank 0 commits: it alone writes manifests and HEAD.
-Promises: all ranks derive the same layout and shares; a version is committed by all ranks or by none, and a
-rank that did not hear of a commit in time learns of it at its next publish. Every rank calls publish()
-equally often, as it does a training step. Source: ROSE §4.2 (mutually exclusive shards).
+Owns the exchange of what each rank holds, each rank's exclusive share of the buckets, and putting a version
+together from the ranks' parts. Rank 0 commits: it alone writes manifests and HEAD. All ranks derive the same
+layout and shares. A version is committed by all ranks or by none, and a rank that did not learn of a commit
+in time learns of it at its next publish. Every rank calls publish() equally often, once for each training
+step. Source: ROSE §4.2 (mutually exclusive shards).
 """
 
 import time
@@ -29,7 +29,7 @@ class TrainerRanks:
 
     def __init__(self, relay: Relay, run_id: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         if not 0 <= rank < num_ranks:
-            raise ValueError(f"need 0 <= rank < num_ranks, got rank {rank} of {num_ranks}")
+            raise ValueError(f"rank must be at least 0 and below num_ranks, got rank {rank} of {num_ranks}")
         self._relay = relay
         self._run_id = run_id
         self.rank = rank
@@ -44,7 +44,9 @@ class TrainerRanks:
     def agree(
         self, specs: list[TensorSpec], held: Holdings, plans: list[ShardPlan], bucket_bytes: int
     ) -> tuple[Layout, frozenset[int]]:
-        """The run's layout and this rank's buckets. Raises: RelayError: a rank is missing; ValueError."""
+        """Returns the run's layout and this rank's buckets. Raises: RelayError when a rank is missing;
+        ValueError.
+        """
         if self.num_ranks == 1:
             cuts = cut_by_holdings(specs, [plan.boxes() for plan in plans]) if plans else None
             layout = Layout(specs, bucket_bytes, cuts)
@@ -59,10 +61,10 @@ class TrainerRanks:
     def commit(
         self, writer: VersionWriter, before: StateHash | None, wants_snapshot: Callable[[int], bool]
     ) -> Manifest:
-        """Makes a version of all ranks' parts; every rank returns with its manifest.
+        """Makes a version from all ranks' parts; returns its manifest on every rank.
 
-        wants_snapshot: asked by the leader with the version's bytes, whether one is to follow. Raises:
-        RelayError: the relay, or a rank that was not heard of in time; then nothing is committed.
+        wants_snapshot: given the version's bytes, tells the leader whether a snapshot is to follow. Raises:
+        RelayError when the relay fails or a rank is not heard of in time; nothing is committed then.
         """
         part = PartBody(attempt=self.attempt, num_changed=writer.num_changed, buckets=writer.finish_frames())
         if not self.is_leader:
@@ -81,8 +83,8 @@ class TrainerRanks:
         is_followed = wants_snapshot(sum(entry.num_bytes for entry in entries))
         num_changed = sum(each.num_changed for each in parts)
         manifest = writer.commit(entries, num_changed, after, before, is_followed)
-        # Only now are the others' objects the leader's to remove: before, another attempt may put them again.
-        # A snapshot's frames may be its delta's.
+        # From now on the leader removes the others' objects; before the commit, another attempt may put them
+        # again. A snapshot may share frames with its delta.
         for rank in range(1, self.num_ranks):
             writer.note(keys.part_key(self._run_id, writer.version, writer.base, rank))
         for entry in entries:
@@ -90,7 +92,7 @@ class TrainerRanks:
         return manifest
 
     def committed(self, version: int, base: int | None) -> Manifest | None:
-        """The version's manifest, if it was committed. Raises: RelayError."""
+        """Returns the version's manifest if it was committed, else None. Raises: RelayError."""
         key = keys.manifest_key(self._run_id, version, base)
         data = self._relay.get(key)
         return unpack_body(data, Manifest, key) if data is not None else None
@@ -101,7 +103,7 @@ class TrainerRanks:
         def look() -> PartBody | None:
             data = self._relay.get(key)
             part = unpack_body(data, PartBody, key) if data is not None else None
-            # One of another attempt is of frames that were taken back.
+            # The part of another attempt names frames that were taken back.
             return part if part is not None and part.attempt == self.attempt else None
 
         return self._wait(key, look, f"part of rank {rank} of version {writer.version}")
@@ -116,7 +118,9 @@ class TrainerRanks:
         return self._wait(key, look, f"shards of rank {rank}")
 
     def _wait(self, key: str, look: Callable[[], Found | None], what: str) -> Found:
-        """Looks whenever the object was written."""
+        """Calls `look` whenever the object was written, until it returns something. Raises: RelayError after
+        timeout_s.
+        """
         deadline_s = time.monotonic() + self._timeout_s
         seen: str | None = None
         while True:
@@ -150,7 +154,7 @@ def _merge(bodies: list[RankBody]) -> tuple[list[TensorSpec], list[Holdings]]:
         for shard in body.shards:
             spec = TensorSpec(name=shard.name, dtype=shard.dtype, shape=shard.shape)
             if specs.setdefault(shard.name, spec) != spec:
-                raise ValueError(f"rank {rank} has {spec}, another one {specs[shard.name]}")
+                raise ValueError(f"trainer rank {rank} has {spec}, another rank has {specs[shard.name]}")
             held.setdefault(shard.name, []).append(Box(start=shard.start, stop=shard.stop))
         all_held.append(held)
     return list(specs.values()), all_held

@@ -1,7 +1,6 @@
 """Writes the objects of one version to the relay: frames in the background, the manifest last.
 
-Owns: the keys, sizes and times of one version's way into the relay.
-Promises: `written` names whatever may have been
+Owns the keys, sizes and times of one version's way into the relay. `written` names whatever may have been
 written, so that an aborted version can be cleared away. Used once, by one thread.
 """
 
@@ -21,14 +20,14 @@ from rose.transfer.format.state_hash import StateHash
 from rose.transfer.relay.protocol import Relay
 
 _FULL_POLL_S = 0.05
-_MAX_PENDING = 4  # of up to 64 MB each: bounds what waits for a slow link
+_MAX_PENDING = 4  # frames of up to 64 MB each: this bounds the memory that waits for a slow link
 
 
 class VersionWriter:
-    """base: the version that a delta starts from, None for a snapshot.
+    """Writes one version. base: the version that a delta starts from, None for a snapshot.
 
-    written: gets every key before it is put. make_room: called again and again while the relay is full, from
-    the executor's threads; after full_wait_s of that the put fails.
+    written: receives every key before it is put. make_room: called repeatedly while the relay is full, from
+    the executor's threads; the put fails after full_wait_s of that.
     """
 
     def __init__(
@@ -77,7 +76,9 @@ class VersionWriter:
         self._put(bucket, Codec.DENSE, bits.tobytes(), bucket.num_elements, StateHash(), after)
 
     def refer(self, bucket: Bucket, sent: BucketEntry, after: StateHash) -> None:
-        """Takes a dense frame of this version's delta into the snapshot: its bits need not cross again."""
+        """Uses a dense frame of this version's delta in the snapshot too, so that its bits need not cross
+        again.
+        """
         change = str(after)
         entry = BucketEntry(index=bucket.index, key=sent.key, num_bytes=sent.num_bytes, change=change)
         self._entries.append(entry)
@@ -120,15 +121,15 @@ class VersionWriter:
         return entry
 
     def run_beside(self, work: Callable[[], None]) -> None:
-        """Does it while buckets are encoded; what it raises, a later put or finish_frames() does."""
+        """Runs `work` while buckets are encoded. What it raises, a later put or finish_frames() raises."""
         self._pending.append(self._executor.submit(work))
 
     def note(self, key: str) -> None:
-        """A key of this version that another rank, or another way, writes."""
+        """Records a key of this version that another rank, or another path, writes."""
         self._written.append(key)
 
     def finish_frames(self) -> list[BucketEntry]:
-        """Waits until all frames are in the relay, and what runs beside them is done. Raises: RelayError."""
+        """Returns when all frames are in the relay and run_beside() is done. Raises: RelayError."""
         self._wait_for_puts(0)
         return self._entries
 
@@ -140,7 +141,7 @@ class VersionWriter:
         before: StateHash | None,
         is_followed: bool,
     ) -> Manifest:
-        """Puts the manifest; all its frames are in. Raises: RelayError."""
+        """Puts the manifest, after all its frames. Raises: RelayError."""
         manifest = Manifest(
             run_id=self._run_id,
             version=self.version,
@@ -158,7 +159,7 @@ class VersionWriter:
         return manifest
 
     def abort(self) -> None:
-        """Waits until nothing is being written any more; what was written stays for the caller to remove."""
+        """Waits until nothing is being written any more. The caller removes what was written."""
         for future in self._pending:
             future.exception()
         self._pending.clear()
@@ -169,7 +170,7 @@ class VersionWriter:
         self._pending.append(self._executor.submit(self._put_patiently, key, data))
 
     def _put_patiently(self, key: str, data: bytes) -> None:
-        """Raises: RelayFull when no room came in time; RelayError."""
+        """Puts, waiting while the relay is full. Raises: RelayFull when no room came in time; RelayError."""
         deadline_s = time.monotonic() + self._full_wait_s
         while True:
             try:
@@ -177,7 +178,7 @@ class VersionWriter:
             except RelayFull:
                 if time.monotonic() >= deadline_s:
                     raise
-            with suppress(RelayFull):  # not even HEAD may find room, when its numbers grow
+            with suppress(RelayFull):  # even HEAD may find no room when its numbers grow by a digit
                 self._make_room()
             time.sleep(_FULL_POLL_S)
 

@@ -44,7 +44,7 @@ def test_safetensors_reads_back_what_was_published(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_state_hash_of_a_file_is_that_of_the_publisher_whatever_wrote_it(tmp_path):
+def test_the_state_hash_of_a_file_is_the_publishers_whoever_wrote_the_file(tmp_path):
     planes = planes_of(TENSORS)
     write_checkpoint(tmp_path / "ours.safetensors", planes, {})
     safetensors.torch.save_file(TENSORS, tmp_path / "theirs.safetensors")
@@ -90,7 +90,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1])
-def test_a_full_disk_is_told_with_the_numbers_and_leaves_the_old_file(small_disk, dim):
+def test_a_full_disk_is_reported_with_the_numbers_and_leaves_the_old_file(small_disk, dim):
     specs = TorchSource({"w": torch.zeros(512, 512, dtype=torch.bfloat16)}, None).specs()
     cuts = {"w": TensorCut(dim=dim, points=(384,), groups=(0, 1))} if dim is not None else None
     planes = WeightPlanes(Layout(specs, cuts=cuts), held=frozenset({0}))
@@ -103,7 +103,7 @@ def test_a_full_disk_is_told_with_the_numbers_and_leaves_the_old_file(small_disk
     assert [each.name for each in small_disk.iterdir()] == [path.name] and path.read_bytes() == b"old"
 
 
-def test_a_rank_stages_its_rows_where_the_whole_would_not_fit(small_disk):
+def test_a_rank_stages_its_rows_on_a_disk_that_is_too_small_for_all_rows(small_disk):
     specs = TorchSource({"w": torch.zeros(512, 512, dtype=torch.bfloat16)}, None).specs()
     cuts = {"w": TensorCut(dim=0, points=(128,), groups=(0, 1))}
     planes = WeightPlanes(Layout(specs, cuts=cuts), held=frozenset({0}))

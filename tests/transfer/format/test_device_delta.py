@@ -15,7 +15,7 @@ SIZES = (1, 31, 2049, 65_536, 200_003)
 
 @pytest.fixture(params=["steps on the host", pytest.param("gpu", marks=pytest.mark.gpu)])
 def world(request):
-    """The deltas, and the device that their tensors are on."""
+    """The device's codec, and the device that its tensors are on."""
     if request.param == "gpu":
         return DeviceDeltas(request.getfixturevalue("cuda_library")), "cuda"
     return DeviceDeltas(request.getfixturevalue("host_library")), "cpu"
@@ -34,7 +34,7 @@ def test_the_device_finds_and_applies_the_processors_difference(world, width, de
     rng = np.random.default_rng(3)
     for size in SIZES:
         old, new = changed(rng, width, size + 1, density)
-        # From the second element on too, so that groups are not aligned.
+        # Also from the second element on, so that groups are not aligned.
         for begin in (0, 1):
             a, b = old[begin : begin + size], new[begin : begin + size]
             expected, lanes = _delta.Delta.between(a, [b], 12_345)
@@ -51,7 +51,7 @@ def test_the_device_finds_and_applies_the_processors_difference(world, width, de
             assert back == tuple(-lane % 2**64 for lane in lanes) and torch.equal(base, x)
 
 
-def test_what_does_not_fit_is_refused_before_a_kernel_runs(world):
+def test_tensors_that_do_not_fit_are_refused_before_a_kernel_runs(world):
     deltas, device = world
     x = torch.zeros(64, dtype=torch.int16, device=device)
     with pytest.raises(ValueError, match="64 elements of 2 bytes"):
@@ -70,18 +70,18 @@ def test_the_kernels_compile_and_export_their_calls(cuda_library):
     DeviceDeltas(cuda_library)
 
 
-def test_the_processor_is_chosen_for_its_own_tensors(host_library):
+def test_the_processors_codec_is_chosen_for_tensors_in_host_memory(host_library):
     assert device_deltas(torch.device("cpu"), host_library) is None
     assert device_deltas(None, host_library) is None
 
 
-def test_a_device_with_kernels_is_chosen(host_library, caplog):
+def test_the_kernels_are_chosen_for_a_device_that_has_them(host_library, caplog):
     caplog.set_level(logging.INFO)
     assert isinstance(device_deltas(torch.device("cuda", 1), host_library), DeviceDeltas)
     assert f"codec=cuda:1: kernels of {host_library}" in caplog.text
 
 
-def test_without_kernels_the_processor_is_chosen_and_one_line_says_so(tmp_path, caplog):
+def test_without_kernels_the_processor_is_chosen_and_the_log_says_so(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     assert device_deltas(torch.device("cuda", 0), tmp_path / "missing.so") is None
     (record,) = caplog.records
@@ -89,7 +89,7 @@ def test_without_kernels_the_processor_is_chosen_and_one_line_says_so(tmp_path, 
     assert "cuda:0" in record.message and "missing.so" in record.message
 
 
-def test_parts_that_are_no_difference_are_refused():
+def test_parts_that_form_no_valid_difference_are_refused():
     counts, places, differences = np.array([2], np.uint32), np.array([3, 9], np.uint16), np.ones(2, np.uint16)
     delta = _delta.Delta.from_parts(counts, places, differences, 10)
     assert all(

@@ -61,7 +61,7 @@ def test_the_order_of_tensors_does_not_matter(tensors):
 
 @st.composite
 def cut_tables(draw):
-    """Tensors with a cut for some of them."""
+    """Draws tensors, with cuts for some of them."""
     tensors = draw(tables)
     cuts = {}
     for spec in tensors:
@@ -76,7 +76,7 @@ def cut_tables(draw):
 
 @settings(deadline=None)
 @given(table=cut_tables(), bucket_bytes=st.integers(4, 200))
-def test_cut_tensors_lie_in_buckets_of_their_group_each_element_once(table, bucket_bytes):
+def test_every_element_of_a_cut_tensor_lies_in_one_bucket_of_its_group(table, bucket_bytes):
     tensors, cuts = table
     layout = Layout(tensors, bucket_bytes, cuts)
     assert LayoutBody.of(layout).to_layout().buckets == layout.buckets
@@ -111,7 +111,7 @@ def test_a_layout_body_with_a_changed_table_is_refused():
         body.model_copy(update={"bucket_bytes": 128}).to_layout()
 
 
-def test_bad_tensors_and_names_are_the_callers_mistake():
+def test_bad_tensors_and_names_are_refused():
     with pytest.raises(ValueError, match="I64"):
         TensorSpec(name="a", dtype="I64", shape=(1,))
     spec = TensorSpec(name="a", dtype="BF16", shape=(1,))

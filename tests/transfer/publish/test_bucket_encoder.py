@@ -1,4 +1,4 @@
-"""Several threads encode buckets, which come out in order and are taken back when need be."""
+"""Several threads encode buckets; the buckets come out in order, and can be taken back."""
 
 from contextlib import closing
 
@@ -17,7 +17,7 @@ from rose.transfer.publish.torch_source import TorchSource
 
 @pytest.fixture(params=["host", "steps on the host", pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request):
-    """The device that the weights are on, and how its kept copy is made."""
+    """The device that the weights are on, and the function that makes the kept copy there."""
     if request.param == "host":
         return "cpu", HostCopy
     is_gpu = request.param == "gpu"
@@ -28,10 +28,10 @@ def place(request):
 
 @pytest.fixture(params=[1, 3])
 def world(request, place):
-    """Weights after a step, the planes from before it, and an encoder with that many threads."""
+    """Returns weights after a step, the planes from before it, and an encoder with that many threads."""
     device, make_copy = place
     weight = torch.randn(50_000, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
-    # Of the second one bits must be copied to be read, into the reading thread's memory.
+    # The second tensor's bits must be copied to be read, into the reading thread's memory.
     source = TorchSource({"a": weight, "b": weight.view(200, 250).t()}, None)
     planes = WeightPlanes(Layout(source.specs(), bucket_bytes=8000))
     kept = make_copy(source, planes)
@@ -66,7 +66,7 @@ def test_buckets_come_out_in_order_and_lead_to_the_weights(world):
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 5])
-def test_what_is_not_committed_is_taken_back(world, num_taken):
+def test_changes_that_are_not_committed_are_taken_back(world, num_taken):
     _, planes, encoder = world
     old, old_hash = bits_of(planes), planes.state_hash
     with closing(encoder.encode(planes.layout.buckets)) as steps:
@@ -81,7 +81,7 @@ def test_what_is_not_committed_is_taken_back(world, num_taken):
     planes.check_integrity()
 
 
-def test_what_is_committed_stays(world):
+def test_committed_changes_are_never_taken_back(world):
     _, planes, encoder = world
     with closing(encoder.encode(planes.layout.buckets)) as steps:
         assert sum(step.encoded.num_changed for step in steps) > 0

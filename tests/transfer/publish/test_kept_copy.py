@@ -1,4 +1,4 @@
-"""Where a trainer's weights are compared makes no difference to what comes out."""
+"""The result is the same wherever a trainer's weights are compared."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_a_device_gives_the_processors_patches_hashes_and_planes(host_library, c
     device.planes.check_integrity()
 
 
-def test_copies_that_differ_are_found_and_nothing_changes(host_library):
+def test_a_device_copy_that_differs_from_the_hosts_is_found_and_nothing_changes(host_library):
     weight = torch.zeros(9000, dtype=torch.bfloat16)
     source = TorchSource({"a": weight}, None)
     planes = WeightPlanes(Layout(source.specs()))
@@ -55,7 +55,7 @@ def test_copies_that_differ_are_found_and_nothing_changes(host_library):
     kept.fill(bucket)
     planes.fill(bucket, np.ones(9000, np.uint16))
     weight[5] = 1.0
-    with pytest.raises(RuntimeError, match="bucket 0 on cpu is not its copy in host memory"):
+    with pytest.raises(RuntimeError, match="bucket 0 on cpu differs from its copy in host memory"):
         kept.follow(bucket)
     np.testing.assert_array_equal(planes.bits(bucket), np.ones(9000, np.uint16))
     planes.check_integrity()
@@ -74,6 +74,6 @@ def test_weights_on_a_device_are_compared_there(cuda_library):
     assert isinstance(kept, DeviceCopy)
 
 
-def test_weights_on_several_devices_have_none():
+def test_weights_on_several_devices_have_no_common_device():
     source = TorchSource({"a": torch.zeros(4), "b": torch.zeros(4, device="meta")}, None)
     assert source.device() is None

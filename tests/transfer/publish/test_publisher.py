@@ -1,4 +1,4 @@
-"""Trainer to mirror over real relays: every version arrives bit for bit, however the follower got there."""
+"""From trainer to mirror over real relays, every version arrives bit for bit, by whatever path."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -102,7 +102,7 @@ def test_special_values_and_unchanged_weights_arrive(publish, relay, model, tmp_
     check_holds(follower.mirror, model, report, tmp_path)
 
 
-def test_skipped_versions_are_composed(publish, relay, model, tmp_path):
+def test_a_follower_that_skipped_versions_applies_their_deltas(publish, relay, model, tmp_path):
     publisher = publish(run_id="run")
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
@@ -130,7 +130,7 @@ def test_a_late_joiner_starts_at_the_latest_snapshot(publish, relay, model, tmp_
     check_holds(early.mirror, model, report, tmp_path)
 
 
-def test_old_objects_go_when_the_workers_are_past_them(publish, relay, model):
+def test_old_objects_are_removed_when_the_workers_are_past_them(publish, relay, model):
     publisher = publish(run_id="run", snapshot_every=2)
     ack = keys.ack_prefix("run") + "w"
     for number in range(5):
@@ -178,7 +178,7 @@ def test_a_corrupt_object_leaves_the_mirror_on_its_version(publish, relay, model
     follower.advance()
     model.train_step()
     publisher.publish()
-    # The delta and, with it, the way over the snapshot: no road leads to HEAD.
+    # The path over the snapshot needs this delta too, so no path leads to HEAD.
     key = keys.bucket_key("run", 1, 0, 0)
     data = bytearray(relay.get(key))
     data[len(data) // 2] ^= 1
@@ -217,7 +217,7 @@ def test_a_base_checkpoint_with_the_snapshots_bits_saves_the_snapshot(publish, r
     assert other.mirror.state_hash == follower.mirror.state_hash == publisher.state_hash
 
 
-def test_wait_acked_returns_for_newer_acks_and_names_the_late(publish, relay):
+def test_wait_acked_accepts_newer_versions_and_names_late_workers(publish, relay):
     publisher = publish(run_id="run")
     version = publisher.publish().version
     relay.upsert(keys.ack_prefix("run") + "a", pack_body(Ack(worker="a", version=3, state_hash="")))
@@ -263,7 +263,7 @@ def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(start_relay
         model.train_step()
         publisher.publish()
         follower.advance()
-    # The worker, two versions behind, still holds the chain from version 1; the rest is taken.
+    # The worker is two versions behind and still needs the chain from version 1; the rest is removed.
     filled = sum(len(relay.get(key)) for key in relay.keys(""))
     relay.put("filler", bytes(CAPACITY_BYTES - filled - 3000))
     model.train_step()
@@ -299,14 +299,14 @@ def test_a_relay_that_came_back_empty_is_filled_again(embedded_url, model, tmp_p
     relay.close()
 
 
-def test_bad_input_is_the_callers_mistake(relay_url, model):
+def test_bad_arguments_are_refused(relay_url, model):
     with pytest.raises(ValueError, match="run id"):
         WeightPublisher(model, relay_url, "a/b")
     with pytest.raises(ValueError, match="dtype"):
         WeightPublisher(model, relay_url, dtype="int4")
     with pytest.raises(ValueError, match="int64"):
         WeightPublisher({"steps": torch.zeros(1, dtype=torch.int64)}, relay_url)
-    with pytest.raises(ValueError, match="encode_threads >= 1, got 0"):
+    with pytest.raises(ValueError, match="encode_threads must be >= 1, got 0"):
         WeightPublisher(model, relay_url, encode_threads=0)
     with pytest.raises(ValueError, match="no tensors"):
         WeightPublisher({}, relay_url)
@@ -333,7 +333,7 @@ def test_a_tensor_that_changes_its_shape_or_dtype_is_refused_and_named(embedded_
     publisher.close()
 
 
-def test_a_version_is_fetched_while_it_is_written(embedded_url):
+def test_a_version_is_fetched_while_it_is_being_written(embedded_url):
     rows = 50
     ranks = [torch.randn(rows, 20).to(torch.bfloat16) for _ in range(2)]
 
@@ -369,7 +369,7 @@ def test_a_version_is_fetched_while_it_is_written(embedded_url):
         each.close()
 
 
-def test_followers_do_not_wait_for_a_snapshot_of_what_they_can_reach(start_relay):
+def test_followers_with_the_deltas_do_not_wait_for_the_snapshot(start_relay):
     url = start_relay("embedded").url
     relay = open_relay(url)
     weights = {"w": torch.zeros(1 << 20, dtype=torch.bfloat16)}
