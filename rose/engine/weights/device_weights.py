@@ -1,7 +1,7 @@
-"""What a model's weights take on the device, and the storages that they lie in.
+"""The memory that a model's weights take on the device, and the storages that they lie in.
 
 Owns the knowledge of where vLLM keeps weights beside the parameters: on a CPU a layer's ``cpu_linear`` may
-hold a packed copy. Promises that a storage which several of them share counts once. Never changes the model.
+hold a packed copy. A storage that several of them share counts once. Never changes the model.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import torch
 
 
 def device_bytes(model: torch.nn.Module) -> int:
-    """What the model's weights take on the device: parameters, and on a CPU the packed copies of them.
+    """Returns the bytes that the model's weights take on the device: parameters, and on a CPU their packed
+    copies.
 
-    Not every layer that vLLM dispatches on a CPU has such a copy: without AVX-512 oneDNN takes no bfloat16
+    Not every layer that vLLM dispatches on a CPU has such a copy: without AVX-512, oneDNN accepts no bfloat16
     matrix, and the layer computes with its parameter.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -32,12 +33,12 @@ def device_bytes(model: torch.nn.Module) -> int:
 
 
 def _closed_over(function: Any) -> list[Any]:
-    """What a layer's ``cpu_linear`` keeps: vLLM has no other place for packed weights."""
+    """Returns what a layer's ``cpu_linear`` keeps: vLLM stores packed weights nowhere else."""
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def storages(model: torch.nn.Module) -> list[torch.UntypedStorage]:
-    """Of all parameters, each once: a head tied to the embedding shares its storage."""
-    # A parameter is on meta where a reload failed half-way.
+    """Returns the storages of all parameters, each once: a head tied to the embedding shares its storage."""
+    # A parameter is on the meta device where a reload failed half-way.
     found = (each.untyped_storage() for each in model.parameters() if not each.is_meta)
     return list({storage._cdata: storage for storage in found}.values())

@@ -1,11 +1,11 @@
-"""Live weights brought up to date in place: what changed between two staged checkpoints, and nothing else.
+"""Live weights updated in place: only what changed between two staged checkpoints is written.
 
-Owns: which models that is right for, the comparison of two staged files, and writing the changes where the
-parameters lie, by the device's codec or the processor's (device_delta.py). Promises: an element is
-changed by what its old and new bits differ in, and the hash of all that tells whether it had those old bits;
-where it had not, FrameError says so and the caller loads the whole file. Comparing touches no weight, so it
-may be done in a thread beside the steps. Not run on a GPU yet.
-Never guesses where a tensor goes: that was recorded from the model's own loader.
+Owns which models allow this, the comparison of two staged files, and writing the changes into the parameters,
+by the device's codec or the processor's (device_delta.py). The difference of an element's old and new bits is
+added to it, and the hash of all additions tells whether the elements held their old bits; if one did not,
+FrameError is raised and the caller loads the whole file. The comparison touches no weight, so it runs in a
+thread beside the engine's steps. Not run on a GPU yet. Never guesses where a tensor goes: that is recorded
+from the model's own loader.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from rose.transfer.format.state_hash import StateHash
 logger = logging.getLogger(__name__)
 
 MOST_CHANGED = 0.1
-"""Share of the elements above which loading all of them is about as fast, and takes no memory for changes."""
+"""The share of changed elements above which loading the whole file is about as fast and needs no extra
+memory.
+"""
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 Checkpoint = Mapping[str, tuple[TensorSpec, Any]]
-"""As rose.transfer.format.checkpoint reads it: specs and raw bytes by name."""
+"""Specs and raw bytes by name, as rose.transfer.format.checkpoint reads them."""
 
 
 class InPlaceWriter:
-    """One rank's: for one model, whose weights are a staged checkpoint's when something is compared.
+    """One rank's writer, for one model, whose weights are a staged checkpoint's when a comparison begins.
 
-    library: of the device's kernels.
+    library: the device's kernels.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, library: Path) -> None:
@@ -60,9 +62,9 @@ class InPlaceWriter:
             logger.info("weight updates load whole files: %s", problem)
 
     def begin(self, old: Path, new: Path, identity: str) -> bool:
-        """Begins to compare, beside the steps. False: the new file has to be loaded whole.
+        """Begins to compare beside the steps; returns False when the new file has to be loaded whole.
 
-        identity: of the new file, by which take() knows it. Raises: OSError, FrameError, ValueError.
+        identity: the new file's, by which take() recognises it. Raises: OSError, FrameError, ValueError.
         """
         self._comparison = None
         if self._deltas is None:
@@ -80,7 +82,7 @@ class InPlaceWriter:
 
         try:
             return record_shard_plan(self._vllm_config, specs)
-        except Exception as error:  # a model's loader may fail in any way; loading whole files goes on
+        except Exception as error:  # a loader may fail in any way, and loading whole files still works
             logger.warning("weight updates load whole files: no plan of this model: %r", error)
             self._deltas = None
             return None
@@ -90,30 +92,31 @@ class InPlaceWriter:
         return self._comparison is None or self._comparison[1].done()
 
     def take(self, identity: str) -> Changes | None:
-        """What changes towards that file; None: it has to be loaded whole."""
+        """Returns what changes towards that file; None when it has to be loaded whole."""
         comparison, self._comparison = self._comparison, None
         if comparison is None or comparison[0] != identity:
             return None
         try:
             return comparison[1].result()
-        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        except Exception as error:  # whatever failed, the other ranks wait for this rank's verdict
             logger.info("weights are loaded whole: %s", error)
             return None
 
     def write(self, changes: Changes) -> None:
-        """Raises: as Changes.write()."""
+        """Writes the changes. Raises: what Changes.write() raises."""
         assert self._deltas is not None, "take() gives nothing without a codec"
         changes.write(self._model, self._deltas)
 
     def close(self) -> None:
-        """Returns when nothing is compared any more."""
+        """Returns when no comparison is running any more."""
         self._thread.shutdown()
 
 
 def why_not_in_place(model: torch.nn.Module, quantization: str | None) -> str | None:
-    """Why this model's parameters are not what it computes with, or None where they are.
+    """Returns why this model computes with something else than its parameters; None if it computes with them.
 
-    Known kinds of layers alone: others may have derived something of their weights when they were loaded.
+    Only known kinds of layers pass: others may have derived something from their weights when they were
+    loaded.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
@@ -157,7 +160,7 @@ class _Change:
 
 
 class Changes:
-    """From one staged checkpoint to another, of what one rank holds."""
+    """The changes from one staged checkpoint to another, in what one rank holds."""
 
     def __init__(self, changes: list[_Change]) -> None:
         self._changes = changes
@@ -167,8 +170,11 @@ class Changes:
         return sum(change.delta.num_changed for change in self._changes)
 
     def write(self, model: torch.nn.Module, deltas: TensorDeltas) -> None:
-        """Raises: FrameError: a parameter is not what the plan says, or did not hold the old bits. Some are
-        new by then, and the whole file has to be loaded."""
+        """Writes the changes into the model's parameters.
+
+        Raises: FrameError when a parameter is not what the plan says or did not hold the old bits. Some
+        parameters are new by then, so the whole file has to be loaded.
+        """
         parameters = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         for change in self._changes:
             if change.parameter not in parameters:
@@ -185,7 +191,9 @@ class Changes:
 
 
 def compare(old: Checkpoint, new: Checkpoint, plan: ShardPlan) -> Changes:
-    """Raises: FrameError: they can't be compared, or differ in too much."""
+    """Returns the changes. Raises: FrameError when the checkpoints can't be compared, or differ in too
+    much.
+    """
     if plan.whole:
         raise FrameError(f"only the loader can load {', '.join(plan.whole)}")
     changes = Changes(list(_compare(old, new, plan)))
@@ -215,7 +223,7 @@ def _compare(old: Checkpoint, new: Checkpoint, plan: ShardPlan) -> Iterator[_Cha
 
 
 def _elements(tensor: tuple[TensorSpec, Any], source: StridedView) -> Bits:
-    """The view's elements, in its order; in place where they lie together."""
+    """Returns the view's elements in its order; in place where they are contiguous."""
     spec, raw = tensor
     elements: Bits = source.of(raw.view(bits_dtype(spec.dtype))).reshape(-1)
     return elements

@@ -1,8 +1,8 @@
-"""Shard plans from vLLM's own loaders.
+"""Shard plans, recorded from vLLM's own loaders.
 
-Owns the recording: the model is built without memory, its ``load_weights`` is fed tensors without memory, and
-every copy between the two is noted. Promises that no weight is read or written, and that the model the engine
-runs is not touched. Never guesses from names or shapes.
+Owns the recording: a model is built without memory, its ``load_weights`` is fed tensors without memory, and
+every copy between the two is noted. No weight is read or written, and the engine's own model is not touched.
+Never guesses from names or shapes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _TORCH_DTYPES = {
 
 
 def record_shard_plan(vllm_config: Any, tensors: Iterable[TensorSpec]) -> ShardPlan:
-    """What this process's rank copies out of a checkpoint with these tensors.
+    """Returns what this process's rank copies out of a checkpoint with these tensors.
 
-    Call it where vLLM's parallel groups are set up, or under :func:`pretended_rank`.
-    Raises: ValueError on a dtype that no loader copies unchanged.
+    Call it where vLLM's parallel groups are set up, or under :func:`pretended_rank`. Raises: ValueError on a
+    dtype that no loader copies unchanged.
     """
     specs = list(tensors)
     model: Any = _model_without_memory(vllm_config)
@@ -70,7 +70,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if func is torch.ops.aten.copy_.default and self._target(args[0]) is not None:
             self._note_copy(args[0], args[1])
         elif any(_storage(leaf) not in self._sources for leaf in tree_leaves(result)):
-            # Something was computed from the tensor; whatever becomes of it, all of it may be needed.
+            # Something was computed from the tensor, so all of it may be needed.
             self.whole.update(name for leaf in read if (name := self._source(leaf)) is not None)
         return result
 
@@ -78,7 +78,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         source_name, target_name = self._source(source), self._target(target)
         assert source_name is not None and target_name is not None
         if source.numel() == 0:
-            return  # a rank with padding alone
+            return  # this rank holds only padding
         if source.dtype != target.dtype or source.numel() != target.numel():
             self.whole.add(source_name)
             return
@@ -102,7 +102,9 @@ def _view(name: str, tensor: torch.Tensor) -> StridedView:
 
 
 def _by_storage(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
-    """Names by storage; the first one where several share it (a head tied to the embedding)."""
+    """Returns names by storage; the first name where several tensors share one (a head tied to the
+    embedding).
+    """
     names: dict[int, str] = {}
     for name, tensor in tensors:
         names.setdefault(_storage(tensor), name)
@@ -116,7 +118,9 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _dtype(spec: TensorSpec) -> torch.dtype:
     if spec.dtype not in _TORCH_DTYPES:
-        raise ValueError(f"tensor {spec.name}: no plan for dtype {spec.dtype}")
+        raise ValueError(
+            f"tensor {spec.name} has dtype {spec.dtype}; plans support {', '.join(_TORCH_DTYPES)}"
+        )
     return _TORCH_DTYPES[spec.dtype]
 
 
@@ -128,7 +132,9 @@ def _model_without_memory(vllm_config: Any) -> torch.nn.Module:
 
 
 def detached_config(vllm_config: Any) -> Any:
-    """A copy under which a second model can be built: attention layers register by name, each once."""
+    """Returns a copy under which a second model can be built: attention layers register by name, each
+    once.
+    """
     detached = copy.copy(vllm_config)
     detached.compilation_config = copy.copy(vllm_config.compilation_config)
     detached.compilation_config.static_forward_context = {}
@@ -139,7 +145,7 @@ def detached_config(vllm_config: Any) -> Any:
 
 
 class _PretendedPeers:
-    """A process group that is only asked how large it is."""
+    """A process group that is asked only for its size and rank."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -154,7 +160,7 @@ class _PretendedPeers:
 
 @dataclass(frozen=True, slots=True)
 class _PretendedGroup:
-    """As much of vLLM's GroupCoordinator as building a model and loading its weights asks for."""
+    """The part of vLLM's GroupCoordinator that building a model and loading its weights needs."""
 
     rank_in_group: int
     world_size: int
@@ -181,9 +187,9 @@ class _PretendedGroup:
 def pretended_rank(
     vllm_config: Any, *, tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1
 ) -> Iterator[Any]:
-    """The configuration of one rank of a larger engine, in one process and without any peer.
+    """Yields the configuration of one rank of a larger engine, in one process and without any peer.
 
-    Inside, models can be built and loaded; nothing may communicate. Yields the configuration to use.
+    Inside, models can be built and loaded; nothing may communicate.
     """
     config = copy.copy(vllm_config)
     config.parallel_config = copy.copy(vllm_config.parallel_config)
@@ -191,7 +197,7 @@ def pretended_rank(
     config.parallel_config.pipeline_parallel_size = pp_size
     config.parallel_config.world_size = tp_size * pp_size
     alone = _PretendedGroup(0, 1, ranks=(0,))
-    # vLLM's own group needs a process group of all ranks, each in a process of its own.
+    # vLLM's own group would need a process group of all ranks, each in its own process.
     groups: dict[str, Any] = {
         "_TP": _PretendedGroup(tp_rank, tp_size, ranks=range(tp_size), rank=tp_rank),
         "_PP": _PretendedGroup(pp_rank, pp_size, ranks=range(pp_size), rank=pp_rank),

@@ -1,12 +1,12 @@
 """vLLM's sleep-mode backend ``rose``: a rollout engine's weights are on the device only while it is active.
 
 Owns the device's copy of one rank's weights: dropping it, and making it again from host memory. The host's
-copy needs no way back from the device, as rollout weights change only by updates: it is the model's own
-files until the first update, then the staged file of the last one (weights.py).
+copy is never written back from the device, because rollout weights change only by updates: it is the model's
+own files until the first update, then the staged file of the last one (weights.py).
 
-On a CPU the worker's anonymous memory stands for device memory: parameters, and the copies that oneDNN packs
-of them where the processor lets it, which no tensor shows. So packed copies are not moved but packed again,
-by the same layerwise reload that a weight update takes. Pages of files (the host's copy) and the slab pool
+On a CPU the worker's anonymous memory stands for device memory: the parameters, and the copies that oneDNN
+packs of them where the processor allows it, which no tensor shows. So packed copies are not moved but packed
+again, by the same layerwise reload as in a weight update. Pages of files (the host's copy) and the slab pool
 don't count.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostWeightsBackend(SleepModeBackend):
-    """One rank's. Suspending and resuming twice is harmless."""
+    """One rank's backend. Suspending or resuming twice is harmless."""
 
     _state: SleepModeState
 
@@ -36,7 +36,7 @@ class HostWeightsBackend(SleepModeBackend):
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def attach(self, engine: StagedWeightEngine) -> None:
-        """Whose weights these are, and where they come from again."""
+        """Sets the engine whose weights these are, and which loads them again."""
         self._engine = engine
 
     @property
@@ -45,7 +45,7 @@ class HostWeightsBackend(SleepModeBackend):
         return self._engine
 
     def suspend(self, level: int = 1) -> None:
-        """Free the device's copy; levels are alike, as the host's copy always stays."""
+        """Frees the device's copy. All levels do the same, because the host's copy always stays."""
         if self._state == "SUSPENDED":
             return
         model = self.engine.model
@@ -55,10 +55,10 @@ class HostWeightsBackend(SleepModeBackend):
         logger.info("weights off the device bytes=%d", before)
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Make the device's copy again, of the version that was last delivered.
+        """Makes the device's copy again, of the version that was delivered last.
 
-        Raises:
-            whatever reading the weights raises; the device's copy is freed again, so resuming can be retried.
+        Raises whatever reading the weights raises; the device's copy is freed again, so resuming can be
+        retried.
         """
         if self._state == "RUNNING" or (tags is not None and "weights" not in tags):
             return
@@ -93,5 +93,7 @@ class HostWeightsBackend(SleepModeBackend):
 
 
 def _trim() -> None:
-    """Give freed chunks back to the system: glibc keeps those below its mmap threshold, some for good."""
+    """Returns freed chunks to the system: glibc keeps those below its mmap threshold, some of them for
+    ever.
+    """
     ctypes.CDLL(None).malloc_trim(0)

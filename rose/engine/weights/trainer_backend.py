@@ -1,15 +1,15 @@
 """vLLM's weight-transfer backend ``rose`` in a trainer: the relay behind vLLM's own RL API.
 
-    load_general_plugins()  # vllm.plugins; makes vLLM know the backend
+    load_general_plugins()  # from vllm.plugins; makes vLLM know the backend
     engine = WeightTransferTrainerFactory.trainer_init(
         RelayTrainerInit("embedded://relay:8400", rank=0), client=client, source=ModuleSource(model)
     )
     engine.send_weights()  # after each optimizer step
 
-Owns: the publisher, and a copy on the host of what the source yields, as a source makes each tensor for a
-moment. Promises: send_weights() returns when the version is in the relay, and the named workers run it.
-Workers change by themselves, between two steps (subscriber.py): the client's calls, which would
-hold them up, are not made.
+Owns the publisher, and a copy on the host of what the source yields, because a source makes each tensor only
+for a moment. send_weights() returns when the version is in the relay and the named workers run it. Workers
+change by themselves, between two steps (subscriber.py), so the client's calls, which would delay them, are
+not made.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ ACK_TIMEOUT_S = 600.0
 
 @dataclass
 class RelayTrainerInit(TrainerInitInfo):
-    """relay, run_id: as of WeightPublisher.
+    """The backend's settings. relay, run_id: those of WeightPublisher.
 
-    workers: by manifest.worker_name; send_weights() waits until they run the version, up to
-    ack_timeout_s.
+    workers: names as manifest.worker_name makes them; send_weights() waits up to ack_timeout_s until they run
+    the version.
     """
 
     backend: ClassVar[str] = "rose"
@@ -40,9 +40,9 @@ class RelayTrainerInit(TrainerInitInfo):
 
 
 class RelayTrainerEngine(TrainerWeightTransferEngine[RelayTrainerInit]):
-    """Every rank makes one, as the source may gather; rank 0 publishes.
+    """Every rank makes one, because the source may gather; rank 0 publishes.
 
-    A trainer whose ranks are each to publish their share uses WeightPublisher itself.
+    A trainer whose ranks are each to publish their share uses WeightPublisher directly.
     """
 
     init_info_cls = RelayTrainerInit
@@ -59,7 +59,9 @@ class RelayTrainerEngine(TrainerWeightTransferEngine[RelayTrainerInit]):
     ) -> Self:
         """Raises: ValueError without a source."""
         if source is None:
-            raise ValueError("weight-transfer backend rose finds out itself what changed: it needs a source")
+            raise ValueError(
+                "weight-transfer backend rose needs a source, which it compares with the last version"
+            )
         return cls(init_info, client, source)
 
     def send_weights(self) -> None:

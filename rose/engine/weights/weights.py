@@ -1,10 +1,9 @@
 """vLLM's weight-transfer backend ``rose``: loads a checkpoint that the subscriber staged in shared memory.
 
 Owns the step from a staged file to live weights, whole or in place (in_place.py), and where the weights come
-from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process, off the
-engine's path. Promises that the file's content is checked against the expected state hash *before* the first
-parameter changes, so a bad file leaves the old weights serving; check_staged() does that in the API server,
-ahead of the engine's pause.
+from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process. The
+file's content is checked against the expected state hash *before* the first parameter changes, so a bad file
+leaves the old weights in use; check_staged() does that in the API server, ahead of the engine's pause.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StagedInit(WeightTransferInitInfo):
-    """Nothing to set up: the data plane is a file."""
+    """Empty, because nothing has to be set up: weights arrive in a file."""
 
 
 @dataclass
 class StagedUpdate(WeightTransferUpdateInfo):
-    """Where the staged checkpoint lies (a .safetensors file) and the state hash it must have.
+    """The path of the staged checkpoint (a .safetensors file) and the state hash that it must have.
 
-    checked: what check_staged() returned. A rank that finds that very file there does not hash it again.
+    checked: what check_staged() returned. A rank that finds the same file does not hash it again.
     """
 
     path: str
@@ -51,11 +50,11 @@ class StagedUpdate(WeightTransferUpdateInfo):
 
 
 class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
-    """Applies one staged checkpoint per update: in place what changed since the last one, where the model
-    computes with its parameters, else all of it through vLLM's layerwise reload.
+    """Applies one staged checkpoint per update.
 
-    The CPU backend replaces linear weights by prepacked copies: patching the live parameters would answer
-    success and change nothing (notes: transfer).
+    Writes in place what changed since the last update where the model computes with its parameters; otherwise
+    loads all of it through vLLM's layerwise reload. The CPU backend replaces linear weights by prepacked
+    copies: writing to its parameters would report success and change nothing.
     """
 
     init_info_cls = StagedInit
@@ -64,20 +63,20 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_resident = True
-        """Whether the device holds the weights now; set by sleep.py."""
+        """Whether the device holds the weights now; sleep.py sets it."""
         self._staged: _StagedFile | None = None
         self._in_place: InPlaceWriter | None = None
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
-        """No rendezvous is needed."""
+        """Does nothing, because no rendezvous is needed."""
 
     def start_weight_update(self) -> None:
-        """Layerwise reload starts in :meth:`receive_weights`, once the file is known to be good."""
+        """Does nothing: :meth:`receive_weights` starts the reload once the file is known to be good."""
 
     def begin_comparison(self, path: str) -> bool:
-        """Begins to find out what the staged checkpoint changes, beside the engine's steps.
+        """Begins to find out, beside the engine's steps, what the staged checkpoint changes.
 
-        False: it has to be loaded whole, by this rank's account.
+        Returns False when this rank can't compare it, so that it has to be loaded whole.
         """
         if self._staged is None or not self.is_resident:
             return False
@@ -99,11 +98,11 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         return self._in_place is None or self._in_place.is_done()
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        """Check, then load, every tensor of the staged checkpoint; an inactive engine loads it later.
+        """Checks, then loads, every tensor of the staged checkpoint; an inactive engine loads it later.
 
-        Raises:
-            FrameError: some rank found another state hash than the announced one; nothing was changed.
-            whatever loading raises, e.g. for a good file of another model; the old weights were loaded again.
+        Raises: FrameError when some rank found another state hash than the announced one, with nothing
+        changed; whatever loading raises, for example for a good file of another model, with the old weights
+        loaded again.
         """
         staged = _checked_by_all_ranks(update_info)
         try:
@@ -111,28 +110,31 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
                 _on_all_ranks(lambda: self._load(staged.tensors()))
         except Exception:
             staged.close()
-            self.load()  # the layers before the one that failed are new already
+            self.load()  # the layers before the one that failed already have new weights
             raise
         self._forget_staged()
         self._staged = staged
 
     def _write_in_place(self, staged: _StagedFile) -> bool:
-        """Writes what changes towards the file, on all ranks or none; False: it is to be loaded whole, which
-        also mends what a rank has written by then."""
+        """Writes the changes towards the file, on all ranks or on none.
+
+        Returns False when the file is to be loaded whole, which also replaces what a rank has written by
+        then.
+        """
         changes = self._in_place.take(staged.identity) if self._in_place is not None else None
         if any(_gather(None if changes is not None else "has no changes")):
             return False
         assert self._in_place is not None and changes is not None
         try:
             _on_all_ranks(partial(self._in_place.write, changes))
-        except Exception as error:  # raised on all ranks, each as it failed
+        except Exception as error:  # some rank failed, so this is raised on all ranks
             logger.warning("weights are loaded whole, they can't be changed in place: %s", error)
             return False
         logger.info("weights changed in place elements=%d", changes.num_changed)
         return True
 
     def load(self) -> None:
-        """Load the last update again, or the model's own files where there was none."""
+        """Loads the last update again, or the model's own files where there was no update."""
         if self._staged is not None:
             self._load(self._staged.tensors())
             return
@@ -158,7 +160,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         _repack_heads(self.model)
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do: :meth:`receive_weights` finalizes."""
+        """Does nothing: :meth:`receive_weights` finalizes."""
 
     def shutdown(self) -> None:
         if self._in_place is not None:
@@ -172,7 +174,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
 
 
 class _StagedFile:
-    """A staged checkpoint, kept open: it stays readable when the subscriber has removed its name."""
+    """A staged checkpoint, kept open, so that it stays readable when the subscriber has removed its name."""
 
     def __init__(self, path: str) -> None:
         """Raises: OSError."""
@@ -183,7 +185,7 @@ class _StagedFile:
 
     @property
     def identity(self) -> str:
-        """The same for all processes of this host, until the file is replaced or written to."""
+        """A name that is the same in all processes of this host until the file is replaced or written to."""
         stat = os.fstat(self._fd)
         return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
 
@@ -203,9 +205,9 @@ class _StagedFile:
 
 
 def check_staged(path: str, state_hash: str) -> str:
-    """Returns by what ranks recognise the file, whose content has that state hash.
+    """Checks that the file's content has this state hash; returns a name by which ranks recognise the file.
 
-    Hashing takes about as long as copying the weights, for which no engine has to pause. Raises: FrameError,
+    Hashing takes about as long as copying the weights, and no engine has to pause for it. Raises: FrameError,
     OSError.
     """
     staged = _StagedFile(path)
@@ -217,10 +219,10 @@ def check_staged(path: str, state_hash: str) -> str:
 
 
 def _checked_by_all_ranks(update: StagedUpdate) -> _StagedFile:
-    """Opens and checks a staged checkpoint; no rank loads what another one has refused, or the engine would
-    compute with two versions at once.
+    """Opens and checks a staged checkpoint on all ranks.
 
-    Raises: as _on_all_ranks.
+    No rank loads a file that another one has refused; otherwise the engine would compute with two versions at
+    once. Raises: what _on_all_ranks() raises.
     """
     opened: list[_StagedFile] = []
 
@@ -239,11 +241,14 @@ def _checked_by_all_ranks(update: StagedUpdate) -> _StagedFile:
 
 
 def _on_all_ranks(act: Callable[[], None]) -> None:
-    """Fails on all ranks where it fails on any. Raises: what was raised here, or FrameError for another's."""
+    """Calls `act` and fails on all ranks if it fails on any.
+
+    Raises: what was raised here, or FrameError when only another rank failed.
+    """
     problem: Exception | None = None
     try:
         act()
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # whatever failed, the other ranks wait for this rank's verdict
         problem = error
     verdicts = _gather(str(problem) if problem is not None else None)
     if problem is not None:
@@ -254,7 +259,7 @@ def _on_all_ranks(act: Callable[[], None]) -> None:
 
 
 def _gather(verdict: str | None) -> list[str | None]:
-    """Every tensor-parallel rank's verdict, in order."""
+    """Returns every tensor-parallel rank's verdict, in order."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -265,8 +270,11 @@ def _gather(verdict: str | None) -> list[str | None]:
 
 
 def _forget_half_loaded(model: torch.nn.Module) -> None:
-    """Where loading broke off: vLLM's finalize then puts the layers that are not done back as they were, and
-    the next reload does not find tensors that wait for the rest of theirs."""
+    """Resets layers whose loading broke off.
+
+    vLLM's finalize then restores the layers that are not done, and the next reload finds no tensors that
+    still wait for the rest of theirs.
+    """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module in model.modules():
@@ -277,10 +285,11 @@ def _forget_half_loaded(model: torch.nn.Module) -> None:
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """Rebuild each output head's packed copy from its weight.
+    """Rebuilds each output head's packed copy from its weight.
 
     A head tied to the embedding has no tensor of its own in the checkpoint, so layerwise reload skips it, and
-    on CPU it would keep computing with the old weights (seen: tokens equal, logprobs of mixed weights).
+    on a CPU it would keep computing with the old weights (seen as equal tokens with logprobs of mixed
+    weights).
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

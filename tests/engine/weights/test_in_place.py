@@ -1,4 +1,4 @@
-"""Changes written in place: the model is, bit for bit, the one that its loader would have loaded."""
+"""Changes written in place leave the model bit for bit as its loader would have made it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def loaded_model(vllm_config: Any, tensors: dict[str, torch.Tensor]) -> Any:
         model: Any = initialize_model(vllm_config=detached_config(vllm_config))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()  # padding is never loaded
+            parameter.zero_()  # the loader never writes padding
         model.load_weights(iter(tensors.items()))
     return model
 
@@ -37,7 +37,7 @@ def bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def after_a_step(tensors: dict[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
-    """That share of all bits drawn anew: NaN, Inf and -0 among them."""
+    """Returns tensors in which this share of the elements has new random bits, with NaN, Inf and -0."""
     generator = torch.Generator().manual_seed(7)
     later = {}
     for name, tensor in tensors.items():
@@ -61,13 +61,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(params=[(0, 1), (0, 2), (1, 2), (3, 4)], ids=["tp1", "tp2-0", "tp2-1", "tp4-3"])
 def rank_config(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Iterator[Any]:
-    """The configuration of one rank; with two KV heads, four ranks hold copies of them."""
+    """Returns the configuration of one rank. The model has two KV heads, which four ranks hold copies of."""
     rank, size = request.param
     with pretended_rank(checkpoint.vllm_config, tp_rank=rank, tp_size=size) as config:
         yield config
 
 
-def test_a_rank_is_what_its_loader_would_have_made_of_the_new_file(
+def test_a_rank_ends_up_with_the_bits_that_its_loader_would_have_loaded(
     checkpoint: Checkpoint, rank_config: Any, tmp_path: Path
 ) -> None:
     later = after_a_step(checkpoint.tensors, 0.02)
@@ -80,12 +80,12 @@ def test_a_rank_is_what_its_loader_would_have_made_of_the_new_file(
     changes.write(model, HostDeltas())
     expected, found = bits(loaded_model(rank_config, later)), bits(model)
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-    # Not the weights that the changes start from any more.
+    # The model no longer holds the weights that the changes start from.
     with pytest.raises(FrameError, match="did not hold the weights of the last update"):
         changes.write(model, HostDeltas())
 
 
-def test_files_that_differ_in_too_much_or_in_shape_are_not_compared(
+def test_files_that_differ_too_much_or_in_shape_are_loaded_whole(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     with pretended_rank(checkpoint.vllm_config) as config:
@@ -97,7 +97,7 @@ def test_files_that_differ_in_too_much_or_in_shape_are_not_compared(
         compare(old, dict(list(old.items())[1:]), plan)
 
 
-def test_models_that_compute_with_more_than_their_parameters_are_told(tmp_path: Path) -> None:
+def test_models_that_compute_with_more_than_their_parameters_are_recognised(tmp_path: Path) -> None:
     mixture = Checkpoint(tmp_path, experts())
     with pretended_rank(mixture.vllm_config) as config:
         model = loaded_model(config, mixture.tensors)

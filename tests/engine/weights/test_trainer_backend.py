@@ -1,4 +1,4 @@
-"""vLLM's own RL API in a trainer, with the backend `rose`: weights go through the relay."""
+"""A trainer that uses vLLM's own RL API with the backend `rose` sends its weights through the relay."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_what_vllms_trainer_api_sends_arrives_bit_for_bit(relay_url):
     from rose.engine.weights.trainer_backend import RelayTrainerInit
 
     register_weight_backends()
-    register_weight_backends()  # once per load_general_plugins()
+    register_weight_backends()  # vLLM calls it again at each load_general_plugins()
     model = torch.nn.Linear(30, 20)
     init = RelayTrainerInit(relay_url, "run", rank=0)
     engine = WeightTransferTrainerFactory.trainer_init(init, client=None, source=ModuleSource(model))
@@ -54,14 +54,14 @@ def test_what_vllms_trainer_api_sends_arrives_bit_for_bit(relay_url):
     relay.close()
 
 
-def test_named_workers_are_waited_for(relay_url):
+def test_sending_waits_until_the_named_workers_run_the_version(relay_url):
     from vllm.distributed.weight_transfer.base import ModuleSource
 
     from rose.engine.weights.trainer_backend import RelayTrainerEngine, RelayTrainerInit
 
     init = RelayTrainerInit(relay_url, "run", ("w",), 0.1, rank=0)
     engine = RelayTrainerEngine.trainer_init(init, client=None, source=ModuleSource(torch.nn.Linear(3, 2)))
-    with pytest.raises(WorkerError, match=r"no ack of run/0 within 0\.1 s from w"):
+    with pytest.raises(WorkerError, match=r"no acknowledgement of run/0 within 0\.1 s from w"):
         engine.send_weights()
     relay = open_relay(relay_url)
     relay.upsert(keys.ack_prefix("run") + "w", pack_body(Ack(worker="w", version=1, state_hash="")))
@@ -70,7 +70,7 @@ def test_named_workers_are_waited_for(relay_url):
     relay.close()
 
 
-def test_another_rank_takes_part_in_gathering_and_publishes_nothing(relay_url):
+def test_ranks_other_than_0_gather_but_publish_nothing(relay_url):
     from vllm.distributed.weight_transfer.base import ModuleSource
 
     from rose.engine.weights.trainer_backend import RelayTrainerEngine, RelayTrainerInit

@@ -1,4 +1,4 @@
-"""New weights in a live engine: as exact as a fresh start, and never mixed with the old ones."""
+"""New weights in a live engine are as exact as after a fresh start, and never mixed with the old ones."""
 
 import random
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ NUM_UPDATES = 20
 
 @pytest.fixture(scope="module")
 def dedicated(engines_dir: Path, models: ModelDirs) -> Iterator[RealEngine]:
-    """A rollout engine without a pool, its head tied to the embedding."""
+    """A rollout engine without a pool, whose head is tied to the embedding."""
     engine = RealEngine(models.tied[0], Role.ROLLOUT, engines_dir)
     try:
         yield engine.wait_ready()
@@ -38,7 +38,7 @@ def dedicated(engines_dir: Path, models: ModelDirs) -> Iterator[RealEngine]:
 
 
 def go_through_versions(engine: RealEngine, folders: list[Path]) -> None:
-    """Every version answers differently, and one that comes again answers with the same bits."""
+    """Checks that each version answers differently, and that a version which comes again answers the same."""
     probed = []
     for number, folder in enumerate(folders):
         update(engine, folder, number)
@@ -65,7 +65,7 @@ def test_after_each_of_many_updates_a_tied_model_answers_as_a_fresh_stock_engine
         assert probe(dedicated) == fresh[version], (number, version)
 
 
-def test_a_file_of_the_shards_of_several_ranks_loads_like_a_whole_one(
+def test_a_staged_file_with_several_ranks_shards_loads_like_a_whole_one(
     dedicated: RealEngine, models: ModelDirs, stock: StockAnswers, tmp_path: Path
 ) -> None:
     update(dedicated, models.tied[2], 2)
@@ -83,7 +83,7 @@ def test_a_file_of_the_shards_of_several_ranks_loads_like_a_whole_one(
 
 
 def plans_of_ranks(model: Path, specs: list[TensorSpec], num_ranks: int) -> list[ShardPlan]:
-    """As `rose plan` makes them."""
+    """Returns the plans that `rose plan` would make."""
     from vllm.engine.arg_utils import EngineArgs
 
     from rose.engine.weights.shard_recorder import pretended_rank, record_shard_plan
@@ -115,7 +115,7 @@ def test_slabs_of_forgotten_cache_return_to_the_pool(
     until(lambda: gpu.ledger.num_held(Role.ROLLOUT) == 1, "slabs returned")
 
 
-def test_requests_in_flight_end_whole_across_an_update(
+def test_requests_in_flight_keep_all_their_tokens_across_an_update(
     gpu: SharedGpu, rollout: RealEngine, models: ModelDirs
 ) -> None:
     tokens_before = rollout.status().generated_tokens
@@ -130,7 +130,7 @@ def test_requests_in_flight_end_whole_across_an_update(
     update(rollout, models.untied[0], 0)
 
 
-def test_weights_with_another_hash_are_refused_and_the_old_ones_go_on(
+def test_weights_with_a_wrong_hash_are_refused_and_the_old_ones_stay_in_use(
     dedicated: RealEngine, models: ModelDirs
 ) -> None:
     update(dedicated, models.tied[1], 1)
@@ -144,19 +144,19 @@ def test_weights_with_another_hash_are_refused_and_the_old_ones_go_on(
     assert dedicated.status().weight_version == "test/1"
     again = [dedicated.complete(turn, PROBE_TOKENS) for turn in probes()]
     assert [(answer.tokens, answer.logprobs) for answer in again] == before
-    # The failed update left nothing open: a good one still goes through.
+    # The failed update left nothing half done, so a good one still succeeds.
     update(dedicated, models.tied[2], 2)
     assert probe(dedicated) != before
 
 
-def test_updates_that_cannot_be_are_answered_so(serving: RealEngine, models: ModelDirs) -> None:
+def test_impossible_updates_are_refused_with_a_reason(serving: RealEngine, models: ModelDirs) -> None:
     good = staged_update(models.untied[1], "test/1")
     refused = serving.update_weights(good)
     assert refused.status_code == 409
     assert "weights of a serving engine are not updated through rose" in refused.text
 
 
-def test_a_missing_checkpoint_is_the_callers_mistake(rollout: RealEngine, models: ModelDirs) -> None:
+def test_a_missing_checkpoint_is_reported_as_a_bad_request(rollout: RealEngine, models: ModelDirs) -> None:
     missing = staged_update(models.untied[1], "test/1").model_copy(update={"path": "/nowhere/x.safetensors"})
     response = rollout.update_weights(missing)
     assert response.status_code == 422
