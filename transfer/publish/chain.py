@@ -136,13 +136,9 @@ class VersionChain:
 
     def acks(self) -> dict[str, Ack]:
         """Returns the last acknowledgement of each worker of this run. Raises: RelayError."""
-        found: dict[str, Ack] = {}
-        for key in self._relay.keys(keys.ack_prefix(self._run_id)):
-            data = self._relay.get(key)
-            if data is not None:
-                ack = unpack_body(data, Ack, key)
-                found[ack.worker] = ack
-        return found
+        bodies = self._relay.get_all(keys.ack_prefix(self._run_id))
+        acks = [unpack_body(data, Ack, key) for key, data in bodies.items()]
+        return {ack.worker: ack for ack in acks}
 
     def _choose_oldest_base(self) -> int:
         """Returns the latest snapshot once all workers are past it, else the one before it, for workers that

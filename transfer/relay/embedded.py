@@ -11,6 +11,7 @@ import hmac
 import json
 import logging
 import signal
+from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from urllib.parse import quote, urlencode
 
@@ -64,6 +65,10 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
     async def names(request: web.Request) -> web.Response:
         return web.json_response(store.names(request.query.get("prefix", "")))
 
+    async def read_all(request: web.Request) -> web.Response:
+        found = {name: store.objects[name] for name in store.names(request.query.get("prefix", ""))}
+        return web.json_response({name: b64encode(data).decode() for name, data in found.items()})
+
     async def changes(request: web.Request) -> web.Response:
         prefixes, seen = request.query.getall("prefix", []), request.query.get("seen")
         if seen is None:
@@ -82,6 +87,7 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
     app.on_cleanup.append(peers.close)
     app.router.add_put("/v1/objects/{key:.+}", write)
     app.router.add_get("/v1/objects/{key:.+}", read)
+    app.router.add_get("/v1/objects", read_all)
     app.router.add_post("/v1/remove", remove)
     app.router.add_get("/v1/keys", names)
     app.router.add_get("/v1/changes", changes)
@@ -171,6 +177,10 @@ class EmbeddedRelay(Relay):
     def keys(self, prefix: str) -> list[str]:
         names = json.loads(self._call("GET", f"/v1/keys?prefix={quote(prefix)}").body)
         return [str(name) for name in names]
+
+    def get_all(self, prefix: str) -> dict[str, bytes]:
+        found = json.loads(self._call("GET", f"/v1/objects?prefix={quote(prefix)}").body)
+        return {name: b64decode(data) for name, data in found.items()}
 
     def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
         query = [("prefix", prefix) for prefix in prefixes]

@@ -86,6 +86,17 @@ class MooncakeRelay(Relay):
             time.sleep(_RETRY_PAUSE_S * (attempt + 1))
         raise RelayUnreachable(f"mooncake master {self._master}: get {key} failed {_RETRIES} times")
 
+    def get_all(self, prefix: str) -> dict[str, bytes]:
+        names = self.keys(prefix)
+        with self._lock:
+            objects = self._store.get_batch(names) if names else []
+        found: dict[str, bytes] = {}
+        for name, read in zip(names, objects, strict=True):
+            data = bytes(read) or self.get(name)  # one that was being replaced comes back empty
+            if data is not None:
+                found[name] = data
+        return found
+
     def lacking(self, keys: Sequence[str]) -> set[str]:
         """Asks for these keys alone: a listing would name every object of the store."""
         codes = self._store.batch_is_exist(list(keys))

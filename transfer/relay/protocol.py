@@ -68,6 +68,11 @@ class Relay(Protocol):
             self.put(key, data)
         return ()
 
+    def get_all(self, prefix: str) -> dict[str, bytes]:
+        """Returns all objects whose keys start with `prefix`, by key, in few calls. They must be small."""
+        found = {key: self.get(key) for key in self.keys(prefix)}
+        return {key: data for key, data in found.items() if data is not None}
+
     def lacking(self, keys: Sequence[str]) -> set[str]:
         """Returns those of these keys, all of one version, that have no object. Exchanges few bytes."""
         return set(keys).difference(self.keys(_common_prefix(keys))) if keys else set()

@@ -69,6 +69,12 @@ class ReplicatedRelay(Relay):
     def keys(self, prefix: str) -> list[str]:
         return sorted({name for names in self._all(lambda relay: relay.keys(prefix)) for name in names})
 
+    def get_all(self, prefix: str) -> dict[str, bytes]:
+        merged: dict[str, bytes] = {}
+        for found in reversed(self._all(lambda relay: relay.get_all(prefix))):
+            merged.update(found)  # as with get(), the copy that comes first in order decides
+        return merged
+
     def lacking(self, keys: Sequence[str]) -> set[str]:
         """Returns the keys that no copy which answers has."""
         return set.intersection(*self._all(lambda relay: relay.lacking(keys)))

@@ -16,6 +16,7 @@ from rose.transfer.format.codec import Codec
 from rose.transfer.format.manifest import Ack, Head, pack_body, unpack_body
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.publish.torch_source import TensorShard
+from rose.transfer.relay.calls import RelayCalls
 from rose.transfer.relay.opening import open_relay
 
 
@@ -224,6 +225,33 @@ def test_wait_acked_accepts_newer_versions_and_names_late_workers(publish, relay
     publisher.wait_acked(version, ["a"], timeout_s=60)
     with pytest.raises(WorkerError, match=r"run/0 .* from b"):
         publisher.wait_acked(version, ["a", "b"], timeout_s=0.1)
+
+
+def test_a_publish_makes_no_relay_call_per_worker_that_left(embedded_url, monkeypatch):
+    weights = {"a": torch.randn(40, 40)}
+    publisher = WeightPublisher(weights, embedded_url, "run", snapshot_every=3)
+    publisher.publish()
+    relay = open_relay(embedded_url)
+    for number in range(200):
+        ack = Ack(worker=f"gone{number}", version=0, state_hash="")
+        relay.upsert(keys.ack_prefix("run") + ack.worker, pack_body(ack))
+    reads = []
+    call = RelayCalls.call
+
+    def counted(calls, method, path, content=None):
+        if method == "GET":
+            reads.append(path)
+        return call(calls, method, path, content)
+
+    monkeypatch.setattr(RelayCalls, "call", counted)
+    for _ in range(8):
+        weights["a"] += 1e-4 * torch.randn(40, 40)
+        reads.clear()
+        publisher.publish()
+        assert len(reads) <= 10, reads
+    assert len(publisher.acked()) == 200
+    publisher.close()
+    relay.close()
 
 
 def test_a_run_id_is_used_once(publish, relay):

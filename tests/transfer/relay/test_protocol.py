@@ -53,6 +53,14 @@ def test_keys_are_listed_by_prefix_and_removed_right_after_a_read(relay):
     assert relay.keys("rose/") == ["rose/a/2"]
 
 
+def test_small_objects_are_read_together_by_prefix(relay):
+    acks = {f"rose/run/ack/w{number}": os.urandom(50 + number) for number in range(20)}
+    for key, data in {**acks, "rose/run/HEAD": b"head", "rose/run2/ack/w": b"other"}.items():
+        relay.upsert(key, data)
+    assert relay.get_all("rose/run/ack/") == acks
+    assert relay.get_all("rose/run3/") == {}
+
+
 def test_a_relay_tells_which_of_some_keys_it_lacks(relay):
     relay.put("rose/run/1-0/0", b"frame")
     relay.put("rose/run/2-1/0", b"frame")

@@ -81,6 +81,7 @@ def test_objects_survive_the_death_of_either_relay(pair, victim):
     assert relay.keys("rose/run/") == ["rose/run/a", "rose/run/a2", "rose/run/b"]
     assert relay.get("rose/run/b") == b"after" and relay.get("rose/run/none") is None
     assert relay.lacking(["rose/run/b", "rose/run/none"]) == {"rose/run/none"}
+    assert relay.get_all("rose/run/a") == {"rose/run/a": b"before", "rose/run/a2": b"after"}
     late = open_relay(pair[2])
     assert late.get("rose/run/a") == b"before"
     pair[1 - victim].kill()
