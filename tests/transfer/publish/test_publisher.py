@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from relay_process import CAPACITY_BYTES
 
-from rose.errors import FrameError, RelayError, RelayFull, WorkerError
+from rose.errors import FrameError, RelayError, RelayFull
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
@@ -16,7 +16,6 @@ from rose.transfer.format.codec import Codec
 from rose.transfer.format.manifest import Ack, Head, pack_body, unpack_body
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.publish.torch_source import TensorShard
-from rose.transfer.relay.calls import RelayCalls
 from rose.transfer.relay.opening import open_relay
 
 
@@ -131,18 +130,6 @@ def test_a_late_joiner_starts_at_the_latest_snapshot(publish, relay, model, tmp_
     check_holds(early.mirror, model, report, tmp_path)
 
 
-def test_old_objects_are_removed_when_the_workers_are_past_them(publish, relay, model):
-    publisher = publish(run_id="run", snapshot_every=2)
-    ack = keys.ack_prefix("run") + "w"
-    for number in range(5):
-        model.train_step(1e-7)
-        publisher.publish()
-        relay.upsert(ack, pack_body(Ack(worker="w", version=min(number, 2), state_hash="")))
-    assert publisher.acked() == {"w": 2}
-    kept = {key.split("/")[2] for key in relay.keys("rose/run/")}
-    assert kept == {"HEAD", "LAYOUT", "ack", "2-none", "3-2", "4-3", "4-none"}
-
-
 def test_a_worker_two_snapshots_behind_is_not_waited_for(publish, relay, model, tmp_path):
     publisher = publish(run_id="run", snapshot_every=1)
     follower = Follower(relay, "run", WeightMirror())
@@ -216,42 +203,6 @@ def test_a_base_checkpoint_with_the_snapshots_bits_saves_the_snapshot(publish, r
     other = Follower(relay, "run", WeightMirror(), base_checkpoint=tmp_path / "nowhere")
     assert other.advance() and other.fetched_bytes > report.dense_bytes
     assert other.mirror.state_hash == follower.mirror.state_hash == publisher.state_hash
-
-
-def test_wait_acked_accepts_newer_versions_and_names_late_workers(publish, relay):
-    publisher = publish(run_id="run")
-    version = publisher.publish().version
-    relay.upsert(keys.ack_prefix("run") + "a", pack_body(Ack(worker="a", version=3, state_hash="")))
-    publisher.wait_acked(version, ["a"], timeout_s=60)
-    with pytest.raises(WorkerError, match=r"run/0 .* from b"):
-        publisher.wait_acked(version, ["a", "b"], timeout_s=0.1)
-
-
-def test_a_publish_makes_no_relay_call_per_worker_that_left(embedded_url, monkeypatch):
-    weights = {"a": torch.randn(40, 40)}
-    publisher = WeightPublisher(weights, embedded_url, "run", snapshot_every=3)
-    publisher.publish()
-    relay = open_relay(embedded_url)
-    for number in range(200):
-        ack = Ack(worker=f"gone{number}", version=0, state_hash="")
-        relay.upsert(keys.ack_prefix("run") + ack.worker, pack_body(ack))
-    reads = []
-    call = RelayCalls.call
-
-    def counted(calls, method, path, content=None):
-        if method == "GET":
-            reads.append(path)
-        return call(calls, method, path, content)
-
-    monkeypatch.setattr(RelayCalls, "call", counted)
-    for _ in range(8):
-        weights["a"] += 1e-4 * torch.randn(40, 40)
-        reads.clear()
-        publisher.publish()
-        assert len(reads) <= 10, reads
-    assert len(publisher.acked()) == 200
-    publisher.close()
-    relay.close()
 
 
 def test_a_run_id_is_used_once(publish, relay):

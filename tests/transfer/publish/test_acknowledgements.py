@@ -1,0 +1,66 @@
+"""What the publisher makes of the versions that workers acknowledge."""
+
+import pytest
+import torch
+from training_steps import step
+
+from rose.errors import WorkerError
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.manifest import Ack, pack_body
+from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.relay.calls import RelayCalls
+from rose.transfer.relay.opening import open_relay
+
+
+def acknowledge(relay, worker, version):
+    ack = Ack(worker=worker, version=version, state_hash="")
+    relay.upsert(keys.ack_prefix("run") + worker, pack_body(ack))
+
+
+def test_old_objects_are_removed_when_the_workers_are_past_them(relay_url, relay):
+    weights = {"a": torch.randn(100, 100)}
+    publisher = WeightPublisher(weights, relay_url, "run", snapshot_every=2, snapshot_share=10.0)
+    for number in range(5):
+        step(weights)
+        publisher.publish()
+        acknowledge(relay, "w", min(number, 2))
+    assert publisher.acked() == {"w": 2}
+    kept = {key.split("/")[2] for key in relay.keys("rose/run/")}
+    assert kept == {"HEAD", "LAYOUT", "ack", "2-none", "3-2", "4-3", "4-none"}
+    publisher.close()
+
+
+def test_wait_acked_accepts_newer_versions_and_names_late_workers(relay_url, relay):
+    publisher = WeightPublisher({"a": torch.randn(10, 10)}, relay_url, "run")
+    version = publisher.publish().version
+    acknowledge(relay, "a", 3)
+    publisher.wait_acked(version, ["a"], timeout_s=60)
+    with pytest.raises(WorkerError, match=r"run/0 .* from b"):
+        publisher.wait_acked(version, ["a", "b"], timeout_s=0.1)
+    publisher.close()
+
+
+def test_a_publish_makes_no_relay_call_per_worker_that_left(embedded_url, monkeypatch):
+    weights = {"a": torch.randn(40, 40)}
+    publisher = WeightPublisher(weights, embedded_url, "run", snapshot_every=3)
+    publisher.publish()
+    relay = open_relay(embedded_url)
+    for number in range(200):
+        acknowledge(relay, f"gone{number}", 0)
+    reads = []
+    call = RelayCalls.call
+
+    def counted(calls, method, path, content=None):
+        if method == "GET":
+            reads.append(path)
+        return call(calls, method, path, content)
+
+    monkeypatch.setattr(RelayCalls, "call", counted)
+    for _ in range(8):
+        step(weights)
+        reads.clear()
+        publisher.publish()
+        assert len(reads) <= 10, reads
+    assert len(publisher.acked()) == 200
+    publisher.close()
+    relay.close()
