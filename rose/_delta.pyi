@@ -14,15 +14,19 @@ class MalformedStream(ValueError):
     """A stream is short, long, or points outside the array."""
 
 class Delta:
-    """The wrap difference new - old of two vectors of raw bits: places and differences, in memory."""
+    """The wrap difference new - old of two vectors of raw bits, in memory: places and differences."""
 
     @staticmethod
     def between(old: Bits, new: Sequence[Bits], first_index: int) -> tuple[Delta, Lanes]:
-        """The difference from old to new, which may lie in pieces, and the change of the state hash."""
+        """Returns the difference from `old` to `new`, which may lie in pieces, and the change of the state
+        hash.
+        """
 
     @staticmethod
     def follow(kept: Bits, new: Sequence[Bits], first_index: int) -> tuple[Delta, Lanes]:
-        """Like between(), and in the same pass `kept` becomes new. Raises: ValueError before it writes."""
+        """Does what between() does, and in the same pass `kept` becomes `new`. Raises: ValueError before it
+        writes.
+        """
 
     @staticmethod
     def from_g8s(streams: Sequence[bytes], num_elements: int, width: int) -> Delta:
@@ -43,22 +47,24 @@ class Delta:
         """Inverse of parts(). Raises: MalformedStream."""
 
     def parts(self) -> tuple[NDArray[np.uint32], NDArray[np.uint16], Bits]:
-        """Changes per 64 Ki-element block, their places in it, the differences; copies."""
+        """Returns copies: changes per 64 Ki-element block, their places in it, the differences."""
 
     def g8s(self) -> tuple[bytes, ...]:
-        """The streams of csrc/delta/g8s.hpp."""
+        """Returns the streams of csrc/delta/g8s.hpp."""
 
     def coo(self) -> bytes:
-        """int32 places, then differences."""
+        """Returns int32 places, then differences."""
 
     def exponents(self, base: Bits, shift: int) -> tuple[bytes, ...]:
-        """The streams of csrc/delta/exponent.hpp; base: the old bits, shift: their mantissa's width."""
+        """Returns the streams of csrc/delta/exponent.hpp. base: the old bits. shift: the width of their
+        mantissa.
+        """
 
     def apply(self, base: Bits, first_index: int) -> Lanes:
         """Adds the differences in place; returns the change of the state hash."""
 
     def revert(self, base: Bits, first_index: int) -> Lanes:
-        """Takes them away again."""
+        """Subtracts the differences in place; returns the change of the state hash."""
 
     @property
     def num_elements(self) -> int: ...
@@ -68,7 +74,7 @@ class Delta:
     def width(self) -> int: ...
 
 def state_hash(bits: Bits, first_index: int) -> Lanes:
-    """Sum over elements of the hash of (global index, bits), two lanes modulo 2**64."""
+    """Returns the sum over all elements of the hash of (global index, bits): two lanes modulo 2**64."""
 
 def set_vector(wanted: bool) -> bool:
-    """Chooses vector instructions or portable code, for all threads; whether vectors are used now."""
+    """Chooses vector instructions or portable code, for all threads; returns whether vectors are used now."""

@@ -1,20 +1,20 @@
-/* The C ABI of the delta codec's CUDA kernels: compare two vectors of raw bits, compact what changed, apply
-   it.
+/* The C ABI of the delta codec's CUDA kernels: they compare two vectors of raw bits, compact the changes, and
+   apply them.
 
-   Built by nvcc into a library of its own, which is loaded at run time; nothing here is needed to build or
-   import ROSE. Every pointer but the return value is device memory that the caller owns, and `stream` a
-   cudaStream_t. A call starts its kernels and returns: NULL, or what the driver said. It never waits, never
-   allocates. width: of an element, 1, 2 or 4 bytes. Buffers:
+   nvcc builds them into a library of its own, which is loaded at run time; ROSE builds and imports without
+   it. Every pointer but the return value is device memory that the caller owns, and `stream` is a
+   cudaStream_t. A call starts its kernels and returns NULL, or the driver's error. It never waits and never
+   allocates. width: an element's bytes, 1, 2 or 4. Buffers:
 
      masks        uint32 per 32 elements
-     counts       uint32 per 2048 elements: how many of them changed
-     offsets      int64 per 2048 elements: the changes before them
-     places       uint16 per change: inside its block of 65536 elements
-     differences  an element per change, new - old modulo 2^(8 width)
-     starts       int64 per block and one more: the changes before it
-     change       uint64 x 2, set to zero by the caller: what the changes do to the state hash
+     counts       uint32 per 2048 elements: the number of changed ones
+     offsets      int64 per 2048 elements: the number of changes before them
+     places       uint16 per change: its place inside its block of 65536 elements
+     differences  one element per change: new - old modulo 2^(8 width)
+     starts       int64 per block and one more: the number of changes before it
+     change       uint64 x 2, set to zero by the caller: the change of the state hash
 
-   They hold what csrc/delta/sparse.hpp has in host memory, so every codec's bytes are the same. */
+   csrc/delta/sparse.hpp holds the same in host memory, so every codec's bytes are the same. */
 #ifndef ROSE_DELTA_CUDA_H
 #define ROSE_DELTA_CUDA_H
 

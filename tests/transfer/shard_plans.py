@@ -1,4 +1,4 @@
-"""Shard plans written by hand: a rank that copies boxes of tensors to where they came from."""
+"""Shard plans written by hand."""
 
 import math
 
@@ -6,7 +6,7 @@ from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
 
 
 def plan_of(rank, shapes, boxes):
-    """A rank that holds one box of each tensor in `boxes`."""
+    """Returns the plan of a rank that copies one box of each tensor in `boxes` to the place it came from."""
     views = [_view(name, box, shapes[name]) for name, box in boxes.items()]
     copies = [ShardCopy(source=view, target=view) for view in views]
     return ShardPlan(rank=rank, shapes=shapes, copies=copies, whole=[])

@@ -33,7 +33,7 @@ class StateHash:
         return f"{self.first:016x}{self.second:016x}"
 
     def to_bytes(self) -> bytes:
-        """16 bytes, both lanes little-endian."""
+        """Returns 16 bytes, both lanes little-endian."""
         return self.first.to_bytes(8, "little") + self.second.to_bytes(8, "little")
 
     @classmethod

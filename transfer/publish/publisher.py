@@ -281,8 +281,8 @@ class WeightPublisher:
         return self._chain.needs_snapshot(writer.version, num_bytes)
 
     def _hear_of_commit(self) -> None:
-        """After a publish that failed: finds out whether the version was committed anyway, else takes the
-        copy back.
+        """Finds out whether a version whose publish failed was committed anyway; if not, takes the kept copy
+        back.
         """
         if not self._is_under_way:
             return

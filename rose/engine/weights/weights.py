@@ -181,7 +181,7 @@ class _StagedFile:
         self._name = path
         self._fd = os.open(path, os.O_RDONLY)
         self.path = Path(f"/proc/self/fd/{self._fd}")
-        """As long as it is open."""
+        """The path to the open file, valid until close()."""
 
     @property
     def identity(self) -> str:
