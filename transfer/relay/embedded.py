@@ -166,7 +166,7 @@ class EmbeddedRelay(Relay):
         return [url for url, address in addresses.items() if address not in missed]
 
     def get(self, key: str) -> bytes | None:
-        answer = self._call("GET", self._path(key))
+        answer = self._call("GET", self._path(key), may_lack=True)
         return None if answer.status == 404 else answer.body
 
     def remove(self, keys: Iterable[str]) -> None:
@@ -196,9 +196,11 @@ class EmbeddedRelay(Relay):
     def _path(key: str) -> str:
         return f"/v1/objects/{quote(key)}"
 
-    def _call(self, method: str, path: str, content: bytes | None = None) -> Answer:
+    def _call(
+        self, method: str, path: str, content: bytes | None = None, *, may_lack: bool = False
+    ) -> Answer:
         answer = self._calls.call(method, path, content)
-        if answer.is_success or (method == "GET" and answer.status == 404):
+        if answer.is_success or (may_lack and answer.status == 404):
             return answer
         text = answer.body.decode(errors="replace")
         refused = f"embedded relay refused {method} {path}: {answer.status} {text}"
