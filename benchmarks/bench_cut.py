@@ -29,8 +29,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from rose.demo.figures import Figure, percentile
 from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool
 from rose.memory.ledger.policy_word import PolicyState, Pressure
-from rose.memory.policy.placement import Placement
-from rose.memory.policy.victims import SlabUse, choose_victims
+from rose.memory.policy.spread import Spread
+from rose.memory.policy.victims import PositionUse, choose_victims
 from rose.memory.pool.pool import PoolClient
 from rose.memory.slabs.layout import SlabLayout
 from rose.types import GateMode, Role
@@ -229,17 +229,17 @@ def _cut_sequences(shape: _Shape, seed: int, *, is_stock: bool) -> tuple[int, in
 def _pool(shape: _Shape, layout: SlabLayout, *, is_stock: bool) -> SlabBlockPool:
     pool_class = _StockOrderPool if is_stock else SlabBlockPool
     stock = BlockPool(layout.num_ids(shape.num_slabs), enable_caching=True, hash_block_size=16)
-    return pool_class.adopt(stock, layout, shape.num_slabs, 0, Placement.AFFINE)
+    return pool_class.adopt(stock, layout, shape.num_slabs, 0, Spread.AFFINE)
 
 
-def _uses(pool: SlabBlockPool, layout: SlabLayout, sequences: list[_Sequence]) -> list[SlabUse]:
+def _uses(pool: SlabBlockPool, layout: SlabLayout, sequences: list[_Sequence]) -> list[PositionUse]:
     users: dict[int, set[str]] = {}
     for number, sequence in enumerate(sequences):
         for block in sequence.blocks:
             users.setdefault(layout.position_of(block.block_id), set()).add(str(number))
     return [
-        SlabUse(
-            slab=position,
+        PositionUse(
+            position=position,
             request_ids=frozenset(users.get(position, ())),
             is_pinned=position == PINNED_POSITION,
         )
@@ -247,11 +247,11 @@ def _uses(pool: SlabBlockPool, layout: SlabLayout, sequences: list[_Sequence]) -
     ]
 
 
-def _our_victims(uses: list[SlabUse], needed: int) -> int:
+def _our_victims(uses: list[PositionUse], needed: int) -> int:
     return len(choose_victims(needed=needed, uses=uses, now=0.0).aborted_requests)
 
 
-def _stock_victims(uses: list[SlabUse], sequences: list[_Sequence], needed: int) -> int:
+def _stock_victims(uses: list[PositionUse], sequences: list[_Sequence], needed: int) -> int:
     """The request with the most blocks, again and again, until enough slabs are empty."""
     left = {use.slab: set(use.request_ids) for use in uses if not use.is_pinned}
     order = sorted(range(len(sequences)), key=lambda number: -len(sequences[number].blocks))

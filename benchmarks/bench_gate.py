@@ -24,7 +24,7 @@ from lib.slo import gate_player
 from lib.slo.gate_player import BARE_BELL, BARE_READY, CANDIDATE, GATE, MODEL, PATIENCE_S
 
 from rose._shm import Words
-from rose.admission.board import NUM_WORDS, Phase, Word, announce_arrival
+from rose.admission.board import NUM_WORDS, EngineState, Word, announce_arrival
 from rose.admission.deadlines import ServingDeadlines
 from rose.admission.gate import GatePolicy, ServingView
 from rose.admission.rollout_side import RolloutSide
@@ -157,7 +157,7 @@ def kill_figure(num_kills: int) -> Figure:
     times_ms = []
     for _ in range(num_kills):
         with _board() as (words, side, path), _player(path, 1, LONG_STEP_S) as player:
-            while words.load(Word.R_PHASE) != Phase.RUNNING:
+            while words.load(Word.R_STATE) != EngineState.RUNNING:
                 time.sleep(0.001)
             player.kill()
             killed_s = time.monotonic()
@@ -214,11 +214,11 @@ def _offer(
         time.sleep(SERVING_STEP_S)  # serving's step: its process waits for the GPU
         latest_s = time.monotonic() + 1.0
         side.end_step(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=latest_s))
-        used = words.load(Word.R_TURN_USED)
+        used = words.load(Word.R_GRANT_USED)
         offered_ns = time.monotonic_ns()
-        side.yield_turn(latest_s, HANDOVER_S)
+        side.offer_grant(latest_s, HANDOVER_S)
         side.begin_step()
-        if words.load(Word.R_TURN_USED) != used:
+        if words.load(Word.R_GRANT_USED) != used:
             released.append((offered_ns, time.monotonic_ns()))
     return released
 

@@ -1,43 +1,46 @@
-"""The board: one shared page on which a serving and a rollout engine take turns on their GPU.
+"""The board: one shared page on which a serving and a rollout engine share the time of their GPU.
 
-Owns the layout and the protocol between exactly two processes (a `ServingSide` and a `RolloutSide`).
-Promises mutual exclusion of steps with serving priority, bounded waits, and that the death of either
-process never blocks the other's right to run. Never decides about slack: that is the gate.
+This module has the layout, and the protocol between exactly two processes, a `ServingSide` and a
+`RolloutSide`. Steps exclude each other with priority for serving, waits are bounded, and the death of either
+process never takes the other's right to run. How much slack there is, and who may use it, is for the gate to
+decide.
 
-All words are int64 with sequentially consistent access; times are CLOCK_MONOTONIC nanoseconds. A cache
-line (8 words) has one writing process; the exceptions are bells and arrivals, which only grow by
-atomic adds, and the magic word.
+All words are int64 with sequentially consistent access; times are CLOCK_MONOTONIC nanoseconds. One process
+writes each cache line (8 words). The exceptions are the magic word, and bells and arrivals, which only grow
+by atomic adds.
 
 States
 ------
-Serving phase:  DETACHED --attach--> IDLE <--end_step--> RUNNING (claimed or stepping)
-                                      OPEN <--end_step-/
-    IDLE: no work, rollout steps at will.   OPEN: has work, between two steps; rollout may take one step
-    per granted turn.   RUNNING: rollout must not start.   DETACHED: nobody serves, as IDLE.
-Rollout phase:  DETACHED --attach--> IDLE <--> RUNNING (stepping, or trying to).
+Serving:  DETACHED --attach--> IDLE <--end_step--> RUNNING (has claimed the GPU, or steps)
+                               OPEN <--end_step-/
+    IDLE: serving has no work, and rollout steps freely.   OPEN: serving has work and is between two steps;
+    rollout may take one step per grant.   RUNNING: rollout must not start.   DETACHED: nobody serves, as
+    IDLE.
+Rollout:  DETACHED --attach--> IDLE <--> RUNNING (steps, or tries to).
 
-Taking the GPU (two-party Dekker; each side stores its intent, then loads the other's)
-    serving.begin_step:  phase := RUNNING; then, while rollout.phase = RUNNING, sleep on the serving bell.
-    rollout.try_begin:   phase := RUNNING; then load serving: RUNNING, or no unused turn in OPEN, or
-                         another publication than the one decided on -> phase := IDLE, ring, give way.
-With sequential consistency at least one side sees the other; rollout gives way and serving never does, so
-both can't run, and serving waits at most for the one rollout step that has begun.
+Taking the GPU (two-party Dekker: each side stores its intent, then loads the other's)
+    serving.begin_step:  state := RUNNING; then, while rollout's state is RUNNING, sleep on the serving bell.
+    rollout.try_begin:   state := RUNNING; then load serving's. If that is RUNNING, or OPEN without an unused
+                         grant, or if serving has published since the decision: state := IDLE, ring, give way.
+With sequential consistency at least one side sees the other. Rollout gives way and serving never does, so
+they can't both run, and serving waits for at most the one rollout step that has begun.
 
 One rollout step between two serving steps
-    serving.yield_turn:  turn := turn + 1 (phase OPEN), ring; wait for rollout.turn_used = turn.
-    rollout:             try_begin sets turn_used := turn (one step per turn); decline() does too, without
-                         a step, so that a gate that refuses costs a wake-up and not the whole hand-over.
-    serving.yield_turns repeats this while rollout steps and slack is left.
-    The wait ends when the step ends, when the hand-over time passes before a step began, on an arrival
-    announced before a step began, or at the latest start. The begin_step that follows claims the GPU.
+    serving.offer_grant: grant := grant + 1 (in state OPEN), ring; wait for rollout's grant_used = grant.
+    rollout:             try_begin sets grant_used := grant (one step per grant). decline() does so without a
+                         step: a gate that refuses then costs a wake-up and not the whole hand-over.
+    serving.offer_grants repeats this while rollout steps and slack is left.
+    The wait ends when the step ends, when the hand-over time passes before a step has begun, on an arrival
+    that is announced before a step has begun, and at the latest start. The begin_step that follows claims the
+    GPU.
 
 Bounds and deaths
-    serving waits for a running rollout step until est_end + grace, whatever happens; it looks at the
-    process every LIVENESS_SLICE_S meanwhile and goes at once if that is dead. A dead rollout (named by
-    its attach epoch) is not waited for again. One that leaves a turn without an answer (it died, was
-    stopped or hangs between two steps) is offered no other until its heartbeat is newer than that offer.
-    rollout never sleeps longer than MAX_TURN_WAIT_S per call. Once a serving process has died, in whatever
-    phase, view().alive turns False and no rollout step starts until a serving process attaches anew. One
+    Serving waits for a running rollout step until est_end + grace, whatever happens. It looks at the process
+    every LIVENESS_SLICE_S meanwhile, and goes on at once if it is dead. It does not wait again for a dead
+    rollout process, which its attach epoch names. A rollout process that leaves a grant unanswered (it died,
+    was stopped, or hangs between two steps) is offered no other until its heartbeat is newer than that offer.
+    Rollout never sleeps longer than MAX_GRANT_WAIT_S per call. Once a serving process has died, in any state,
+    view().alive is False and no rollout step starts until a serving process attaches again. A serving process
     that detached has left the GPU free.
 """
 
@@ -59,20 +62,20 @@ NUM_WORDS = 128
 
 NEVER_NS = 2**62
 
-# Grace past a step's predicted (99th percentile) end: scheduling noise on a busy host.
+# How long past a step's predicted (99th percentile) end serving waits: a busy host schedules late.
 GRACE_S = 0.1
 LIVENESS_SLICE_S = 0.01
-# No prediction, however wrong, makes serving wait longer than this.
+# However wrong a prediction is, serving waits no longer than this.
 MAX_STEP_WAIT_S = 5.0
-# Longest sleep inside a rollout engine's schedule(): aborts and new requests go on being handled.
-MAX_TURN_WAIT_S = 0.02
-# How long an arrival announced by the front end keeps the GPU for serving. It covers tokenizing and
+# The longest sleep in a rollout engine's schedule(), so that aborts and new requests are still handled.
+MAX_GRANT_WAIT_S = 0.02
+# How long an arrival that the front end announced keeps the GPU for serving. It covers tokenizing and
 # queueing; a request that is rejected on the way must not hold rollouts off for longer.
 ARRIVAL_HOLD_S = 0.05
 
 
-class Phase(IntEnum):
-    """What a side does now."""
+class EngineState(IntEnum):
+    """What an engine does now."""
 
     DETACHED = 0
     IDLE = 1
@@ -81,18 +84,18 @@ class Phase(IntEnum):
 
 
 class Word:
-    """Where each word lives. Lines of 8; the writer in the comment.
+    """The index of each word, in cache lines of 8; comments name the writer.
 
-    Plain integers: an IntEnum's members cost three times the atomic load they index.
+    These are plain integers: an IntEnum's members cost three times the atomic load that they index.
     """
 
     MAGIC: Final = 0
     # serving
-    S_PHASE: Final = 8
+    S_STATE: Final = 8
     S_HAS_PENDING: Final = 9
     S_LATEST_START: Final = 10
     S_SEQ: Final = 11
-    S_TURN: Final = 12
+    S_GRANT: Final = 12
     S_ABSORBED: Final = 13
     # serving, at attach
     S_IDENTITY: Final = 16
@@ -100,10 +103,10 @@ class Word:
     # serving, when its settings change
     S_MAX_STEP: Final = 18  # 0: nobody has served yet
     # rollout
-    R_PHASE: Final = 24
+    R_STATE: Final = 24
     R_WANT: Final = 25
     R_EST_END: Final = 26
-    R_TURN_USED: Final = 27
+    R_GRANT_USED: Final = 27
     R_MIN_STEP: Final = 28
     # rollout, at attach
     R_IDENTITY: Final = 32
@@ -140,7 +143,7 @@ assert Word.R_DECLINES + len(REASONS) <= 96
 
 
 def to_ns(time_s: float) -> int:
-    """Seconds to the page's nanoseconds; NEVER has its own value."""
+    """Converts seconds to the page's nanoseconds; NEVER has a value of its own."""
     return NEVER_NS if math.isinf(time_s) and time_s > 0 else max(-NEVER_NS, int(time_s * 1e9))
 
 
@@ -150,27 +153,30 @@ def to_s(time_ns: int) -> float:
 
 
 def ring(words: Words, bell: int) -> None:
-    """Wakes whoever sleeps on a bell, now or between its look and its sleep."""
+    """Wakes the process that sleeps on a bell, or that has looked at it and is about to sleep."""
     words.add(bell, 1)
     words.wake(bell)
 
 
 def announce_arrival(words: Words) -> None:
-    """A serving request has reached a front end: holds the next rollout step back and ends a hand-over
-    wait. Any process of the serving side may call it; the request's ServingSide.absorb_arrival ends it."""
+    """Says that a serving request has reached a front end.
+
+    This holds the next rollout step back and ends the wait of a hand-over, until ServingSide.absorb_arrival
+    is called for the request. Any process of the serving side may call it.
+    """
     words.store(Word.ARRIVED, time.monotonic_ns())
     words.add(Word.ARRIVALS, 1)
     ring(words, Word.SERVING_BELL)
 
 
 def is_arrival_pending(words: Words, now_ns: int) -> bool:
-    """Whether an announced request has yet to reach serving's scheduler; let go after ARRIVAL_HOLD_S."""
+    """Whether an announced request has yet to reach serving's scheduler; False after ARRIVAL_HOLD_S."""
     arrived_ns = words.load(Word.ARRIVED)
     return words.load(Word.S_ABSORBED) < arrived_ns and now_ns - arrived_ns < to_ns(ARRIVAL_HOLD_S)
 
 
 def check_page(words: Words) -> None:
-    """Formats an all-zero page, or raises BoardError on one of another layout."""
+    """Formats a page of zeros. Raises: BoardError for a page of another layout."""
     if len(words) < NUM_WORDS:
         raise BoardError(f"the board needs {NUM_WORDS} words, the page has {len(words)}")
     words.cas(Word.MAGIC, 0, MAGIC)
@@ -183,10 +189,11 @@ def check_page(words: Words) -> None:
 
 
 def claim_side(words: Words, identity: int, epoch: int, side: str) -> int:
-    """Takes a side of the board for this process, also from a dead one; returns the new epoch.
+    """Takes a side of the board for this process, from a dead one if need be; returns the new epoch.
 
-    Raises BoardError while another live process holds it. The epoch grows before the caller leaves the
-    phase it found, so an observer that saw the old epoch's process dead can't mistake this one for it.
+    The epoch grows before the caller leaves the state that it found, so that an observer who saw the old
+    epoch's process dead can't mistake this one for it. Raises: BoardError while another live process holds
+    the side.
     """
     me = own_identity()
     while True:
@@ -199,9 +206,9 @@ def claim_side(words: Words, identity: int, epoch: int, side: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideSnapshot:
-    """One side as seen from outside."""
+    """One side of the board as an observer sees it."""
 
-    phase: Phase
+    state: EngineState
     pid: int
     alive: bool
     heartbeat_s: float
@@ -211,7 +218,7 @@ class SideSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardSnapshot:
-    """Everything on the board at about one moment; counters run since the page was made."""
+    """The whole board at about one moment; counters run since the page was made."""
 
     taken_s: float
     serving: SideSnapshot
@@ -241,14 +248,14 @@ class BoardSnapshot:
 
 
 def snapshot(words: Words) -> BoardSnapshot:
-    """Reads the whole board without disturbing it; for status pages and `rose top`."""
+    """Reads the whole board without disturbing it."""
     check_page(words)
     now_ns = time.monotonic_ns()
     load = words.load
     return BoardSnapshot(
         taken_s=now_ns / 1e9,
-        serving=_side(words, now_ns, Word.S_PHASE, Word.S_IDENTITY, Word.S_BUSY),
-        rollout=_side(words, now_ns, Word.R_PHASE, Word.R_IDENTITY, Word.R_BUSY),
+        serving=_side(words, now_ns, Word.S_STATE, Word.S_IDENTITY, Word.S_BUSY),
+        rollout=_side(words, now_ns, Word.R_STATE, Word.R_IDENTITY, Word.R_BUSY),
         latest_start_s=to_s(load(Word.S_LATEST_START)),
         has_pending_prefill=bool(load(Word.S_HAS_PENDING)),
         rollout_wants=bool(load(Word.R_WANT)),
@@ -264,14 +271,14 @@ def snapshot(words: Words) -> BoardSnapshot:
     )
 
 
-def _side(words: Words, now_ns: int, phase: int, identity: int, busy: int) -> SideSnapshot:
+def _side(words: Words, now_ns: int, state: int, identity: int, busy: int) -> SideSnapshot:
     who = words.load(identity)
     alive = is_alive(who)
     busy_ns, num_steps, started_ns, heartbeat_ns = (words.load(busy + i) for i in range(4))
     if alive and started_ns > 0:
         busy_ns += now_ns - started_ns
     return SideSnapshot(
-        phase=Phase(words.load(phase)),
+        state=EngineState(words.load(state)),
         pid=pid_of(who),
         alive=alive,
         heartbeat_s=heartbeat_ns / 1e9,

@@ -1,8 +1,8 @@
 """The gate's policy: may the rollout engine step now, and with how many tokens?
 
-Owns the decision as a pure function of `now`, what serving published, what rollout would run and how
-long that takes. Promises that in every mode but ALTERNATE, EQUATIONS and OFF (the baselines) an admitted
-step is predicted to end, error included, before serving's latest start. Never reads a clock or a page.
+The decision is a pure function of `now`, what serving published, what rollout would run, and how long that
+takes. In every mode but the baselines ALTERNATE, EQUATIONS and OFF, an admitted step is predicted to end,
+error included, before serving's latest start.
 """
 
 from dataclasses import dataclass
@@ -13,54 +13,56 @@ from rose.admission.slack import BANK_LIMIT_BUDGETS, NEVER
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, Deployment, GateMode
 
-# TPOT slack is real capacity, but spending all of it multiplies serving's end-to-end time and concurrency
-# (16-20 times and 4 times in simulation at the full budget). So: half the SLO, and not more than 8 serving
-# steps, from which on a longer gap harvests next to nothing (1/8 of the time is serving's then), and not
-# fewer than 5, where it harvests 70%; whole budgets are out of reach of a prediction.
+# TPOT slack is real capacity, but spending all of it multiplies serving's end-to-end time by 16 to 20 and its
+# concurrency by 4 (simulated, at the full budget). The target is therefore half the SLO, but at most 8
+# serving steps, beyond which a longer gap harvests next to nothing (serving takes 1/8 of the time then), and
+# at least 5, where a gap harvests 70%. A whole budget can't be met: predictions are not exact.
 TPOT_TARGET_FRACTION = 0.5
 TPOT_TARGET_STEPS = (5.0, 8.0)
 MAX_TPOT_TARGET_FRACTION = 0.95
-# Of the target: with less the bank of mean-TPOT credit is of no use.
+# Part of the target. With less, the bank of mean-TPOT credit is of no use.
 MIN_ITL_CAP_TARGETS = 1.5
-# Of the TTFT SLO: what a request may lose that arrives just after an idle GPU began a rollout step.
+# Part of the TTFT SLO that a request may lose if it arrives just after a rollout step has begun on an idle
+# GPU.
 IDLE_STEP_FRACTION = 0.25
-# Of the TPOT SLO: the same on a decoder, where the time from arrival to first token counts as one token's.
+# The same on a decoder, as part of the TPOT SLO: there the time from arrival to first token counts as a
+# token's.
 IDLE_DECODER_STEP_FRACTION = 0.5
-# The step that is admitted on an idle GPU whatever the model says: without it a missing or hopeless
-# profile could never be corrected by observation.
+# The size of the step that is admitted on an idle GPU whatever the model says. Without it, observation could
+# never correct a missing or hopeless profile.
 MIN_STEP_TOKENS = 32
-# A declined rollout looks again after this long even if nobody rings.
+# A declined rollout engine asks again after this long, even if nobody rings.
 RETRY_S = 0.02
-# A step with some of the decodes costs nearly as much as one with all: slack too short for all of them is
-# better saved (serving's next gap is longer by it) than spent, as long as all will fit: up to this part of
-# the longest gap, and for this part of the stall time-out.
+# A step with some of the decodes costs nearly as much as one with all. Slack that is too short for all of
+# them is saved, so that serving's next gap is longer by it, as long as all will fit: up to this part of the
+# longest gap, and for this part of the stall timeout.
 WORTH_SAVING_FOR = 0.5
 PATIENCE = 0.25
-# Prefill that only gets what decodes leave of a short gap starves, and its sequences with it.
+# Prefill that gets only what decodes leave of a short gap would starve, and its sequences with it.
 PREFILL_PIECES = 4
 
 
 class GateReason(StrEnum):
-    """Why a decision came out as it did. The order is the board's order of decline counters."""
+    """Why a step was admitted or refused, in the order of the board's decline counters."""
 
     ADMITTED = "admitted"
     NOTHING_TO_RUN = "nothing_to_run"
-    SERVING_TURN = "serving_turn"
+    NO_GRANT = "no_grant"
     SERVING_HAS_WORK = "serving_has_work"
     PREFILL_FIRST = "prefill_first"
     NO_SLACK = "no_slack"
     SERVING_LOST = "serving_lost"
-    """The serving process died: what runs on the GPU is unknown, its successor may come any moment."""
+    """The serving process died. What runs on the GPU is unknown, and a successor may come at any moment."""
     SAVING = "saving"
-    """Slack is left, but not for all decodes at once: it is kept for the next gap."""
+    """The slack that is left is too short for all decodes together, so it is kept for the next gap."""
 
 
 def mode_problem(mode: GateMode, deployment: Deployment) -> str | None:
-    """Why the gate can't go by this mode on such an instance; None where it can."""
+    """Says why a mode can't work on such an instance; None if it can."""
     if (mode, deployment) == (GateMode.TPOT_ONLY, Deployment.PREFILL):
-        return "gate tpot-only: a prefiller makes no tokens to wait for; use dual or ttft-only"
+        return "gate tpot-only: a prefiller makes no tokens that could be late; use dual or ttft-only"
     if (mode, deployment) == (GateMode.TTFT_ONLY, Deployment.DECODE):
-        return "gate ttft-only: a decoder has no prompts to wait for; use dual or tpot-only"
+        return "gate ttft-only: a decoder has no prompts that could be late; use dual or tpot-only"
     return None
 
 
@@ -71,19 +73,19 @@ class GateSettings:
     slo: SLO
     mode: GateMode = GateMode.DUAL
     deployment: Deployment = Deployment.COLLOCATED
-    """Of the serving engine; a rollout engine learns from the board what follows from it."""
+    """The serving engine's; a rollout engine learns from the board what follows from it."""
     tpot_target_s: float | None = None
-    """The TPOT that rollouts may stretch serving to; None: half the TPOT SLO, within 5 to 8 serving steps."""
+    """The TPOT that rollouts may stretch serving to; None for half the SLO, within 5 to 8 serving steps."""
     itl_cap_s: float | None = None
-    """The longest single gap between tokens that the TPOT bank may cause; None: the TPOT SLO, and never less
-    than one and a half targets."""
+    """The longest single gap between tokens that the TPOT bank may cause; None for the TPOT SLO, or one and a
+    half targets if that is more."""
     max_step_s: float | None = None
-    """The longest rollout step, also on an idle GPU; None: a quarter of the TTFT SLO, on a decoder half the
-    TPOT SLO."""
+    """The longest rollout step, on an idle GPU too; None for a quarter of the TTFT SLO, or on a decoder half
+    the TPOT SLO."""
     chunk_tokens: int = 512
     stall_timeout_s: float = 2.0
     handover_s: float = 0.008
-    """How long serving waits for a rollout engine to take the turn it was given."""
+    """How long serving waits for a rollout engine to use a grant."""
 
     def __post_init__(self) -> None:
         for name in ("tpot_target_s", "itl_cap_s", "max_step_s", "stall_timeout_s", "handover_s"):
@@ -96,9 +98,9 @@ class GateSettings:
             raise ValueError(problem)
 
     def tpot_target_for(self, step_s: float, own_tpot_s: float | None = None) -> float:
-        """tpot_target_s with its default resolved, where serving's decode step takes `step_s`.
+        """Returns tpot_target_s, or its default where serving's decode step takes ``step_s``.
 
-        `own_tpot_s`: of a request with a TPOT SLO of its own, which the target is kept apart from as well.
+        ``own_tpot_s`` is the TPOT SLO of a request that has its own; the target stays below it too.
         """
         slo_s = own_tpot_s if own_tpot_s is not None else self.slo.tpot_s
         if self.tpot_target_s is not None:
@@ -109,8 +111,10 @@ class GateSettings:
         return min(target_s, MAX_TPOT_TARGET_FRACTION * slo_s)
 
     def itl_cap_for(self, target_s: float, own_tpot_s: float | None = None) -> float:
-        """itl_cap_s with its default resolved, for a TPOT target of `target_s`; never above the default of a
-        request with a TPOT SLO of its own."""
+        """Returns itl_cap_s, or its default for a TPOT target of ``target_s``.
+
+        For a request with a TPOT SLO of its own (``own_tpot_s``) it is at most the default.
+        """
         slo_s = own_tpot_s if own_tpot_s is not None else self.slo.tpot_s
         default_s = max(slo_s, MIN_ITL_CAP_TARGETS * target_s)
         if self.itl_cap_s is None:
@@ -119,7 +123,7 @@ class GateSettings:
 
     @property
     def longest_gap_s(self) -> float:
-        """The most that the bank lets one gap between tokens grow to, as far as the settings tell."""
+        """The longest gap between tokens that the bank allows, as far as the settings tell."""
         cap_s = self.itl_cap_for(0.0)
         if self.tpot_target_s is None:
             return cap_s
@@ -127,32 +131,36 @@ class GateSettings:
 
     @property
     def effective_max_step_s(self) -> float:
-        """max_step_s with its default resolved."""
+        """max_step_s or its default."""
         return self.max_step_s if self.max_step_s is not None else self.max_step_for(self.slo)
 
     def max_step_for(self, slo: SLO) -> float:
-        """The longest rollout step that a request with this SLO may find when it comes to an idle GPU."""
+        """The longest rollout step that may have begun when a request with this SLO comes to an idle GPU."""
         if self.deployment is Deployment.DECODE:
             return IDLE_DECODER_STEP_FRACTION * slo.tpot_s
         return IDLE_STEP_FRACTION * slo.ttft_s
 
 
 class ServingView(NamedTuple):
-    """What the serving engine last published. This and the decision are tuples: both sides make them while
-    the GPU stands still, and a frozen dataclass takes three times as long to make."""
+    """What the serving engine published last.
+
+    This and the decision are tuples: both are made while the GPU stands still, and a frozen dataclass takes
+    three times as long to make.
+    """
 
     has_work: bool
     has_pending_prefill: bool
     latest_start_s: float
-    """When its next step must start; NEVER without a deadline."""
+    """When its next step must start; NEVER if there is no deadline."""
     max_step_s: float = NEVER
-    """The longest rollout step that it puts up with while it has no work."""
+    """The longest rollout step that it allows while it has no work."""
     alive: bool = True
     may_start: bool = True
-    """Whether the board leaves the GPU to rollout: serving is idle or has granted a turn."""
+    """Whether rollout may have the GPU: serving is idle, or has offered a grant."""
     seq: int = 0
-    """Which publication this is: RolloutSide.try_begin refuses a decision made on an older one."""
-    turn: int = 0
+    """The publication's number: RolloutSide.try_begin refuses a decision that was made on an older one."""
+    grant: int = 0
+    """The latest grant that serving has offered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,21 +172,21 @@ class RolloutCandidate:
     context_tokens: int
     """Sum of the decoding sequences' context lengths."""
     waited_s: float = 0.0
-    """Since its last step ended, having something to run."""
+    """Seconds since its last step ended, while it had something to run."""
 
 
 class GateDecision(NamedTuple):
     """A step's limits, or the reason for waiting."""
 
     max_tokens: int
-    """All tokens of the step, decodes first; 0: wait."""
+    """The tokens of the step, decodes first; 0 to wait."""
     max_seqs: int
-    """Decoding sequences of the step; below the candidate's when not all of them fit."""
+    """The decoding sequences of the step; fewer than the candidate's if not all of them fit."""
     reason: GateReason
     step_s: float
-    """Predicted seconds of the admitted step, error included; 0 when waiting."""
+    """The predicted seconds of the admitted step, error included; 0 to wait."""
     retry_at_s: float
-    """When to ask again if the board stays silent; `now` when admitted."""
+    """When to ask again if nobody rings; `now` for an admitted step."""
 
     @property
     def is_admitted(self) -> bool:
@@ -187,12 +195,13 @@ class GateDecision(NamedTuple):
 
 
 class GatePolicy:
-    """Decides single steps; holds settings only. The same object runs in engines, simulator and tests."""
+    """Decides about single steps and holds only settings. Engines, simulators and tests run the same
+    object."""
 
     def __init__(self, settings: GateSettings) -> None:
         self.settings = settings
         mode = settings.mode
-        # Worked out once: the GPU stands still between a turn and its decision.
+        # Computed once: the GPU stands still between a grant and its decision.
         self._is_prefill_first = mode is GateMode.DUAL
         self._is_bounded = mode not in (GateMode.OFF, GateMode.ALTERNATE, GateMode.EQUATIONS)
         self._max_step_s = settings.effective_max_step_s if self._is_bounded else NEVER
@@ -200,7 +209,7 @@ class GatePolicy:
         self._patience_s = PATIENCE * settings.stall_timeout_s
 
     def may_yield(self, now: float, view: ServingView) -> bool:
-        """Serving's half: whether to offer a turn before its next step, having work itself."""
+        """Serving's half: whether to offer a grant before its next step while it has work."""
         mode = self.settings.mode
         if mode in (GateMode.OFF, GateMode.IDLE):
             return False
@@ -211,17 +220,17 @@ class GatePolicy:
         return now < view.latest_start_s
 
     def may_repeat(self, view: ServingView) -> bool:
-        """Serving's half: whether to offer turn after turn while slack is left.
+        """Serving's half: whether to offer more than one grant while slack is left.
 
-        The baseline that alternates gives one step for one; so does a single-objective mode that sees no
-        deadline of its own kind, or the other kind's requests would wait for ever.
+        The alternating baseline gives one step for each of serving's. A single-objective mode that sees no
+        deadline of its own kind does so too, or requests of the other kind would wait for ever.
         """
         return self.settings.mode is not GateMode.ALTERNATE and view.latest_start_s < NEVER
 
     def decide(
         self, now: float, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel
     ) -> GateDecision:
-        """Rollout's half: the limits of a step that may start now, or why none may."""
+        """Rollout's half: returns the limits of a step that may start now, or why none may."""
         reason = self._refusal(now, view, candidate)
         if reason is not None:
             return _wait(now, reason)
@@ -239,7 +248,7 @@ class GatePolicy:
         if not view.alive:
             return GateReason.SERVING_LOST
         if not view.may_start:
-            return GateReason.SERVING_TURN
+            return GateReason.NO_GRANT
         if not view.has_work or mode is GateMode.ALTERNATE:
             return None
         if mode is GateMode.IDLE:
@@ -251,7 +260,7 @@ class GatePolicy:
     def _fit(
         self, now: float, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel
     ) -> GateDecision:
-        """All decodes and as much prefill as fits; else as many decodes as fit."""
+        """Fits all decodes and as much prefill as possible, or else as many decodes as possible."""
         longest_s = min(self._max_step_s, view.max_step_s) if self._is_bounded else NEVER
         budget_s = longest_s
         if self._is_bounded and view.has_work:
@@ -275,7 +284,7 @@ class GatePolicy:
 
     def _saves(self, budget_s: float, candidate: RolloutCandidate, piece: int, model: StepTimeModel) -> bool:
         """Whether slack this short is better kept for a whole step: all decodes and a piece of the prefill,
-        or all decodes at least."""
+        or at least all decodes."""
         if candidate.waited_s >= self._patience_s:
             return False
         for prefill in (piece, 0):

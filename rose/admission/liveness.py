@@ -1,6 +1,6 @@
-"""Who is on the other side of the board, and whether that process still lives.
+"""Which process is on the other side of the board, and whether it still lives.
 
-Owns process identities that survive pid reuse. Both sides must share a pid namespace. Never signals.
+An identity stays distinct when its pid is used again. Both sides must share a pid namespace.
 """
 
 import os
@@ -8,11 +8,11 @@ import os
 PID_BITS = 22  # Linux: pid_max is at most 4194304
 NOBODY = 0
 STAT_BYTES = 1024
-"""More than /proc/PID/stat ever has."""
+"""More bytes than /proc/PID/stat ever has."""
 
 
 def own_identity() -> int:
-    """This process as one word: start time in clock ticks above PID_BITS, pid below."""
+    """This process as one word: its start time in clock ticks, shifted by PID_BITS, and its pid below."""
     ticks = _start_ticks(os.getpid())
     assert ticks is not None
     return ticks << PID_BITS | os.getpid()
@@ -24,12 +24,12 @@ def pid_of(identity: int) -> int:
 
 
 def is_alive(identity: int) -> bool:
-    """Whether that very process runs; a zombie does not. Tens of microseconds: not for every step."""
+    """Whether that very process runs; a zombie does not. Too slow for every step: tens of microseconds."""
     return identity != NOBODY and _start_ticks(pid_of(identity)) == identity >> PID_BITS
 
 
 def _start_ticks(pid: int) -> int | None:
-    # Without pathlib and a text layer: a side looks at the other while the GPU may be handed over.
+    # Not through pathlib and a text layer: this may run while the GPU is being handed over.
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""The serving engine's hand on the board: claim, publish, yield.
+"""The serving engine's side of the board: it publishes what it needs, offers grants and claims the GPU.
 
-Owns the serving lines of the page. Promises never to sleep past a rollout step's predicted end plus the
-grace. Used by one thread, the engine core's; the protocol is in rose.admission.board.
+It writes the serving lines of the page, and never sleeps past a rollout step's predicted end plus the grace.
+One thread uses it, the engine core's. rose.admission.board has the protocol.
 """
 
 import logging
@@ -15,7 +15,7 @@ from rose.admission.board import (
     LIVENESS_SLICE_S,
     MAX_STEP_WAIT_S,
     NEVER_NS,
-    Phase,
+    EngineState,
     Word,
     check_page,
     claim_side,
@@ -29,8 +29,8 @@ from rose.admission.slack import NEVER
 
 logger = logging.getLogger(__name__)
 
-# Plain integers: an IntEnum's members cost more than the atomic store that they go into.
-_IDLE, _OPEN = int(Phase.IDLE), int(Phase.OPEN)
+# These are plain integers: an IntEnum's members cost more than the atomic store that they go into.
+_IDLE, _OPEN = int(EngineState.IDLE), int(EngineState.OPEN)
 
 NO_WORK = ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER)
 
@@ -41,16 +41,16 @@ class StepStart(StrEnum):
     CLEAR = "clear"
     """No rollout step was running."""
     WAITED = "waited"
-    """A rollout step ended while we waited."""
+    """A rollout step ended while serving waited."""
     OVERRUN = "overrun"
-    """A rollout step ran past its predicted end and the grace: both may run now."""
+    """A rollout step ran past its predicted end and the grace, so both may run now."""
     ROLLOUT_DIED = "rollout_died"
 
 
 class ServingSide:
-    """The serving process's end of the board.
+    """The serving process's end of the board, attached when it is made.
 
-    Attached at construction. Raises BoardError if another live process serves on this board.
+    Raises: BoardError if another live process serves on this board.
     """
 
     def __init__(self, words: Words) -> None:
@@ -59,13 +59,13 @@ class ServingSide:
         self._is_stepping = False
         self._dead_epoch = -1
         self._unanswered_ns = -1
-        """When the last turn was offered, if nobody answered it."""
+        """When the last grant was offered, if it is unanswered; else -1."""
         claim_side(words, Word.S_IDENTITY, Word.S_EPOCH, "serving")
         words.store(Word.S_STARTED, 0)
         self.publish(NO_WORK)
 
     def set_max_step(self, max_step_s: float) -> None:
-        """Says how long a rollout step may take while this engine has no work: a request that comes
+        """Publishes how long a rollout step may take while this engine has no work: a request that comes
         meanwhile waits for its end."""
         self._words.store(Word.S_MAX_STEP, to_ns(max_step_s))
 
@@ -81,12 +81,14 @@ class ServingSide:
         return bool(words.load(Word.R_WANT)) and words.load(Word.R_EPOCH) != self._dead_epoch
 
     def begin_step(self, *, grace_s: float = GRACE_S) -> StepStart:
-        """Claims the GPU and waits, bounded, for a running rollout step. Idempotent until end_step, so
-        that steps in flight at once share one claim."""
+        """Claims the GPU and waits, for a bounded time, for a running rollout step to end.
+
+        Idempotent until end_step, so that steps that are in flight together share one claim.
+        """
         if self._is_stepping:
             return StepStart.CLEAR
         words = self._words
-        words.store(Word.S_PHASE, Phase.RUNNING)
+        words.store(Word.S_STATE, EngineState.RUNNING)
         self._is_stepping = True
         before_ns = time.monotonic_ns()
         outcome = self._await_rollout(grace_s, NEVER_NS)
@@ -97,9 +99,9 @@ class ServingSide:
         return outcome
 
     def end_step(self, view: ServingView, *, num_steps: int = 1) -> None:
-        """Releases the GPU, saying what the next step needs; `num_steps` 0 if the claim went unused.
+        """Releases the GPU and publishes what the next step needs; without a claim it only publishes.
 
-        Without a claim it only publishes.
+        ``num_steps`` is 0 if the claim went unused.
         """
         words = self._words
         if self._is_stepping:
@@ -111,11 +113,11 @@ class ServingSide:
         self.publish(view)
 
     def publish(self, view: ServingView) -> None:
-        """Says what serving's next step needs: has_work, has_pending_prefill and latest_start_s count.
+        """Publishes has_work, has_pending_prefill and latest_start_s of serving's next step, at any time.
 
-        At any time; while the GPU is claimed it stays so. A request's arrival turns IDLE into OPEN here.
+        A claim on the GPU stays. Without one, a request's arrival changes IDLE into OPEN here.
         """
-        # The phase goes last: rollout may act on these words once it no longer reads RUNNING.
+        # The state is written last: rollout may act on these words once it no longer reads RUNNING.
         words = self._words
         words.store(Word.S_HAS_PENDING, int(view.has_pending_prefill))
         words.store(Word.S_LATEST_START, to_ns(view.latest_start_s))
@@ -123,40 +125,42 @@ class ServingSide:
         words.add(Word.S_SEQ, 1)
         if self._is_stepping:
             return
-        words.store(Word.S_PHASE, _OPEN if view.has_work else _IDLE)
-        # OPEN lets rollout do nothing before yield_turn rings: waking it would only cost a switch.
+        words.store(Word.S_STATE, _OPEN if view.has_work else _IDLE)
+        # In OPEN rollout can do nothing until offer_grant rings: waking it would only cost a switch.
         if not view.has_work:
             words.add(Word.ROLLOUT_BELL, 1)
             if words.load(Word.R_WANT):
                 words.wake(Word.ROLLOUT_BELL)
 
     def absorb_arrival(self, arrival_s: float) -> None:
-        """The scheduler has taken in a request that was at the front end by ``arrival_s`` (time.monotonic).
+        """Says that the scheduler has a request that was at the front end by ``arrival_s`` (time.monotonic).
 
-        Announcements up to then are served by has_work and has_pending_prefill from here on; later ones of
+        From here on has_work and has_pending_prefill stand for the announcements up to then. Later ones of
         the same burst are still on their way.
         """
         words = self._words
         words.store(Word.S_ABSORBED, max(words.load(Word.S_ABSORBED), to_ns(arrival_s)))
 
-    def yield_turn(self, latest_start_s: float, handover_s: float, *, grace_s: float = GRACE_S) -> float:
-        """Between two steps: lets rollout take one step if it wants one that can fit. Returns the
-        seconds waited. Call begin_step next; it takes an unused turn back."""
+    def offer_grant(self, latest_start_s: float, handover_s: float, *, grace_s: float = GRACE_S) -> float:
+        """Lets rollout take one step between two of serving's, if it wants one that can fit.
+
+        Returns the seconds waited. The begin_step that has to follow takes an unused grant back.
+        """
         words = self._words
         now_ns = time.monotonic_ns()
         latest_ns = to_ns(latest_start_s)
-        if self._is_stepping or not self._rollout_can_use_a_turn(now_ns, latest_ns):
+        if self._is_stepping or not self._rollout_can_use_a_grant(now_ns, latest_ns):
             return 0.0
-        turn = words.add(Word.S_TURN, 1)
+        grant = words.add(Word.S_GRANT, 1)
         ring(words, Word.ROLLOUT_BELL)
         words.add(Word.S_YIELDS, 1)
-        is_answered = self._await_turn(turn, min(now_ns + to_ns(handover_s), latest_ns), latest_ns, grace_s)
+        is_answered = self._await_grant(grant, min(now_ns + to_ns(handover_s), latest_ns), latest_ns, grace_s)
         self._unanswered_ns = -1 if is_answered else now_ns
         waited_ns = time.monotonic_ns() - now_ns
         words.add(Word.S_YIELD_WAIT, waited_ns)
         return waited_ns / 1e9
 
-    def yield_turns(
+    def offer_grants(
         self,
         latest_start_s: float,
         handover_s: float,
@@ -164,45 +168,53 @@ class ServingSide:
         is_called: Callable[[], bool] = lambda: False,
         grace_s: float = GRACE_S,
     ) -> float:
-        """Turn after turn while rollout uses them and slack is left: a rollout step is often a fraction of
-        the slack. Ends on an announced arrival, or when ``is_called`` says that the engine has other work.
-        Returns the seconds waited."""
+        """Offers grants while rollout uses them and slack is left: a rollout step is often a part of the
+        slack.
+
+        Ends on an announced arrival, and when ``is_called`` says that the engine has other work. Returns the
+        seconds waited.
+        """
         words = self._words
         arrivals = words.load(Word.ARRIVALS)
         waited_s = 0.0
         while not is_called():
             steps = words.load(Word.R_STEPS)
-            waited_s += self.yield_turn(latest_start_s, handover_s, grace_s=grace_s)
+            waited_s += self.offer_grant(latest_start_s, handover_s, grace_s=grace_s)
             if words.load(Word.R_STEPS) == steps or words.load(Word.ARRIVALS) != arrivals:
                 break
         return waited_s
 
     def detach(self) -> None:
-        """Leaves the GPU to rollout; the object is of no use afterwards."""
+        """Leaves the GPU to rollout. The object is of no use afterwards."""
         words = self._words
         words.store(Word.S_STARTED, 0)
-        words.store(Word.S_PHASE, Phase.DETACHED)
+        words.store(Word.S_STATE, EngineState.DETACHED)
         words.store(Word.S_IDENTITY, NOBODY)
         ring(words, Word.ROLLOUT_BELL)
 
-    def _rollout_can_use_a_turn(self, now_ns: int, latest_ns: int) -> bool:
+    def _rollout_can_use_a_grant(self, now_ns: int, latest_ns: int) -> bool:
         words = self._words
-        if not self.is_wanted or words.load(Word.S_PHASE) != Phase.OPEN or is_arrival_pending(words, now_ns):
+        if (
+            not self.is_wanted
+            or words.load(Word.S_STATE) != EngineState.OPEN
+            or is_arrival_pending(words, now_ns)
+        ):
             return False
         # Each offer to a process that is gone or stopped would cost the whole hand-over, step after step.
         if words.load(Word.R_HEARTBEAT) <= self._unanswered_ns:
             return False
         return now_ns + words.load(Word.R_MIN_STEP) <= latest_ns
 
-    def _await_turn(self, turn: int, give_up_ns: int, latest_ns: int, grace_s: float) -> bool:
-        """False when the time was over without an answer."""
+    def _await_grant(self, grant: int, give_up_ns: int, latest_ns: int, grace_s: float) -> bool:
+        """Waits for the answer to a grant; False if the time was over without one."""
         words = self._words
         arrivals = words.load(Word.ARRIVALS)
         while True:
             seen = words.load(Word.SERVING_BELL)
-            # turn_used before phase: a turn seen used and a phase not RUNNING means the step is over.
-            is_used = words.load(Word.R_TURN_USED) == turn
-            if words.load(Word.R_PHASE) == Phase.RUNNING:
+            # grant_used is read first: if it is this grant and the state is then not RUNNING, the step is
+            # over.
+            is_used = words.load(Word.R_GRANT_USED) == grant
+            if words.load(Word.R_STATE) == EngineState.RUNNING:
                 self._await_rollout(grace_s, latest_ns)
                 return True
             if is_used or words.load(Word.ARRIVALS) != arrivals:
@@ -220,7 +232,7 @@ class ServingSide:
         while True:
             seen = words.load(Word.SERVING_BELL)
             epoch = words.load(Word.R_EPOCH)
-            if words.load(Word.R_PHASE) != Phase.RUNNING or epoch == self._dead_epoch:
+            if words.load(Word.R_STATE) != EngineState.RUNNING or epoch == self._dead_epoch:
                 return outcome
             now_ns = time.monotonic_ns()
             if outcome is StepStart.WAITED and self._has_rollout_died(epoch):

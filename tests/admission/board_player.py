@@ -49,7 +49,7 @@ def serve(words: Words, num_steps: int, num_rollout_steps: int) -> None:
 
 
 def serve_step(side: ServingSide, words: Words, rng: random.Random, has_work: bool) -> None:
-    side.yield_turn(NEVER, 0.002)
+    side.offer_grant(NEVER, 0.002)
     side.begin_step(grace_s=60)
     critical_section(words, rng)
     side.end_step(ServingView(has_work=has_work, has_pending_prefill=False, latest_start_s=NEVER))
@@ -60,7 +60,7 @@ def roll_out(words: Words) -> None:
     side = RolloutSide(words)
     side.set_want(True)
     while not words.load(STOP):
-        if not side.wait_turn():
+        if not side.wait_grant():
             continue
         view = side.view()
         if rng.random() < 0.2:

@@ -143,8 +143,8 @@ def test_what_an_idle_instance_puts_up_with_follows_its_objective(
 @pytest.mark.parametrize(
     ("deployment", "mode", "message"),
     [
-        (Deployment.PREFILL, GateMode.TPOT_ONLY, "a prefiller makes no tokens to wait for"),
-        (Deployment.DECODE, GateMode.TTFT_ONLY, "a decoder has no prompts to wait for"),
+        (Deployment.PREFILL, GateMode.TPOT_ONLY, "a prefiller makes no tokens that could be late"),
+        (Deployment.DECODE, GateMode.TTFT_ONLY, "a decoder has no prompts that could be late"),
     ],
 )
 def test_a_mode_without_its_objective_is_refused(
@@ -169,7 +169,7 @@ def test_without_a_profile_one_small_step_runs_and_only_when_serving_is_idle() -
         (ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER, alive=False),
          GateReason.SERVING_LOST),
         (ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER, may_start=False),
-         GateReason.SERVING_TURN),
+         GateReason.NO_GRANT),
         (ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER, alive=False),
          GateReason.SERVING_LOST),
     ],

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, 
 from vllm.v1.request import Request
 
 from rose.engine.memory.block_pool import SlabBlockPool
-from rose.memory.policy.placement import Placement
+from rose.memory.policy.spread import Spread
 from rose.memory.slabs.layout import SlabLayout
 
 BLOCK_TOKENS = 4
@@ -20,7 +20,7 @@ LAYOUT = SlabLayout.plan(block_bytes_per_layer=128, num_layers=2, slab_bytes=102
 assert [LAYOUT.block_ids(k).start for k in (0, 1)] == [0, 8] and LAYOUT.blocks_per_slab == 4
 
 
-def adopted_pool(placement: Placement = Placement.DENSE) -> SlabBlockPool:
+def adopted_pool(spread: Spread = Spread.DENSE) -> SlabBlockPool:
     """A pool with only the pinned position backed."""
     pool = BlockPool(
         LAYOUT.num_ids(NUM_POSITIONS),
@@ -28,7 +28,7 @@ def adopted_pool(placement: Placement = Placement.DENSE) -> SlabBlockPool:
         hash_block_size=BLOCK_TOKENS,
         enable_kv_cache_events=True,
     )
-    return SlabBlockPool.adopt(pool, LAYOUT, NUM_POSITIONS, PINNED_SLAB, placement)
+    return SlabBlockPool.adopt(pool, LAYOUT, NUM_POSITIONS, PINNED_SLAB, spread)
 
 
 def cache(pool: SlabBlockPool, blocks: Sequence[KVCacheBlock], seed: int) -> None:

@@ -70,7 +70,7 @@ def test_milliseconds_stay_at_the_edge() -> None:
         ),
         (
             {"role": "serving", "deployment": "prefill", "gate": "tpot-only"},
-            "'rose': gate tpot-only: a prefiller makes no tokens to wait for; use dual or ttft-only",
+            "'rose': gate tpot-only: a prefiller makes no tokens that could be late; use dual or ttft-only",
         ),
         (
             {"role": "serving", "lend_idle_s": 30},
@@ -134,7 +134,7 @@ def test_the_deployment_follows_the_connector_unless_it_is_set(
         (
             {"role": "serving", "gate": "ttft-only"},
             "kv_consumer",
-            "'rose': gate ttft-only: a decoder has no prompts to wait for; use dual or tpot-only",
+            "'rose': gate ttft-only: a decoder has no prompts that could be late; use dual or tpot-only",
         ),
         (
             {"role": "rollout"},

@@ -50,7 +50,7 @@ def _take_turns(words: Words, num_steps: int, step_s: float) -> list[tuple[int, 
     times: list[tuple[int, int]] = []
     give_up_s = time.monotonic() + PATIENCE_S
     while len(times) < num_steps and time.monotonic() < give_up_s:
-        if not side.wait_turn():
+        if not side.wait_grant():
             continue
         view = side.view()
         decision = policy.decide(time.monotonic(), view, CANDIDATE, MODEL)

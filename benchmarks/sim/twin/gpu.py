@@ -123,27 +123,27 @@ class TwinGpu:
         while not self._is_over():
             self._absorb()
             if self._serving.has_work:
-                latest_s = self._offer_turns()
+                latest_s = self._offer_grants()
                 if self._serving.may_join(self._now):
                     self._absorb()  # what came meanwhile joins the step
                 self._num_late += self._now > latest_s
                 self._serve()
-            elif not self._take_turn(self._serving.view(self._now)):
+            elif not self._take_grant(self._serving.view(self._now)):
                 next_s = self._arrivals[0].at_s if self._arrivals else self._horizon_s
                 self._now = min(self._horizon_s, next_s)
 
-    def _offer_turns(self) -> float:
-        """ServingScheduler._take_turn and ServingSide.yield_turns; returns the published latest start."""
+    def _offer_grants(self) -> float:
+        """ServingScheduler._take_gpu and ServingSide.offer_grants; returns the published latest start."""
         view = self._serving.view(self._now)
         if self._rollout is None or not self._policy.may_yield(self._now, view):
             return NEVER
         while self._now + self._rollout.shortest_step_s() <= view.latest_start_s:
-            if not self._take_turn(view) or not self._policy.may_repeat(view) or self._has_arrived():
+            if not self._take_grant(view) or not self._policy.may_repeat(view) or self._has_arrived():
                 break
         return view.latest_start_s if self._was_rollout else NEVER
 
-    def _take_turn(self, view: ServingView) -> bool:
-        """RolloutScheduler._ask_for_turn: decides, and runs the step if admitted."""
+    def _take_grant(self, view: ServingView) -> bool:
+        """RolloutScheduler._ask_for_grant: decides, and runs the step if admitted."""
         rollout = self._rollout
         if rollout is None:
             return False

@@ -78,8 +78,8 @@ def _board_metrics(seen: BoardSnapshot, labels: tuple[str, str]) -> Iterator[Met
     counters = {
         "rose_harvested_tokens": ("Rollout tokens computed beside serving", seen.rollout_tokens),
         "rose_harvested_seconds": ("Time in rollout steps beside serving", seen.rollout.busy_s),
-        "rose_yields": ("Turns offered to rollouts between serving steps", seen.num_yields),
-        "rose_yield_wait_seconds": ("Time serving waited in turns it had offered", seen.yield_wait_s),
+        "rose_yields": ("Grants offered to rollouts between serving steps", seen.num_yields),
+        "rose_yield_wait_seconds": ("Time that serving waited on grants it had offered", seen.yield_wait_s),
         "rose_begin_wait_seconds": ("Time serving waited for a running rollout step", seen.begin_wait_s),
         "rose_overruns": ("Rollout steps past their predicted end and the grace", seen.num_overruns),
         "rose_stalls": ("Rollouts ended without progress on this GPU", seen.num_stalls),

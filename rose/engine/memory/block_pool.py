@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.request import Request
 
-from rose.memory.policy.placement import Placement, preferred_positions
+from rose.memory.policy.spread import Spread, preferred_positions
 from rose.memory.slabs.layout import SlabLayout
 
 PINNED_POSITION = 0
@@ -37,7 +37,7 @@ class SlabBlockPool(BlockPool):
     """A ``BlockPool`` whose blocks come and go with slabs. Made by :meth:`adopt`, never constructed."""
 
     layout: SlabLayout
-    placement: Placement
+    spread: Spread
     beside: int | None
     """Position of the last block of the request that is about to get blocks, if it has any."""
     slab_of: list[int | None]
@@ -55,7 +55,7 @@ class SlabBlockPool(BlockPool):
         layout: SlabLayout,
         num_positions: int,
         pinned_slab: int,
-        placement: Placement = Placement.DENSE,
+        spread: Spread = Spread.DENSE,
     ) -> SlabBlockPool:
         """Turn vLLM's freshly made pool into one with only the pinned position backed.
 
@@ -65,7 +65,7 @@ class SlabBlockPool(BlockPool):
         pool.__class__ = cls
         assert isinstance(pool, cls)
         pool.layout = layout
-        pool.placement = placement
+        pool.spread = spread
         pool.beside = None
         pool.slab_of = [None] * num_positions
         pool.num_used = np.zeros(num_positions, dtype=np.int32)
@@ -139,7 +139,7 @@ class SlabBlockPool(BlockPool):
         self.slab_of[position] = slab
         self.num_gpu_blocks += len(blocks)
 
-    # Placement ------------------------------------------------------------------------------------
+    # Where blocks come from -------------------------------------------------------------------------
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         if num_blocks <= self.get_num_free_blocks():
@@ -149,13 +149,13 @@ class SlabBlockPool(BlockPool):
         return blocks
 
     def _bring_forward(self, num_blocks: int) -> None:
-        """Put the blocks that placement prefers where vLLM takes from: the head of the free queue.
+        """Put the blocks that spread prefers where vLLM takes from: the head of the free queue.
 
         Only free blocks that cache nothing; where those don't suffice, vLLM's own order decides which cache
         is evicted.
         """
         positions = preferred_positions(
-            self.placement,
+            self.spread,
             num_used=self.num_used,
             num_hashed=self.num_hashed,
             blocks_per_slab=self.layout.blocks_per_slab,

@@ -91,7 +91,7 @@ class RolloutMemory:
             self._reclaim(plan.aborted_requests)
             tenant.ledger.count(Word.RECLAIMED_REQUESTS, len(plan.aborted_requests))
         # An ended request's blocks may be in use for longer, e.g. while an encoder cache is sent away.
-        idle = [position for position in plan.slabs if tenant.pool.num_used[position] == 0]
+        idle = [position for position in plan.positions if tenant.pool.num_used[position] == 0]
         tenant.give_back(idle)
         logger.info("budget cut slabs=%d aborted=%d", len(idle), len(plan.aborted_requests))
 

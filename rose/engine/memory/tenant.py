@@ -19,8 +19,8 @@ from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, SlabKV
 from rose.engine.memory.kv_layout import place_on_slabs
 from rose.engine.memory.kv_range import SlabOps, pinned_slab
 from rose.memory.policy.leases import LeaseTable
-from rose.memory.policy.placement import Placement
-from rose.memory.policy.victims import SlabUse
+from rose.memory.policy.spread import Spread
+from rose.memory.policy.victims import PositionUse
 from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
 from rose.types import Role
@@ -61,7 +61,7 @@ class Tenant:
             self.layout,
             self.client.num_slabs,
             pinned_slab(self.client, acquire=False),
-            Placement.DENSE if self.leases is None else Placement.AFFINE,
+            Spread.DENSE if self.leases is None else Spread.AFFINE,
         )
         self._pool.listener = self
 
@@ -144,7 +144,7 @@ class Tenant:
             if position != PINNED_POSITION and self.pool.num_used[position] == 0
         ]
 
-    def uses(self, requests: Iterable[Request]) -> list[SlabUse]:
+    def uses(self, requests: Iterable[Request]) -> list[PositionUse]:
         """What each backed position holds, for choosing victims. Positions stand for slabs.
 
         ``requests``: those that may be ended and whose blocks are free then. A position with blocks that none
@@ -160,8 +160,8 @@ class Tenant:
                         users.setdefault(position, set()).add(request.request_id)
                         blocks.setdefault(position, set()).add(block.block_id)
         return [
-            SlabUse(
-                slab=position,
+            PositionUse(
+                position=position,
                 request_ids=frozenset(users.get(position, ())),
                 lease_expiry=self._lease_expiry(position),
                 is_pinned=position == PINNED_POSITION

@@ -1,7 +1,7 @@
 """The rollout engine's scheduler: steps only inside serving's slack, and gives memory back when told.
 
 Owns when a rollout step is asked for, taken or declined, and ends requests that stand still. Promises no
-step without the board's turn while the gate is on.
+step without the board's grant while the gate is on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STARVED_RETRY_S = 0.05
 STARVED_WAIT_S = 0.01
 """Longest sleep of the engine's loop meanwhile; a change of the ledger ends it."""
 PATIENT_WAIT_S = 0.1
-"""Longest time without a turn until the engine's loop runs once all the same."""
+"""The longest time without a grant until the engine's loop runs once all the same."""
 MAX_TRIES = 3
 """Serving may publish between our look and our claim; after a few losses, return to the engine's loop."""
 
@@ -56,7 +56,7 @@ class RolloutScheduler(RoseScheduler):
             self._side = RolloutSide(self.tenant.client.board_words)
         self._is_stepping = False
         self._starved: tuple[int, ...] | None = None
-        """What _memory_state() was when a turn went unused: asking again before it changes would only cost
+        """What _memory_state() was when a grant went unused: asking again before it changes would only cost
         serving its slack."""
         self._starved_until_s = 0.0
         self._waits_since_s = time.monotonic()
@@ -134,20 +134,20 @@ class RolloutScheduler(RoseScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._side is None or self._gate.settings.mode is GateMode.OFF:
             return super().schedule(throttle_prefills)
-        limit = self._ask_for_turn(self._side)
+        limit = self._ask_for_grant(self._side)
         most, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, limit
         try:
             output = super().schedule(throttle_prefills)
         finally:
             self.max_num_scheduled_tokens = most
         if self._is_stepping and output.total_num_scheduled_tokens == 0:
-            self._end_turn(0)
+            self._end_grant(0)
             self._starved, self._starved_until_s = self._memory_state(), time.monotonic() + STARVED_RETRY_S
         return output
 
-    def _ask_for_turn(self, side: RolloutSide) -> int:
-        """The step's token limit; 0 where it isn't our turn. May sleep: up to the board's 20 ms once there is
-        something else to do."""
+    def _ask_for_grant(self, side: RolloutSide) -> int:
+        """Asks for the GPU; returns the step's token limit, 0 without a grant. May sleep: up to the board's
+        20 ms once there is something else to do."""
         candidate = self._candidate()
         side.set_want(candidate.num_decodes + candidate.prefill_tokens_waiting > 0, self._shortest_step_s())
         for attempt in range(MAX_TRIES):
@@ -164,16 +164,16 @@ class RolloutScheduler(RoseScheduler):
                     if self._is_starved():
                         self._wait_change(self._change_seq(), STARVED_WAIT_S)
                     return 0
-            if attempt + 1 < MAX_TRIES and not self._await_turn(side):
+            if attempt + 1 < MAX_TRIES and not self._await_grant(side):
                 break
         self.page.count(Field.DECLINED_STEPS)
         return 0
 
-    def _await_turn(self, side: RolloutSide) -> bool:
+    def _await_grant(self, side: RolloutSide) -> bool:
         """Sleeps until a step may be tried, or something else wants the engine's loop. A pass without a step
         takes every sequence out of the worker's batch, and its CPU time from whoever shares the core."""
         until_s = time.monotonic() + PATIENT_WAIT_S
-        while not side.wait_turn():
+        while not side.wait_grant():
             if not self.may_sleep_on() or time.monotonic() >= until_s:
                 return False
         return True
@@ -225,11 +225,11 @@ class RolloutScheduler(RoseScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         if self._is_stepping:
-            self._end_turn(scheduler_output.total_num_scheduled_tokens)
+            self._end_grant(scheduler_output.total_num_scheduled_tokens)
         self._stalls.progress(scheduler_output.num_scheduled_tokens, time.monotonic())
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _end_turn(self, num_tokens: int) -> None:
+    def _end_grant(self, num_tokens: int) -> None:
         assert self._side is not None
         self._is_stepping = False
         self._waits_since_s = time.monotonic()

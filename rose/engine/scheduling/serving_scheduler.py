@@ -84,22 +84,22 @@ class ServingScheduler(RoseScheduler):
             return
         self._side.set_max_step(self._deadlines.max_idle_step_s(time.monotonic()))
         if gate.mode is GateMode.OFF:
-            # Nothing is published from now on: rollout would wait for good for the turn that it needs.
+            # Nothing is published from now on, so rollout would wait for ever for the grant that it needs.
             self._side.publish(NO_WORK)
 
     @property
     def _shares_compute(self) -> bool:
         return self._side is not None and self._gate.settings.mode is not GateMode.OFF
 
-    # Memory and turns, ahead of the step --------------------------------------------------------------
+    # Memory and grants, ahead of the step -------------------------------------------------------------
 
     def before_step(self, now: float) -> None:
         if self._memory is not None:
             self.wake_at(self._memory.tick(now, self.running, self.waiting_requests()))
         if self._shares_compute and self.has_unfinished_requests():
-            self._take_turn(now)
+            self._take_gpu(now)
 
-    def _take_turn(self, now: float) -> None:
+    def _take_gpu(self, now: float) -> None:
         side = self._side
         assert side is not None
         view = self._deadlines.view(
@@ -109,9 +109,9 @@ class ServingScheduler(RoseScheduler):
         if self._gate.may_yield(now, view):
             latest_s, handover_s = view.latest_start_s, self._gate.settings.handover_s
             if self._gate.may_repeat(view):
-                waited_s = side.yield_turns(latest_s, handover_s, is_called=self.has_input)
+                waited_s = side.offer_grants(latest_s, handover_s, is_called=self.has_input)
             else:
-                waited_s = side.yield_turn(latest_s, handover_s)
+                waited_s = side.offer_grant(latest_s, handover_s)
             if waited_s > 0 and self.has_input() and self._may_join():
                 # What came meanwhile, a request most likely, joins this step: the engine core takes it in
                 # between two scheduling passes, and its first token need not wait for one more decode step.

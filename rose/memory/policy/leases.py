@@ -1,15 +1,15 @@
-"""Leases on idle rollout slabs that still hold prefix cache.
+"""Leases on positions whose slabs are idle but still hold prefix cache.
 
-Owns who may stay until when. Promises constant-time changes and an expiry order that is also the LRU order.
-Pure: takes ``now``. Never evicts anything itself.
+Changes take constant time, and the order of expiry is the order of last use. The table is pure: it takes
+``now``, and evicts nothing.
 """
 
 
 class LeaseTable:
-    """One lease per slab, all of the same length. Slabs are any ints that the caller tells them apart by.
+    """One lease per position, all of the same length.
 
-    Source: ROSE §4.1: a turn mostly follows the last within 10 s, so cache that idles longer is worth less
-    than room.
+    Source: ROSE §4.1: most turns follow the last one within 10 s, so cache that is idle for longer is worth
+    less than room.
     """
 
     def __init__(self, lease_s: float = 10.0) -> None:
@@ -22,30 +22,31 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._expiry_s)
 
-    def start(self, slab: int, now: float) -> None:
-        """Starts a slab's lease, or renews it. ``now`` never goes back."""
-        self._expiry_s.pop(slab, None)
-        self._expiry_s[slab] = now + self.lease_s
+    def start(self, position: int, now: float) -> None:
+        """Starts or renews a lease. ``now`` never goes back."""
+        self._expiry_s.pop(position, None)
+        self._expiry_s[position] = now + self.lease_s
 
-    def cancel(self, slab: int) -> bool:
-        """The slab is in use again or reclaimed; False if it had no lease."""
-        return self._expiry_s.pop(slab, None) is not None
+    def cancel(self, position: int) -> bool:
+        """Ends a lease: the slab is in use again, or reclaimed. Returns False if there was none."""
+        return self._expiry_s.pop(position, None) is not None
 
-    def expiry(self, slab: int) -> float | None:
-        """When the slab's lease ends, None without one."""
-        return self._expiry_s.get(slab)
+    def expiry(self, position: int) -> float | None:
+        """Returns when the lease ends, None if there is none."""
+        return self._expiry_s.get(position)
 
     def expired(self, now: float) -> list[int]:
-        """Slabs whose lease has ended, longest ended first. They stay listed until cancelled or renewed."""
+        """Returns the positions whose lease has ended, the first to end first, until it is cancelled or
+        renewed."""
         ended: list[int] = []
-        for slab, expiry in self._expiry_s.items():
+        for position, expiry in self._expiry_s.items():
             if expiry > now:
                 break
-            ended.append(slab)
+            ended.append(position)
         return ended
 
     def next_expiry(self) -> float | None:
-        """When the first lease ends (maybe in the past), None without leases: what to set a timer to."""
+        """Returns when the first lease ends, which may be in the past; None if there are none."""
         return next(iter(self._expiry_s.values()), None)
 
     def check_integrity(self) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 from vllm.v1.core.sched.interface import PauseState
 
 from rose._shm import Words
-from rose.admission.board import Phase, Word
+from rose.admission.board import EngineState, Word
 from rose.admission.gate import ServingView
 from rose.admission.profile import ProfileKey
 from rose.admission.rollout_side import RolloutSide
@@ -282,12 +282,12 @@ class Waits(RolloutSide):
         super().__init__(words)
         self._input, self._left = input_queue, num_waits
 
-    def wait_turn(self, timeout_s: float = 0.0) -> bool:
+    def wait_grant(self, timeout_s: float = 0.0) -> bool:
         assert self._left > 0, "one wait too many"
         self._left -= 1
         if self._left == 0:
             self._input.put(None)
-        return super().wait_turn(0.0)
+        return super().wait_grant(0.0)
 
 
 def test_an_engine_without_a_turn_sleeps_until_something_wants_its_loop(
@@ -299,11 +299,11 @@ def test_an_engine_without_a_turn_sleeps_until_something_wants_its_loop(
     scheduler._ended, scheduler.tenant = [], None
     scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(kv_event_queue=[]))
     scheduler._input_queue, scheduler._must_step = queue.Queue(), False
-    assert not scheduler._await_turn(Waits(words, scheduler._input_queue, num_waits=3))
+    assert not scheduler._await_grant(Waits(words, scheduler._input_queue, num_waits=3))
     scheduler._input_queue, scheduler._must_step = queue.Queue(), True  # a cut, told before it began to wait
-    assert not scheduler._await_turn(Waits(words, queue.Queue(), num_waits=1))
+    assert not scheduler._await_grant(Waits(words, queue.Queue(), num_waits=1))
     scheduler._input_queue, scheduler._must_step = None, False
-    assert not scheduler._await_turn(Waits(words, queue.Queue(), num_waits=1))
+    assert not scheduler._await_grant(Waits(words, queue.Queue(), num_waits=1))
 
 
 def test_an_idle_gpu_takes_shorter_steps_once_a_request_asked_for_a_tighter_ttft(
@@ -341,4 +341,4 @@ def test_a_serving_engine_whose_gate_goes_off_leaves_rollout_free(page: StatusPa
     scheduler._side.publish(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER))
     assert not rollout.view().may_start
     scheduler.set_gate(scheduler.rose.gate_settings(GateMode.OFF))
-    assert words.load(Word.S_PHASE) == Phase.IDLE and rollout.view().may_start
+    assert words.load(Word.S_STATE) == EngineState.IDLE and rollout.view().may_start

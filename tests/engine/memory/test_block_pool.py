@@ -12,7 +12,7 @@ from kv_consumer import CacheView, really_cached
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool
-from rose.memory.policy.placement import Placement
+from rose.memory.policy.spread import Spread
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -20,9 +20,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     pool: SlabBlockPool
 
-    @initialize(placement=st.sampled_from(Placement))
-    def adopt(self, placement: Placement) -> None:
-        self.pool = adopted_pool(placement)
+    @initialize(spread=st.sampled_from(Spread))
+    def adopt(self, spread: Spread) -> None:
+        self.pool = adopted_pool(spread)
         self.pool.listener = self
         self.view = CacheView()
         self.busy: set[int] = set()
@@ -163,7 +163,7 @@ def positions_of(blocks: list[KVCacheBlock]) -> list[int]:
 
 
 def test_affine_placement_keeps_two_requests_in_slabs_of_their_own() -> None:
-    pool = adopted_pool(Placement.AFFINE)
+    pool = adopted_pool(Spread.AFFINE)
     for slab in range(3):
         pool.back(slab)
     first = pool.get_new_blocks(2)
@@ -177,7 +177,7 @@ def test_affine_placement_keeps_two_requests_in_slabs_of_their_own() -> None:
 
 
 def test_dense_placement_leaves_whole_slabs_to_give_back() -> None:
-    pool = adopted_pool(Placement.DENSE)
+    pool = adopted_pool(Spread.DENSE)
     for slab in range(3):
         pool.back(slab)
     pool.get_new_blocks(3)  # what the pinned slab has beside block 0
@@ -189,7 +189,7 @@ def test_dense_placement_leaves_whole_slabs_to_give_back() -> None:
 
 
 def test_prefix_cache_is_evicted_last() -> None:
-    pool = adopted_pool(Placement.AFFINE)
+    pool = adopted_pool(Spread.AFFINE)
     pool.back(7)
     cached = pool.get_new_blocks(4)
     cache(pool, cached, seed=0)

@@ -6,38 +6,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.memory.policy.victims import ReclaimPlan, SlabUse, choose_victims
+from rose.memory.policy.victims import PositionUse, ReclaimPlan, choose_victims
 
 NOW = 100.0
 
 
-def used(slab: int, requests: str) -> SlabUse:
-    return SlabUse(slab=slab, request_ids=frozenset(requests))
+def used(position: int, requests: str) -> PositionUse:
+    return PositionUse(position=position, request_ids=frozenset(requests))
 
 
-def cached(slab: int, expiry: float) -> SlabUse:
-    return SlabUse(slab=slab, lease_expiry=expiry)
+def cached(position: int, expiry: float) -> PositionUse:
+    return PositionUse(position=position, lease_expiry=expiry)
 
 
-def plan(needed: int, uses: Iterable[SlabUse]) -> ReclaimPlan:
+def plan(needed: int, uses: Iterable[PositionUse]) -> ReclaimPlan:
     return choose_victims(needed=needed, uses=uses, now=NOW)
 
 
 ALL_KINDS = [
-    SlabUse(slab=0, is_pinned=True),
+    PositionUse(position=0, is_pinned=True),
     used(1, "a"),
     cached(2, 103.0),
     cached(3, 101.0),
     cached(4, 99.0),
     cached(5, 100.0),
-    SlabUse(slab=6),
-    SlabUse(slab=7),
+    PositionUse(position=6),
+    PositionUse(position=7),
     used(8, "ab"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("needed", "slabs", "requests", "shortfall"),
+    ("needed", "positions", "requests", "shortfall"),
     [
         (0, [], [], 0),
         (1, [6], [], 0),
@@ -52,10 +52,10 @@ ALL_KINDS = [
     ],
 )
 def test_slabs_go_in_the_order_idle_expired_least_recently_used_aborted(
-    needed: int, slabs: list[int], requests: list[str], shortfall: int
+    needed: int, positions: list[int], requests: list[str], shortfall: int
 ) -> None:
     chosen = plan(needed, ALL_KINDS)
-    assert list(chosen.slabs) == slabs
+    assert list(chosen.positions) == positions
     assert (list(chosen.aborted_requests), chosen.shortfall) == (requests, shortfall)
 
 
@@ -75,28 +75,28 @@ def test_slabs_go_in_the_order_idle_expired_least_recently_used_aborted(
     ],
 )
 def test_aborts_free_the_most_slabs_per_request(
-    needed: int, uses: list[SlabUse], requests: list[str]
+    needed: int, uses: list[PositionUse], requests: list[str]
 ) -> None:
     chosen = plan(needed, uses)
     assert sorted(chosen.aborted_requests) == requests
-    assert (len(chosen.slabs), chosen.shortfall) == (needed, 0)
+    assert (len(chosen.positions), chosen.shortfall) == (needed, 0)
 
 
 def test_half_of_packed_slabs_costs_half_of_the_requests() -> None:
     """24 requests in 12 slabs, two to a slab each: half the slabs cost half the requests."""
-    uses = [used(slab, chr(97 + 2 * slab) + chr(98 + 2 * slab)) for slab in range(12)]
+    uses = [used(position, chr(97 + 2 * position) + chr(98 + 2 * position)) for position in range(12)]
     assert len(plan(6, uses).aborted_requests) == 12
 
 
 def test_pinned_slab_is_never_given_up() -> None:
-    pinned = SlabUse(slab=0, request_ids=frozenset("a"), is_pinned=True)
+    pinned = PositionUse(position=0, request_ids=frozenset("a"), is_pinned=True)
     assert plan(1, [pinned]).shortfall == 1
 
 
 SLAB_USES = st.lists(
     st.builds(
-        SlabUse,
-        slab=st.integers(0, 0),
+        PositionUse,
+        position=st.integers(0, 0),
         request_ids=st.frozensets(st.sampled_from("abcde"), max_size=3),
         lease_expiry=st.none() | st.floats(90, 110),
         is_pinned=st.booleans(),
@@ -106,22 +106,24 @@ SLAB_USES = st.lists(
 
 
 @given(SLAB_USES, st.integers(0, 15))
-def test_plan_adds_up_and_frees_what_it_says(shapes: list[SlabUse], needed: int) -> None:
+def test_plan_adds_up_and_frees_what_it_says(shapes: list[PositionUse], needed: int) -> None:
     uses = {
-        slab: SlabUse(
-            slab=slab, request_ids=u.request_ids, lease_expiry=u.lease_expiry, is_pinned=u.is_pinned
+        position: PositionUse(
+            position=position, request_ids=u.request_ids, lease_expiry=u.lease_expiry, is_pinned=u.is_pinned
         )
-        for slab, u in enumerate(shapes)
+        for position, u in enumerate(shapes)
     }
     chosen = plan(needed, uses.values())
-    assert len(chosen.slabs) + chosen.shortfall == needed
-    assert len(set(chosen.slabs)) == len(chosen.slabs)
+    assert len(chosen.positions) + chosen.shortfall == needed
+    assert len(set(chosen.positions)) == len(chosen.positions)
     ended = set(chosen.aborted_requests)
     assert len(ended) == len(chosen.aborted_requests)
-    assert all(uses[slab].request_ids <= ended and not uses[slab].is_pinned for slab in chosen.slabs)
+    assert all(
+        uses[position].request_ids <= ended and not uses[position].is_pinned for position in chosen.positions
+    )
     if chosen.shortfall:
         movable = [u for u in uses.values() if not u.is_pinned]
-        assert len(chosen.slabs) == len(movable)
+        assert len(chosen.positions) == len(movable)
 
 
 def test_a_negative_number_of_slabs_is_refused() -> None:

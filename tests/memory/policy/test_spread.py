@@ -1,0 +1,27 @@
+"""Which slabs new blocks come from: rollout keeps requests apart, serving keeps slabs full."""
+
+import numpy as np
+import pytest
+
+from rose.memory.policy.spread import Spread, preferred_positions
+
+# Position:                     0  1  2  3  4  5
+USED = np.array([2, 4, 0, 0, 3, 0], dtype=np.int32)
+HASHED = np.array([0, 0, 0, 2, 1, 4], dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("spread", "beside", "order"),
+    [
+        (Spread.AFFINE, None, [2, 3, 0, 4]),
+        (Spread.AFFINE, 4, [4, 2, 3, 0]),
+        (Spread.DENSE, None, [4, 0, 2, 3]),
+        (Spread.DENSE, 0, [0, 4, 2, 3]),
+    ],
+)
+def test_order_of_preference(spread: Spread, beside: int | None, order: list[int]) -> None:
+    """Full slabs (1 in use, 5 with cache) are never among them."""
+    positions = preferred_positions(
+        spread, num_used=USED, num_hashed=HASHED, blocks_per_slab=4, beside=beside
+    )
+    assert list(positions) == order
