@@ -200,7 +200,7 @@ def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_firs
 def test_a_gate_mode_without_its_objective_is_refused_while_the_engine_runs(page: StatusPage) -> None:
     settings = EngineSettings(role=Role.SERVING, engine_id="e").deployed(Deployment.PREFILL)
     control: Any = EngineControl(Client(), settings, "m")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="a prefiller makes no tokens to wait for"):
+    with pytest.raises(ConfigError, match="a prefiller makes no tokens that could be late"):
         control.set_gate(GateMode.TPOT_ONLY)
     assert page.get(Field.WANTED_GATE_MODE) == -1
     control.set_gate(GateMode.TTFT_ONLY)
