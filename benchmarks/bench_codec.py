@@ -109,7 +109,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def entropy_bytes(old: Bits, new: Bits) -> float:
-    """What independent places and independent differences can't be coded in fewer bytes than."""
+    """Returns the fewest bytes that can code the changes if places and differences are independent."""
     differences = (new - old)[old != new]
     density = differences.size / old.size
     places = float(old.size) * _entropy_bits(np.array([density, 1 - density]))

@@ -101,7 +101,7 @@ def _one_kill(case: str, rig: ClusterRig, server: RedisServer | None) -> float:
 
 
 def _wait_for_steps(rig: ClusterRig) -> None:
-    """Until both jobs' present processes have finished two more phases of training."""
+    """Waits until both jobs' present processes have finished two more phases of training."""
     begin_s = time.monotonic()
 
     def have_run() -> bool:
@@ -128,7 +128,7 @@ def _wait_for_holder(rig: ClusterRig) -> tuple[str, int]:
 
 
 def _first_begin(rig: ClusterRig, since_s: float, counts: Callable[[dict[str, Any]], bool]) -> float:
-    """Seconds until the first such phase has begun."""
+    """Returns the seconds until the first phase that counts has begun."""
     found: list[float] = []
 
     def has_begun() -> bool:

@@ -113,7 +113,7 @@ def _cut_figures(args: argparse.Namespace) -> list[Figure]:
 
 
 def _wait_full(pool: PoolClient, rl_step: int) -> None:
-    """Until rollout began the RL step and holds its whole budget."""
+    """Waits until rollout has begun the RL step and holds its whole budget."""
     ledger, deadline = pool.ledger, time.monotonic() + FILL_TIMEOUT_S
     while time.monotonic() < deadline:
         policy = ledger.policy
@@ -123,7 +123,7 @@ def _wait_full(pool: PoolClient, rl_step: int) -> None:
 
 
 def _cut_in_half(pool: PoolClient) -> float:
-    """Seconds from the write of half the budget until rollout holds no more than that."""
+    """Returns the seconds from the write of half the budget until rollout holds no more than that."""
     ledger = pool.ledger
     seen = ledger.policy
     target = _held(pool) // 2

@@ -44,7 +44,9 @@ from rose.demo.figures import Figure
 from rose.errors import WorkerError
 from rose.types import GateMode, Role
 
-BESIDE: dict[str, dict[str, float | None]] = {
+Beside = dict[str, dict[str, float | None]]
+
+BESIDE: Beside = {
     "sigstop_reroute_s": {"vllm-router 0.1.17, in the prototypes": 20.0},
     "sigstop_new_turns": {},
     "sigkill_failed_turns": {"vllm-router 0.1.17, in the prototypes, of 6": 3.0},
@@ -132,9 +134,9 @@ async def _replace(client: RouterClient, rig: Rig, dead: Engine, name: str, weig
     return engine
 
 
-def _beside(peers: Sequence[PeerSamples]) -> dict[str, dict[str, float | None]]:
-    """What stands beside a figure, by its name."""
-    beside: dict[str, dict[str, float | None]] = {name: {} for name in BESIDE}
+def _beside(peers: Sequence[PeerSamples]) -> Beside:
+    """Returns what stands beside each figure, by the figure's name."""
+    beside: Beside = {name: {} for name in BESIDE}
     for peer in peers:
         for name, values in peer.beside().items():
             beside[name] |= values
@@ -148,6 +150,10 @@ def _figures(samples: Samples, peers: Sequence[PeerSamples]) -> list[Figure]:
         for failed in (*peer.broken, *peer.failed):
             print(f"{peer_name(peer.spec)}, a turn failed: {failed}")
     beside = _beside(peers)
+    return [*_stop_figures(samples, beside), *_weight_figures(samples), *_kill_figures(samples, beside)]
+
+
+def _stop_figures(samples: Samples, beside: Beside) -> list[Figure]:
     return [
         Figure(
             name="migrated_greedy_equal",
@@ -174,6 +180,11 @@ def _figures(samples: Samples, peers: Sequence[PeerSamples]) -> list[Figure]:
                 **beside["sigstop_new_turns"],
             },
         ),
+    ]
+
+
+def _weight_figures(samples: Samples) -> list[Figure]:
+    return [
         Figure(
             name="version_tagged",
             value=sum(samples.tags) / len(samples.tags),
@@ -188,6 +199,11 @@ def _figures(samples: Samples, peers: Sequence[PeerSamples]) -> list[Figure]:
             target="<= 0",
             peers={"tokens": float(samples.num_pinned)},
         ),
+    ]
+
+
+def _kill_figures(samples: Samples, beside: Beside) -> list[Figure]:
+    return [
         Figure(
             name="sigkill_failed_turns",
             value=float(len(samples.failed)),

@@ -1,4 +1,4 @@
-"""What the gate costs per tick, and how fast the GPU changes hands between two processes, also by a SIGKILL.
+"""Measures the gate's cost per tick, and how fast two processes hand over the GPU, after a SIGKILL too.
 
 Publishing (deadlines of 256 running requests, and the board's page) and checking for a turn happen at every
 step of an engine. The hand-over runs between this process, as serving, and another, as rollout, over one

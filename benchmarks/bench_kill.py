@@ -1,4 +1,4 @@
-"""What a SIGKILL costs: of the rollout engine and of the pool's daemon, in turn, under load on real engines.
+"""Measures what a SIGKILL of the rollout engine, or of the pool's daemon, costs real engines under load.
 
 Claim: a dead rollout engine's slabs are usable within 500 ms; without a daemon slabs are usable throughout; a
 restarted daemon gets every engine back; no serving request is lost by either.
@@ -8,7 +8,6 @@ restarted daemon gets every engine back; no serving request is lost by either.
 
 import argparse
 import os
-import random
 import signal
 import sys
 import threading
@@ -21,9 +20,9 @@ from statistics import median
 
 from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
+from lib.load.turns import random_prompt
 
 from rose.demo.figures import Figure
-from rose.demo.frozenlake import VOCAB_SIZE
 from rose.errors import WorkerError
 from rose.memory.ledger.ledger import Ledger
 from rose.node.control import EngineControl
@@ -188,12 +187,6 @@ def wait_until(ledger: Ledger, is_so: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise WorkerError(f"not within {PATIENCE_S:.0f} s: {what}")
         seen = ledger.wait_change(seen, 0.01)
-
-
-def random_prompt(seed: str, length: int) -> list[int]:
-    """Token ids that both models know."""
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
 def make_figures(samples: Samples) -> list[Figure]:

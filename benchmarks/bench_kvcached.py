@@ -48,7 +48,7 @@ PUBLISHED_MS_PER_GIB = sum(PUBLISHED_US.values()) * (1024 // 2) / 1e3
 
 @dataclass(slots=True)
 class _Seconds:
-    """Of each round's batch."""
+    """Holds the seconds of each round's batch."""
 
     kvcached: list[float] = field(default_factory=list)
     move: list[float] = field(default_factory=list)
@@ -112,7 +112,7 @@ class _Mover:
         self._owner.map_many(self._all, self._all)
 
     def cycle(self, *, zero: bool) -> float:
-        """Seconds from the owner's mapped slabs to the other's; unmapping fences, zeroing waits."""
+        """Returns the seconds until the other has the owner's slabs; unmapping fences, zeroing waits."""
         start = perf_counter()
         self._owner.unmap_many(self._all)
         self._other.map_many(self._all, self._all, zero=zero)
@@ -138,7 +138,7 @@ def _open_kvcached(device: int, page_bytes: int) -> None:
 
 
 def _kvcached_cycle(page_bytes: int) -> float:
-    """Seconds of giving the whole batch back to the driver and taking it anew."""
+    """Returns the seconds in which the whole batch goes back to the driver and is taken anew."""
     import torch
     from kvcached import vmm_ops
 

@@ -107,7 +107,7 @@ class _Bench:
         return _Measured(lease_s, hits, window)
 
     def lease_errors_ms(self, lease_s: float, rollout: EngineControl) -> list[float]:
-        """Of several requests, each on an engine that holds no more than the slab it keeps."""
+        """Returns several requests' errors, each on an engine that holds only the slab it keeps."""
         rng = random.Random(self.args.seed)
         _wait_returned(self.pool, lease_s)
         errors = []
@@ -234,7 +234,7 @@ def _window_figures(measured: Sequence[_Measured]) -> list[Figure]:
 
 
 def _wait_returned(pool: PoolClient, lease_s: float) -> float:
-    """Seconds until rollout holds one slab and none is on its way back."""
+    """Returns the seconds until rollout holds one slab and none is on its way back."""
     ledger, start_s = pool.ledger, time.monotonic()
     slot = next(slot for slot, engine in ledger.engines().items() if engine.role is Role.ROLLOUT)
     while ledger.num_owned(slot) > 1 or ledger.num_draining:

@@ -57,7 +57,7 @@ class Mux:
         return alone / _dollars(self.num_rollout_nodes, self.num_train_nodes)
 
     def group(self) -> Group:
-        """As the policies see it."""
+        """Returns the group as the placement policies see it."""
         members = tuple(
             Member(
                 job=Job(

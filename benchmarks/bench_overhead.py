@@ -85,7 +85,7 @@ def _figures(rounds: dict[str, list[_Round]], peer: str) -> list[Figure]:
 
 
 async def _serve(url: str, num_requests: int, seed: int) -> _Round:
-    """The same requests for the same seed, ``CONCURRENCY`` at a time."""
+    """Sends the same requests for the same seed, ``CONCURRENCY`` at a time."""
     rng = random.Random(seed)
     # Distinct prompts: prefix hits would hide prefill.
     prompts = [[rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(num_requests)]

@@ -40,7 +40,7 @@ BLOCK_TOKENS = 128
 
 @dataclass(slots=True)
 class Tally:
-    """Of the prompt tokens of all turns but the first ones."""
+    """Counts the prompt tokens of all turns but each trajectory's first."""
 
     prompt: int = 0
     ideal: int = 0

@@ -137,7 +137,7 @@ def _hit_gaps(scenario: Scenario, seeds: Sequence[int]) -> list[Figure]:
 
 
 def _hit_shares(scenario: Scenario, policy: str, seed: int, has_keys: bool) -> tuple[float, float]:
-    """Of all prompt tokens: those found cached, those that could have been."""
+    """Returns the shares of all prompt tokens that were found cached, and that could have been."""
     outcome = Simulation(scenario, POLICIES[policy](), seed, has_keys=has_keys).run()
     return outcome.hit_share, outcome.ideal_hit_share
 

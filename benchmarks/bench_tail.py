@@ -150,7 +150,7 @@ class _Pair:
     def run(
         self, thresholds: dict[str, float | None], slo_kind: SloKind = SloKind.ITERATION
     ) -> tuple[float, int]:
-        """Seconds that all iterations take, and violations of the certificate."""
+        """Returns the seconds that all iterations take, and violations of the certificate."""
         members = tuple(
             replace(member, job=replace(member.job, slo_kind=slo_kind)) for member in self.group.members
         )
@@ -161,7 +161,7 @@ class _Pair:
 
 
 class _Model:
-    """What phases take, with the tails that run meanwhile."""
+    """Says what phases take, with the tails that run meanwhile."""
 
     def __init__(self, pair: _Pair, thresholds: dict[str, float | None]) -> None:
         self._pair = pair

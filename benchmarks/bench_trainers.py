@@ -1,4 +1,4 @@
-"""What an RL trainer notices of dying workers: TRL's reward on a toy task.
+"""An RL trainer learns on while workers die: TRL's reward on a toy task.
 
 Claim: with one of two real engines killed every ten steps under turns in flight, TRL's GRPO reaches the
 reward that it reaches on an engine that nobody kills. Dead engines are started anew and get the newest
@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def has_weights(self) -> bool:
-        """Whether it runs weights of the trainer's."""
+        """Returns whether it runs weights that the trainer published."""
         if self._subscriber is None:
             return False
         answer = CLIENT.get(f"{self.url}/rose/v1/status")
@@ -126,7 +126,7 @@ class Run:
         return self._rig.start_router((), name=f"router-{self._case}")
 
     def rewards(self) -> list[float]:
-        """Of the steps so far."""
+        """Returns the rewards of the steps so far."""
         lines = self._events.read_text().splitlines() if self._events.exists() else []
         return [json.loads(line)["reward"] for line in lines]
 

@@ -48,7 +48,7 @@ class Recreation(Protocol):
     """Release-and-recreate of a batch of slabs."""
 
     def cycle(self) -> float:
-        """Seconds from the donor's mapped memory to the heir's mapped, zeroed memory."""
+        """Returns the seconds from the donor's mapped memory to the heir's mapped, zeroed memory."""
         ...
 
 

@@ -88,7 +88,7 @@ def print_table(outcomes: list[Outcome], console: Console) -> None:
 
 
 def meets(value: object, target: object) -> bool | None:
-    """Whether ``value`` meets a target such as ">= 0.6"; None where that can't be told."""
+    """Returns whether ``value`` meets a target such as ">= 0.6", and None where that cannot be told."""
     match = _TARGET.match(str(target)) if isinstance(target, str) else None
     if match is None or isinstance(value, bool) or not isinstance(value, (int, float)):
         return None

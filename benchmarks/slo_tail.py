@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _windows(folder: Path, case: str, policy: str) -> dict[int, Path]:
-    """By round: the last try."""
+    """Returns the last try of each round, by the round's number."""
     stem = re.escape(f"serving-rose-{case}-{policy}-try".replace(" ", "-"))
     named = [(re.fullmatch(rf"{stem}(\d+)-(\d+)\.jsonl", path.name), path) for path in folder.iterdir()]
     tries = sorted((int(m[2]), int(m[1]), path) for m, path in named if m is not None)
@@ -72,7 +72,7 @@ def _counters(window: Path) -> dict[str, float]:
 
 
 def _compare_counters(alone: dict[str, float], other: dict[str, float]) -> None:
-    """Of the whole windows. Seconds without a CPU tell of contention, wherever they are more."""
+    """Prints the counters of whole windows; more seconds without a CPU mean contention there."""
     for name, value in other.items():
         if value or alone.get(name):
             print(f"  {name:<66} {alone.get(name, 0.0):.3f} -> {value:.3f}")

@@ -1,4 +1,4 @@
-"""How long processes and threads ran, and how long they were ready to but had no CPU.
+"""Reads how long processes and threads ran, and how long they waited for a CPU.
 
 Owns the reading of Linux's schedstat. Never measures by itself: subtract two readings.
 """
@@ -21,15 +21,20 @@ class Times:
 
 
 def read_times(path: str) -> Times:
-    """Of /proc/PID[/task/TID]/schedstat. Raises: FileNotFoundError: it ended, or the kernel doesn't count."""
+    """Reads /proc/PID[/task/TID]/schedstat.
+
+    Raises: FileNotFoundError when the process has ended, or where the kernel does not count.
+    """
     with open(path, "rb", buffering=0) as file:
         ran_ns, waited_ns, _ = file.read().split()
     return Times(ran_s=int(ran_ns) / 1e9, waited_s=int(waited_ns) / 1e9)
 
 
 def cpu_use_s(leader_pid: int) -> dict[str, float]:
-    """Seconds since the start by part: API server, the engine core's thread that steps, and its others. Empty
-    where the kernel has no schedstat."""
+    """Returns seconds since the start of an engine by part: API server, step thread, the core's others.
+
+    Empty where the kernel has no schedstat.
+    """
     found: dict[str, float] = {}
     leader = psutil.Process(leader_pid)
     for process in [leader, *leader.children(recursive=True)]:

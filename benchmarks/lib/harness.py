@@ -1,4 +1,4 @@
-"""What every benchmark file shares: its command line, its table and its JSON.
+"""Holds what every benchmark file shares: its command line, its table and its JSON.
 
 Owns the flags and the output format (CONTRIBUTING.md). Promises that figures reach the JSON exactly as they
 are printed, with the machine beside them, and what share of it other processes used. Never measures.
@@ -28,7 +28,7 @@ def run_benchmark(
     add_arguments: Callable[[argparse.ArgumentParser], object] | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Parse the common flags and the benchmark's own, measure, print, write. The exit status.
+    """Parses the flags, measures, prints the table and writes the JSON. Returns the exit status.
 
     ``doc``: the benchmark's docstring, its first line the claim. ``measure`` gets the parsed flags; a
     RoseError from it becomes one line and status 1.
@@ -72,7 +72,7 @@ def median_figure(
     target: str | None = None,
     peers: dict[str, float | None] | None = None,
 ) -> Figure:
-    """The median of repeats, with the smallest and the largest as its spread."""
+    """Returns a figure with the median of repeats, and their smallest and largest as its spread."""
     return Figure(
         name=name,
         value=statistics.median(values),

@@ -1,4 +1,4 @@
-"""How jobs' times change while they run: WEAVE's drift templates.
+"""Changes jobs' times while they run, by WEAVE's drift templates.
 
 Owns: the templates and when changes are seen. Promises: the same seed gives the same changes. Never:
 simulates.

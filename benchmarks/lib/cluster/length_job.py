@@ -43,7 +43,7 @@ class Decoding:
         self._at_s = time.monotonic()
 
     def run(self, progress: rose.Progress) -> None:
-        """Until the longest response is there."""
+        """Runs until the longest response is there."""
         total, reported_s = len(self._lengths), self._at_s
         while (num_done := bisect.bisect_right(self._lengths, self._reached)) < total:
             step_s = self._speed.decode_step_s((total - num_done) / self._num_nodes)

@@ -25,7 +25,7 @@ UNIT = np.random.default_rng(0).random((256, 256), dtype=np.float32)
 
 
 def compute(num_units: int) -> None:
-    """One thread's work."""
+    """Computes on one thread."""
     product = UNIT
     for _ in range(num_units):
         product = UNIT @ product
@@ -41,7 +41,7 @@ class PhaseLog:
         self._path = path
 
     def note(self, what: str, phase: str, iteration: int, begin_s: float) -> None:
-        """One line, of now."""
+        """Appends one line, with the present time."""
         line = {
             "job": self._name,
             "pid": os.getpid(),
@@ -56,7 +56,7 @@ class PhaseLog:
 
 
 class Phases:
-    """What the job does in a phase, with a note of it."""
+    """Does a phase's work and notes it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._log = PhaseLog(arguments.log)
@@ -75,7 +75,7 @@ class Phases:
 
 
 def ask_for_permits(log: Path, num_permits: int) -> None:
-    """How long each takes, from the call until the phase may begin."""
+    """Asks for permits and logs how long each takes, from the call until the phase may begin."""
     job = running_job()
     assert job is not None, "runs under a scheduler alone"
     lines = []

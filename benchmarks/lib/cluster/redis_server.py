@@ -19,7 +19,7 @@ START_S = 300.0
 
 
 def why_no_redis(binary: str = "redis-server") -> str | None:
-    """What is missing on this machine; None: nothing."""
+    """Returns what is missing on this machine, or None."""
     if shutil.which(binary) is None:
         return f"needs {binary}: apt install redis-server"
     try:
@@ -43,7 +43,7 @@ class RedisServer:
 
     @property
     def pid(self) -> int:
-        """Of the server that runs now."""
+        """The process id of the server that runs now."""
         return self._server.pid
 
     def start(self) -> None:
@@ -56,7 +56,7 @@ class RedisServer:
             raise
 
     def start_again(self) -> None:
-        """On the same data, after a kill."""
+        """Starts the server again on the same data, after a kill."""
         self._server.stop(0.0)
         self._server = ServerProcess(self._argv, "redis", self._log)
         self.start()

@@ -93,12 +93,12 @@ class ClusterRig:
         self._folder.cleanup()
 
     def scheduler_pid(self) -> int | None:
-        """Of the scheduler that answers now."""
+        """Returns the process id of the scheduler that answers now."""
         pid = self.status().get("scheduler_pid")
         return int(pid) if pid is not None else None
 
     def status(self) -> dict[str, Any]:
-        """What `rose sched status` prints."""
+        """Returns what `rose sched status` prints."""
         return self.ask(Status(seq=self.client.next_seq()))
 
     def ask(self, call: Status | Submit) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class ClusterRig:
         self.ask(Submit(seq=self.client.next_seq(), spec=spec))
 
     def wait_done(self, names: set[str], timeout_s: float) -> None:
-        """Until these jobs are done. Raises: WorkerError if one fails, or when the time is over."""
+        """Waits until these jobs are done. Raises: WorkerError if one fails, or when the time is over."""
 
         def are_done() -> bool:
             states = {each["name"]: each["state"] for each in self.status()["jobs"]}
@@ -160,11 +160,11 @@ class ClusterRig:
             time.sleep(POLL_S)
 
     def notes(self) -> list[dict[str, Any]]:
-        """All begins and ends of phases so far."""
+        """Returns all begins and ends of phases so far."""
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def phases(self) -> list[PhaseTime]:
-        """The finished phases, in the order of their ends."""
+        """Returns the finished phases, in the order of their ends."""
         return [
             PhaseTime(
                 job=note["job"],
@@ -179,6 +179,6 @@ class ClusterRig:
         ]
 
     def kill(self, pid: int) -> float:
-        """SIGKILL to a process of this rig; when."""
+        """Sends SIGKILL to a process of this rig, and returns when."""
         os.kill(pid, signal.SIGKILL)
         return time.monotonic()

@@ -46,7 +46,7 @@ class RealGroup:
 
 
 def node_speed(gpu: RolloutSpeed, num_nodes: int) -> RolloutSpeed:
-    """Of nodes of eight such GPUs, at this benchmark's scale."""
+    """Returns the speed of nodes of eight such GPUs, at this benchmark's scale."""
     return replace(
         gpu,
         num_workers=num_nodes,
@@ -77,7 +77,7 @@ class RealPair:
         self._train_s = group.share * self._speeds[0].worst_s(NUM_REQUESTS)
 
     def run(self, has_tails: bool) -> tuple[float, int]:
-        """Seconds that the measured iterations take, and how many tails were moved."""
+        """Returns the seconds that the measured iterations take, and how many tails were moved."""
         with ClusterRig(self._group.num_rollout_nodes, 1) as rig:
             for number, name in enumerate("ab"):
                 rig.submit_spec(self._spec(rig, number, name, has_tails))

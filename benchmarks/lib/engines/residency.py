@@ -1,4 +1,4 @@
-"""How much memory the engines of a pool hold for the KV that somebody may still read.
+"""Measures how much memory the engines of a pool hold for KV that somebody may still read.
 
 Owns the arithmetic of `resident_over_live`, on what the engines' status pages say. Live are blocks in use,
 blocks that hold prefix cache, and the one block with which vLLM pads. Never changes an engine.
@@ -21,7 +21,7 @@ class Residency:
 
     slab_bytes: int
     block_bytes: int
-    """Of one block, all layers."""
+    """The size of one block, all layers."""
     blocks_per_slab: int
     owned: int = 0
     live: int = 0
@@ -29,7 +29,7 @@ class Residency:
     """Slabs that could hold the live blocks, packed without a gap."""
 
     def sample(self, engine: EngineControl) -> None:
-        """Add what the engine holds right now."""
+        """Adds what the engine holds right now."""
         status = engine.status()
         live = status.kv_live_blocks + NUM_PADDING_BLOCKS
         self.owned += status.kv_slabs_owned
@@ -38,7 +38,7 @@ class Residency:
 
 
 def both_engines(slab_bytes: int) -> list[Residency]:
-    """Of the demo's rollout model and of its serving model, in this order."""
+    """Returns a fresh sum for the demo's rollout model and one for its serving model, in this order."""
     found = []
     for spec in (ROLLOUT_SPEC, SERVING_SPEC):
         layout = SlabLayout.plan(
@@ -49,12 +49,12 @@ def both_engines(slab_bytes: int) -> list[Residency]:
 
 
 def over_live(engines: Sequence[Residency]) -> float:
-    """Bytes of the slabs owned over bytes of the live blocks."""
+    """Returns the bytes of the slabs owned over bytes of the live blocks."""
     return sum(one.owned * one.slab_bytes for one in engines) / sum(
         one.live * one.block_bytes for one in engines
     )
 
 
 def over_fewest(engines: Sequence[Residency]) -> float:
-    """Slabs owned over the fewest that could hold the live blocks."""
+    """Returns the slabs owned over the fewest that could hold the live blocks."""
     return sum(one.owned for one in engines) / sum(one.fewest for one in engines)

@@ -66,7 +66,7 @@ class Rig:
         return models / str(role)
 
     def pool(self, name: str, *, num_slabs: int, slab_bytes: int, headroom_slabs: int) -> PoolClient:
-        """A running pool, as an observer sees it."""
+        """Starts a pool and returns an observer of it."""
         runtime_dir = self._settings.make_runtime_dir()
         self._pool_sizes[name] = PoolSize(
             num_slabs=num_slabs, slab_bytes=slab_bytes, headroom_slabs=headroom_slabs
@@ -77,11 +77,11 @@ class Rig:
         return observer
 
     def start_daemon(self, name: str) -> None:
-        """The daemon of a pool; after ``kill_daemon``, one that takes the pool over."""
+        """Starts the daemon of a pool; after ``kill_daemon``, one that takes the pool over."""
         self._daemons[name] = start_daemon(name, **self._pool_sizes[name])
 
     def kill_daemon(self, name: str) -> None:
-        """SIGKILL; returns once it is gone."""
+        """Sends SIGKILL to a pool's daemon; returns once it is gone."""
         daemon = self._daemons.pop(name)
         os.kill(daemon.pid, signal.SIGKILL)
         daemon.stop()
@@ -112,7 +112,7 @@ class Rig:
         return server
 
     def wait_engine(self, name: str, others: tuple[int, ...] | None = None) -> EngineControl:
-        """Its control, once it serves. ``others``: CPUs for everything but the model's own thread."""
+        """Returns its control once it serves. ``others``: CPUs for everything but the model's own thread."""
         server, config = self._starting[name]
         launch.wait_engine_ready(server, config, self._settings)
         pin_tree(server.pid, others)
@@ -140,7 +140,7 @@ class Rig:
         return self._group.start(server)
 
     def wait_stock(self, server: ServerProcess) -> str:
-        """Its URL, once it serves."""
+        """Returns its URL once it serves."""
         url = f"http://127.0.0.1:{server.argv[server.argv.index('--port') + 1]}"
         server.wait_ready(f"{url}/health", launch.READY_TIMEOUT_S)
         return url
@@ -171,7 +171,7 @@ class Rig:
         return url
 
     def vllm_flags(self, served_name: str) -> tuple[str, ...]:
-        """What all engines share, stock ones too."""
+        """Returns the flags that all engines share, stock ones too."""
         return (
             *("--served-model-name", served_name, "--dtype", "float32", "--enforce-eager"),
             *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_SEQS)),

@@ -61,7 +61,7 @@ async def stop(client: RouterClient, victim: Engine, name: str, samples: Samples
 
 
 async def begin_new_turns(client: RouterClient, name: str) -> tuple[list[Turn], list[asyncio.Task[Turn]]]:
-    """Short turns, one after the other for NEW_TURNS_S."""
+    """Begins short turns one after the other, for NEW_TURNS_S."""
     begun = []
     for number in range(round(NEW_TURNS_S / NEW_TURN_EVERY_S)):
         begun.append(client.begin(random_prompt(f"{name}-new-{number}", PROMPT_TOKENS), SHORT_TOKENS))
@@ -70,7 +70,7 @@ async def begin_new_turns(client: RouterClient, name: str) -> tuple[list[Turn], 
 
 
 async def _num_turns_when_cut(client: RouterClient, victim: Engine, num_cut: int) -> int:
-    """Waits for the first reroute; the turns that the engine had got by then."""
+    """Waits for the first reroute, and returns the turns that the engine had got by then."""
 
     async def is_cut() -> bool:
         return bool(sum((await client.status())["counters"]["reroutes"].values()) > num_cut)
@@ -80,7 +80,7 @@ async def _num_turns_when_cut(client: RouterClient, victim: Engine, num_cut: int
 
 
 async def _rehabilitate(client: RouterClient, engine: Engine) -> None:
-    """Short turns until the engine has proved itself and takes its share again."""
+    """Sends short turns until the engine has proved itself and takes its share again."""
 
     async def is_trusted() -> bool:
         await asyncio.gather(*(client.run(random_prompt(f"again-{i}", PROMPT_TOKENS), 2) for i in range(4)))
@@ -107,7 +107,7 @@ async def kill(client: RouterClient, engines: Sequence[Engine], name: str, sampl
 
 
 async def failures(survivor: Engine, turns: Sequence[Turn]) -> list[str]:
-    """What is wrong with those that did not end with the answer of an engine that nobody disturbed."""
+    """Returns what is wrong with each turn whose answer differs from an undisturbed engine's."""
     prompts = [list(turn.prompt) for turn in turns]
     answers = await asyncio.to_thread(survivor.control.complete, prompts, LONG_TOKENS)
     return [

@@ -45,7 +45,7 @@ class PeerSamples:
     failed: list[str] = field(default_factory=list)
 
     def beside(self) -> dict[str, dict[str, float | None]]:
-        """For each figure that it has, what stands beside ours."""
+        """Returns what stands beside ours, for each figure that the peer has."""
         name = peer_name(self.spec)
         return {
             "sigstop_reroute_s": {

@@ -1,4 +1,4 @@
-"""What the phases of bench_failover.py share: its engines, what they find, turns under way.
+"""Holds what the phases of bench_failover.py share: engines, findings, and turns under way.
 
 Owns Engine and Samples. Never disturbs an engine.
 """
@@ -30,15 +30,15 @@ class Engine:
 
     @property
     def id(self) -> str:
-        """Its name in the router."""
+        """The worker's name in the router."""
         return self.control.url.removeprefix("http://")
 
     def generated_tokens(self) -> int:
-        """As its scheduler counts them, from the page that outlives it."""
+        """Returns its scheduler's count, from the status page that outlives the engine."""
         return self._word(Field.GENERATED_TOKENS)
 
     def running_turns(self) -> int:
-        """So many are on it, as its scheduler counts them."""
+        """Returns how many turns its scheduler runs."""
         return self._word(Field.NUM_RUNNING)
 
     def _word(self, word: Field) -> int:
@@ -71,7 +71,7 @@ async def is_idle(client: RouterClient, engine: Engine) -> bool:
 async def begin_turns(
     client: RouterClient, engine: Engine, name: str
 ) -> tuple[list[Turn], list[asyncio.Task[Turn]]]:
-    """Long turns, all under way, some of them on the engine. Raises: WorkerError if that isn't so."""
+    """Begins long turns and returns once all run. Raises: WorkerError if none runs on the engine."""
     begun = [client.begin(random_prompt(f"{name}-{i}", PROMPT_TOKENS), LONG_TOKENS) for i in range(NUM_TURNS)]
     turns, tasks = [turn for turn, _ in begun], [task for _, task in begun]
     await until(

@@ -74,7 +74,7 @@ async def _pin(client: RouterClient, changing: Engine, weights: Path, name: str)
 
 
 async def give(client: RouterClient, engine: Engine, weights: Path, number: int) -> None:
-    """As a subscriber does it."""
+    """Hands weights to an engine as a subscriber does."""
     (path,) = weights.glob("*.safetensors")
     state_hash = str(await asyncio.to_thread(checkpoint_state_hash, path))
     update = WeightUpdate(version=f"bench/{number}", path=str(path), state_hash=state_hash)
@@ -92,7 +92,7 @@ async def sees(client: RouterClient, engines: Sequence[Engine], number: int) -> 
 
 
 async def _true_weights(client: RouterClient, engines: Sequence[Engine], turn: Turn) -> list[bool | None]:
-    """For each token, whether the second engine's weights made it; None where both may have."""
+    """Returns for each token whether the second engine's weights made it; None where both may have."""
     mine, other = [await _logprobs(client, engine, turn) for engine in engines]
     found: list[bool | None] = []
     for carried, by_mine, by_other in zip(turn.logprobs, mine, other, strict=True):
@@ -102,7 +102,7 @@ async def _true_weights(client: RouterClient, engines: Sequence[Engine], turn: T
 
 
 async def _logprobs(client: RouterClient, engine: Engine, turn: Turn) -> list[float]:
-    """What an engine's weights say of each token of a turn."""
+    """Returns the log-probability that an engine's weights give to each token of a turn."""
     tokens = [*turn.prompt, *turn.token_ids]
     body: dict[str, Any] = {"model": engine.control.model, "prompt": tokens, "max_tokens": 1}
     answer = await client.call(

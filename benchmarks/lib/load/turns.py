@@ -41,7 +41,7 @@ class Turn:
 
     @property
     def workers(self) -> list[str]:
-        """Who made its tokens, in order."""
+        """The workers that made its tokens, in order."""
         return [span["worker"] for span in self.rose.get("spans", ())]
 
     @property
@@ -51,11 +51,11 @@ class Turn:
         return [span["weight_version"] for span in spans for _ in range(span["tokens"])]
 
     def is_whole(self, num_tokens: int) -> bool:
-        """Whether it ended as asked for."""
+        """Returns whether it ended as asked for."""
         return self.error is None and (self.finish_reason, len(self.token_ids)) == ("length", num_tokens)
 
     def take(self, event: bytes) -> None:
-        """One event of the stream."""
+        """Adds one event of the stream."""
         message = json.loads(event)
         if "error" in message:
             self.error = str(message["error"])
@@ -91,7 +91,7 @@ class RouterClient:
     def begin(
         self, prompt: Sequence[int], num_tokens: int, session: str | None = None
     ) -> "tuple[Turn, asyncio.Task[Turn]]":
-        """A greedy turn that runs; await the task for its end."""
+        """Begins a greedy turn; await the task for its end."""
         turn = Turn(prompt)
         return turn, asyncio.create_task(self._stream(turn, num_tokens, session))
 
@@ -122,7 +122,7 @@ class RouterClient:
         return await self.call("GET", f"{self._url}/admin/status")
 
     async def worker(self, worker_id: str) -> dict[str, Any]:
-        """What the router knows of one worker. Raises: WorkerError if it is not registered."""
+        """Returns what the router knows of one worker. Raises: WorkerError if it is not registered."""
         for each in (await self.status())["workers"]:
             if each["id"] == worker_id:
                 return dict(each)
@@ -143,7 +143,7 @@ class RouterClient:
         await self.call("PUT", f"{self._url}/admin/version", {"mode": mode})
 
     async def call(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Any JSON call, of the router or of an engine. Raises: WorkerError unless it answers 2xx."""
+        """Makes any JSON call, of the router or of an engine. Raises: WorkerError unless it answers 2xx."""
         async with self._http.request(method, url, json=body) as response:
             if not response.ok:
                 raise WorkerError(f"{method} {url}: {response.status} {(await response.text())[:300]}")
@@ -151,7 +151,7 @@ class RouterClient:
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    """Raises: WorkerError once PATIENCE_S have passed."""
+    """Waits until the condition holds. Raises: WorkerError once PATIENCE_S have passed."""
 
     async def ask() -> bool:
         return condition()
@@ -160,7 +160,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 async def until_so(condition: Callable[[], Any], what: str) -> None:
-    """The same for a condition that has to be awaited."""
+    """Waits like `until` for a condition that has to be awaited."""
     deadline = time.monotonic() + PATIENCE_S
     while not await condition():
         if time.monotonic() > deadline:
@@ -169,6 +169,6 @@ async def until_so(condition: Callable[[], Any], what: str) -> None:
 
 
 def random_prompt(name: str, num_tokens: int) -> list[int]:
-    """Token ids that the demo's rollout model knows, the same for the same name."""
+    """Returns token ids that both of the demo's models know, the same for the same name."""
     rng = random.Random(name)
     return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]

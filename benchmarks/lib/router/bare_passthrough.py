@@ -1,4 +1,4 @@
-"""What passing a request on costs at least with aiohttp on both sides: the floor under the router's figures.
+"""Passes requests on with aiohttp on both sides and does nothing else: the floor of the router's figures.
 
 Owns: reading a body, sending it to the worker, sending its answer back as it comes. Never: looks into
 either, streams from the worker where the client did not ask, or knows of more than one worker.
@@ -17,7 +17,7 @@ import uvloop
 from aiohttp import web
 
 _READ_BYTES = 2**20
-"""As the router has it: the connection isn't stopped for a long body."""
+"""The router's own limit: a long body does not stop the connection."""
 
 
 def make_app(worker: str) -> web.Application:

@@ -1,4 +1,4 @@
-"""How long the router takes to find a turn its worker.
+"""Measures how long the router takes to find a worker for a turn.
 
 Owns: one figure of bench_router.py. Promises: the router's own placement and policy, on this thread. Never:
 opens a socket.
@@ -19,9 +19,9 @@ from rose.scheduler.rollout.workers.worker import Worker
 
 
 def decision(count: int, is_queued: bool) -> Figure:
-    """A place among 16 workers with 128 turns: at once as the router asks, or through queue and fair order.
+    """Places turns among 16 workers with 128 turns: at once, or through the queue and fair order.
 
-    Wall time, which holds also what others took from this core meanwhile; beside it its own CPU.
+    The figure is wall time, which includes what others took from this core; its own CPU stands beside it.
     """
     config = RouterConfig()
     workers = {}

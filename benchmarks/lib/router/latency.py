@@ -1,4 +1,4 @@
-"""What the router adds to a request's latency, beside what a bare pass-through adds.
+"""Measures what the router adds to a request's latency, beside what a bare pass-through adds.
 
 Owns: one figure per body of bench_router.py, and its account of the slowest requests.
 Promises: the same requests, 50 a second each, go through the router, through the pass-through and straight to

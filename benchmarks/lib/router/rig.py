@@ -54,7 +54,7 @@ def peer_name(spec: str) -> str:
 
 
 def peer_path(spec: str) -> str:
-    """Where it takes completions."""
+    """Returns the path on which a peer takes completions."""
     return spec.partition("=")[0].partition(",")[2] or COMPLETIONS_PATH
 
 

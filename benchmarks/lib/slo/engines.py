@@ -62,7 +62,7 @@ class SloEngines:
         time.sleep(SETTLE_S)  # an idle engine obeys within 50 ms
 
     def counters(self) -> dict[str, float]:
-        """What the board counted so far, and what the engines' threads had of the CPUs."""
+        """Returns what the board counted so far, and what the engines' threads had of the CPUs."""
         board = snapshot(self._observer.board_words)
         use = {
             f"{role}: {part}": seconds

@@ -1,4 +1,4 @@
-"""What runs of the sharing policies come to: percentiles, attainment, harvest, and the figures.
+"""Turns runs of the sharing policies into percentiles, attainment, harvest and figures.
 
 Owns the figures' names and targets, for simulated and for measured runs alike; a figure says which it is.
 Runs nothing.
@@ -96,7 +96,7 @@ class Run:
         return self.marked(made)
 
     def marked(self, figure: Figure) -> Figure:
-        """Says so where it is simulated."""
+        """Returns the figure, marked where it is simulated."""
         return replace(figure, kind="simulated") if self.is_simulated else figure
 
 
@@ -191,7 +191,7 @@ def tight_figures(case: str, runs: dict[str, Run], slo: SLO) -> list[Figure]:
 
 
 def frontier_figures(prefix: str, points: Sequence[Run], runs: dict[str, Run]) -> list[Figure]:
-    """What each allowed TPOT buys, beside alternation. ``prefix``: of the case, e.g. "8B, "."""
+    """Returns what each allowed TPOT buys, beside alternation. ``prefix``: of the case, e.g. "8B, "."""
     alone_s = runs[ALONE].pooled("tpot", 99)
     curve = [(p.pooled("tpot", 99) / alone_s, mean(p.harvest)) for p in points]
     alternate = (runs["alternate"].pooled("tpot", 99) / alone_s, mean(runs["alternate"].harvest))
@@ -247,7 +247,7 @@ def quantile(values: Sequence[float], percent: float) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic."""
+    """Returns the arithmetic mean."""
     return sum(values) / len(values)
 
 
@@ -258,7 +258,7 @@ def _p99_ratio(run: Run, alone: Run, kind: str) -> float:
 def _ratio(
     name: str, run: Run, alone: Run, kind: str, target: str | None, peers: dict[str, float | None]
 ) -> Figure:
-    """Of the pooled percentiles; the spread is over the repeats."""
+    """Returns the ratio of the pooled percentiles; the spread is over the repeats."""
     ratios = [ours / theirs for ours, theirs in zip(run.p99(kind), alone.p99(kind), strict=True)]
     figure = run.marked(median_figure(name, ratios, "ratio", target=target, peers=peers))
     return replace(figure, value=_p99_ratio(run, alone, kind))

@@ -82,8 +82,10 @@ class _RealBench:
     def figures(
         self, console: Console, names: Sequence[str], only: Sequence[str] | None = None
     ) -> list[Figure]:
-        """Of the workloads called ``names``, each printed as soon as it has run; with the default mode and
-        ``only`` these policies, if named, and then without other targets for the gate."""
+        """Runs the workloads called ``names`` and prints each as soon as it has run.
+
+        ``only``: these policies beside the default mode; then the gate is not run at other targets.
+        """
         base = self._plan.serving
         few = {name: Policy(mode=MODES[name]) for name in FEW}
         all_modes = {name: Policy(mode=mode) for name, mode in MODES.items()}
@@ -146,7 +148,7 @@ class _RealBench:
         return {name: windows[name] for name in names}, rates
 
     def _rollout_rate(self, runner: WindowRunner, case: str, index: int, place: int) -> float:
-        """Rollouts alone, tokens/s."""
+        """Returns the rate of rollouts alone, in tokens/s."""
         self._engines.set_gate(Policy(mode=GateMode.DUAL))
         spec = self._spec(case, f"{ROLLOUT_ALONE} {place}", index)
         spec = replace(spec, duration_s=self._window_s / ALONE_WINDOWS, has_serving=False)
@@ -171,7 +173,7 @@ class _RealBench:
         return min(tries, key=lambda window: (len(_disturbances([window])), window.foreign_cpu_share))
 
     def _keep_counters(self, spec: WindowSpec, before: dict[str, float]) -> None:
-        """What was counted in a window and the seconds around it, beside the window's requests."""
+        """Keeps what was counted in a window and the seconds around it, beside the window's requests."""
         counted = {name: now - before.get(name, 0.0) for name, now in self._engines.counters().items()}
         path = self._plan.options.out_dir / f"counters-{spec.key}.json"
         path.write_text(json.dumps(counted) + "\n")

@@ -209,7 +209,7 @@ class TwinBench:
         ]
 
     def _bursts(self, pair: Pair) -> list[list[Arrival]]:
-        """The same requests as at density 1, their arrivals pressed into the bursts."""
+        """Returns the same requests as at density 1, their arrivals pressed into the bursts."""
 
         def pressed(at_s: float) -> float:
             period, within = divmod(at_s, BURST_PERIOD_S)

@@ -91,7 +91,7 @@ class SlowLink:
 
     @staticmethod
     def address(side: str) -> str:
-        """Of that side, as the other one reaches it."""
+        """Returns the address of a side, as the other side reaches it."""
         return _ADDRESSES[side]
 
     def command(self, side: str, argv: Sequence[str]) -> list[str]:
@@ -111,13 +111,13 @@ class SlowLink:
             _run("tc", "-n", name, "qdisc", "add", "dev", _DEVICE, "root", "tbf", *limit)
 
     def unlimit(self) -> None:
-        """As fast as the machine can."""
+        """Lets the link run as fast as the machine can."""
         for name in self._names.values():
             if any(queue["kind"] == "tbf" for queue in self._queues(name)):
                 _run("tc", "-n", name, "qdisc", "delete", "dev", _DEVICE, "root")
 
     def count(self) -> LinkBytes:
-        """Call it under a limit."""
+        """Returns the bytes since the limit was set; call it under a limit."""
         on_wire = by_interface = 0
         for name in self._names.values():
             on_wire += sum(queue["bytes"] for queue in self._queues(name) if queue["kind"] == "tbf")
@@ -151,7 +151,7 @@ def stop_signals_raise() -> Iterator[None]:
 
 
 def _remove_leftovers() -> None:
-    """Of runs that were killed: their namespaces carry their process id."""
+    """Removes what killed runs left: their namespaces carry their process id."""
     for line in _run("ip", "netns", "list").splitlines():
         name = line.split()[0]
         match = re.fullmatch(rf"{_PREFIX}(\d+)-\w+", name)

@@ -231,7 +231,7 @@ class Run:
         )
 
     def copy_s(self) -> float:
-        """Seconds in which all trainer ranks, at the same time, copy their weights once in memory."""
+        """Returns the seconds in which all trainer ranks, at the same time, copy their weights once."""
         for trainer in self._trainers:
             trainer.tell("copy")
         copied = [trainer.answer() for trainer in self._trainers]

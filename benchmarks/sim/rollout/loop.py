@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def ideal_hit_share(self) -> float:
-        """The same if every turn ran where all of its trajectory's KV lies, and no cache ever dropped any."""
+        """Returns the hit share if every turn ran where its trajectory's KV lies and nothing was dropped."""
         return self.context_tokens / self.prompt_tokens
 
 
@@ -177,7 +177,7 @@ class Simulation:
         self._placement.pump(self._now_s)
 
     def _key(self, index: int, prompt_tokens: int) -> str:
-        """As the router finds it: sent by the client, or from what the prompt begins with."""
+        """Returns the session as the router finds it: sent by the client, or from how the prompt begins."""
         if self._prompts is None:
             return str(index)
         return self._keys.key(None, self._prompts.begin(index, prompt_tokens), 0, 1)

@@ -96,7 +96,7 @@ class TwinGpu:
         """(engine, start, end) of every step."""
 
     def run(self) -> TwinOutcome:
-        """To the horizon, and on until serving has answered everybody."""
+        """Runs to the horizon, and on until serving has answered everybody."""
         if self._rollout is not None and self._policy.settings.mode is GateMode.OFF:
             self._run_ungated(self._rollout)
         else:
@@ -260,7 +260,7 @@ class _Running:
 
 
 def noisy(costs: StepTimeModel, work: StepWork, rng: random.Random) -> float:
-    """How long one step takes in truth."""
+    """Returns how long one step takes in truth."""
     seconds = costs.predict(work.prefill_tokens, work.num_decodes, work.context_tokens)
     late_s = HICCUP_S if rng.random() < HICCUP_SHARE else 0.0
     return seconds * rng.lognormvariate(0.0, STEP_NOISE) + late_s
@@ -268,7 +268,7 @@ def noisy(costs: StepTimeModel, work: StepWork, rng: random.Random) -> float:
 
 @cache
 def profile_of(model: EngineModel) -> StepTimeModel:
-    """What `rose profile` would learn about this engine: the shipped plan and fit on noisy steps."""
+    """Returns what `rose profile` would learn about this engine: the shipped plan and fit on noisy steps."""
     rng = random.Random(0)
     plan = ProfilePlan.covering(
         max_prefill_tokens=model.max_batched_tokens, max_decodes=64, max_context_tokens=4096, repeats=8

@@ -42,7 +42,7 @@ class TwinRollout:
         self._stepped_s = 0.0
 
     def candidate(self, now: float) -> RolloutCandidate:
-        """What it would run next, as the engine's scheduler counts it."""
+        """Returns what it would run next, as the engine's scheduler counts it."""
         prefill = decodes = context = 0
         for t in self._slots:
             if t.prefill_left:
@@ -58,7 +58,7 @@ class TwinRollout:
         )
 
     def shortest_step_s(self) -> float:
-        """What it tells the board: serving offers no turn that leaves less."""
+        """Returns what it tells the board: serving offers no turn that leaves less."""
         return self.online.model.predict_safe(0, 1)
 
     def start_step(self, decision: GateDecision) -> StepWork:

@@ -39,7 +39,7 @@ class ServedRequest:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its answer came to its end."""
+        """Returns whether its answer came to its end."""
         return self.last_token_s is not None
 
     @property
@@ -56,13 +56,13 @@ class ServedRequest:
 
 
 def for_prefiller(arrivals: Iterable[Arrival]) -> list[Arrival]:
-    """The same traffic at an instance that computes prompts and first tokens alone."""
+    """Returns the same traffic at an instance that computes prompts and first tokens alone."""
     return [replace(arrival, output_tokens=1) for arrival in arrivals]
 
 
 def for_decoder(arrivals: Iterable[Arrival], prefilled: Iterable[ServedRequest]) -> list[Arrival]:
-    """What reaches the decoder behind a prefiller that served `arrivals` as `prefilled`: a request comes with
-    its KV when its first token is out. Sending the KV takes no time here."""
+    """Returns what reaches the decoder behind a prefiller that served `arrivals` as `prefilled`: a request
+    comes with its KV when its first token is out. Sending the KV takes no time here."""
     pairs = zip(arrivals, prefilled, strict=True)
     handed_over = [
         replace(
@@ -130,7 +130,7 @@ class TwinServing:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
+        """Returns whether a request waits or runs."""
         return bool(self._waiting or self._running)
 
     @property
@@ -149,17 +149,17 @@ class TwinServing:
             self._deadlines.arrived(request.id, arrival.at_s, arrival.prompt_tokens, arrival.own_slo)
 
     def view(self, now: float) -> ServingView:
-        """What the engine would publish now."""
+        """Returns what the engine would publish now."""
         return self._deadlines.view(
             now, self.online.model, has_work=self.has_work, context_tokens=self._context()
         )
 
     def may_join(self, now: float) -> bool:
-        """Whether what arrived during a gap may be part of the step that ends it."""
+        """Returns whether what arrived during a gap may be part of the step that ends it."""
         return self._deadlines.may_join(now, self.online.model, self._context())
 
     def prefill_room(self, now: float) -> int:
-        """How many prompt tokens the next step may take along, beside a rollout engine."""
+        """Returns how many prompt tokens the next step may take along, beside a rollout engine."""
         return self._deadlines.prefill_room(now, self.online.model, self._context())
 
     def start_step(self, max_prefill: int | None = None) -> StepWork:
