@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import Future
 
+import httpx
 import psutil
 import pytest
 from probes import ROLLOUT_TOKENS, SERVING_TOKENS, WAVES, prompt, wave_prompts
@@ -191,14 +192,17 @@ def test_a_profile_is_plausible_and_the_gate_goes_by_it(gpu: SharedGpu, rollout:
     assert rollout.status().gate.admitted_steps > before.admitted_steps
 
 
-def test_vllms_metrics_show_the_gate(gpu: SharedGpu, serving: RealEngine, rollout: RealEngine) -> None:
+def test_vllms_metrics_show_the_gate_and_a_request_may_name_its_own_slo(gpu: SharedGpu, serving: RealEngine, rollout: RealEngine) -> None:
     def total(engine: RealEngine, start: str) -> float:
         return sum(value for name, value in engine.metrics().items() if name.startswith(start))
 
     before = total(serving, "rose_harvested_tokens_total")
-    # A request may name its own SLO; nonsense in it costs nobody an answer.
-    own = {"rose_ttft_ms": 4000.0, "rose_tpot_ms": -1.0}
+    own = {"rose_ttft_ms": 4000.0}
     assert len(serving.complete(prompt("metrics", 30), 4, xargs=own).tokens) == 4
+    with pytest.raises(httpx.HTTPStatusError) as refused:
+        serving.complete(prompt("metrics", 30), 4, xargs={**own, "rose_tpot_ms": -1.0})
+    assert refused.value.response.status_code == 400
+    assert "vllm_xargs.rose_tpot_ms is -1.0: send milliseconds above 0" in refused.value.response.text
     rollout.complete(prompt("metrics", 60), 8)
     assert total(serving, "rose_harvested_tokens_total") >= before + 8
     assert any('reason="admitted"' in name for name in serving.metrics())

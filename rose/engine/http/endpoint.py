@@ -14,15 +14,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from starlette.datastructures import State
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
 
 from rose.config import Settings
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.control import EngineControl
-from rose.engine.http.prompt_ids import without_prompt_ids
+from rose.engine.http.front_door import FrontDoor
 from rose.engine.settings import EngineSettings
 from rose.errors import ConfigError, WorkerError
 from rose.messages import (
@@ -136,31 +134,6 @@ async def post_profile(request: Request) -> Profile:
         return await control.profile()
     except WorkerError as error:
         raise HTTPException(500, str(error)) from error
-
-
-class FrontDoor:
-    """ASGI middleware: sees each generation request as it reaches this front end.
-
-    It rings the board, because vLLM's engine core sees a request only after tokenizing and a queue, and not
-    at all while its scheduler waits for a rollout step; the bell ends that wait. An inactive engine answers
-    503 at once: its scheduler would end the request as well, but a router can tell a 503 from a lost turn.
-    And it leaves out of the answer what a router asked to be spared.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
-            control: EngineControl | None = getattr(scope["app"].state, "rose", None)
-            if control is not None and not control.is_active:
-                error = {"message": INACTIVE, "type": "ServiceUnavailable", "code": 503}
-                await JSONResponse({"error": error}, 503)(scope, receive, send)
-                return
-            if control is not None:
-                control.announce_arrival()
-                send = without_prompt_ids(scope, send)
-        await self._app(scope, receive, send)
 
 
 class RoseEndpoint:

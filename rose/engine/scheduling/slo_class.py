@@ -1,7 +1,8 @@
-"""A request's own latency objectives, as its client asks for them.
+"""A request's own latency objectives: two keys that its client may set in the OpenAI API's ``vllm_xargs``.
 
-Owns the names of the two keys in the OpenAI API's ``vllm_xargs``. Never fails a request: a value that makes
-no sense is logged and the deployment's SLO counts, for serving a request comes before its class.
+Each key takes milliseconds above 0, as a number or as text that is one. The API server refuses other values
+(rose/engine/http/front_door.py). A request that reaches the engine by another way is never failed for them:
+the deployment's SLO counts instead, and a warning is logged.
 """
 
 import logging
@@ -18,22 +19,34 @@ logger = logging.getLogger(__name__)
 
 
 def requested_slo(extra_args: Mapping[str, Any] | None, deployment: SLO) -> SLO | None:
-    """The request's own SLO, the deployment's where it names only one; None where it names none."""
+    """Returns the request's own SLO, or None if it names none. A request that names only one of the two
+    latencies has the deployment's for the other."""
     if not extra_args or not {TTFT_KEY, TPOT_KEY} & extra_args.keys():
         return None
-    ttft_s = _seconds(extra_args, TTFT_KEY, deployment.ttft_s)
-    tpot_s = _seconds(extra_args, TPOT_KEY, deployment.tpot_s)
-    return SLO(ttft_s=ttft_s, tpot_s=tpot_s)
+    if (problem := slo_problem(extra_args)) is not None:
+        logger.warning("request SLO ignored: %s", problem)
+    ttft_s = _seconds(extra_args.get(TTFT_KEY))
+    tpot_s = _seconds(extra_args.get(TPOT_KEY))
+    return SLO(
+        ttft_s=ttft_s if ttft_s is not None else deployment.ttft_s,
+        tpot_s=tpot_s if tpot_s is not None else deployment.tpot_s,
+    )
 
 
-def _seconds(extra_args: Mapping[str, Any], key: str, default_s: float) -> float:
-    if key not in extra_args:
-        return default_s
+def slo_problem(extra_args: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with the two keys' values and what is allowed, or None if both may be used."""
+    for key in (TTFT_KEY, TPOT_KEY):
+        if key in extra_args and _seconds(extra_args[key]) is None:
+            return (
+                f"vllm_xargs.{key} is {extra_args[key]!r:.100}: send milliseconds above 0 as a number, or "
+                f"leave the key out for the engine's own SLO"
+            )
+    return None
+
+
+def _seconds(milliseconds: Any) -> float | None:
     try:
-        value_s = float(extra_args[key]) / 1000
-    except (TypeError, ValueError):
-        value_s = math.nan
-    if math.isfinite(value_s) and value_s > 0:
-        return value_s
-    logger.warning("request SLO ignored %s=%r: need milliseconds above 0", key, extra_args[key])
-    return default_s
+        seconds = float(milliseconds) / 1000
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return seconds if math.isfinite(seconds) and seconds > 0 else None

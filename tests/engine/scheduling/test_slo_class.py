@@ -1,13 +1,14 @@
-"""A request may ask for latencies of its own; nonsense leaves it with the deployment's."""
+"""A request may ask for latencies of its own; a value that is no latency leaves it with the deployment's."""
 
 from typing import Any
 
 import pytest
 
-from rose.engine.scheduling.slo_class import requested_slo
+from rose.engine.scheduling.slo_class import requested_slo, slo_problem
 from rose.types import SLO
 
 DEPLOYMENT = SLO(ttft_s=0.5, tpot_s=0.15)
+NO_LATENCIES = [-1, 0, "soon", "", [100], None, float("nan"), float("inf"), 10**400]
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,21 @@ DEPLOYMENT = SLO(ttft_s=0.5, tpot_s=0.15)
         ({"rose_ttft_ms": "200", "rose_tpot_ms": 20.0}, SLO(ttft_s=0.2, tpot_s=0.02)),
         ({"rose_tpot_ms": -1, "rose_ttft_ms": "soon"}, DEPLOYMENT),
         ({"rose_tpot_ms": float("inf")}, DEPLOYMENT),
+        ({"rose_tpot_ms": 10**400, "rose_ttft_ms": 100}, SLO(ttft_s=0.1, tpot_s=0.15)),
     ],
 )
 def test_a_request_names_its_own_slo(extra_args: dict[str, Any] | None, expected: SLO | None) -> None:
     assert requested_slo(extra_args, DEPLOYMENT) == expected
+
+
+@pytest.mark.parametrize("key", ["rose_ttft_ms", "rose_tpot_ms"])
+@pytest.mark.parametrize("value", NO_LATENCIES, ids=lambda value: repr(value)[:20])
+def test_a_value_that_is_no_latency_is_named_with_what_is_allowed(key: str, value: Any) -> None:
+    problem = slo_problem({key: value})
+    assert problem is not None
+    assert problem.startswith(f"vllm_xargs.{key} is {repr(value)[:100]}: send milliseconds above 0")
+
+
+@pytest.mark.parametrize("extra_args", [{}, {"other": -1}, {"rose_ttft_ms": 0.5, "rose_tpot_ms": "20"}])
+def test_latencies_and_other_keys_are_no_problem(extra_args: dict[str, Any]) -> None:
+    assert slo_problem(extra_args) is None

@@ -1,0 +1,77 @@
+"""What the middleware of an engine's API server answers by itself, and what it leaves to vLLM."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+
+from rose.engine.http.control import EngineControl
+from rose.engine.http.endpoint import RoseEndpoint
+from rose.engine.settings import EngineSettings
+from rose.engine.status import StatusPage, page_path
+from rose.types import Role
+
+LONG = "x" * 200_000
+
+
+@pytest.fixture
+def http(runtime_dir: Path) -> Iterator[TestClient]:
+    """An API server that answers with the body it was sent, under ROSE."""
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Any:
+        body = await request.body()
+        return {"length": len(body), "text": body[:80].decode()}
+
+    page = StatusPage(page_path(runtime_dir, "e"), create=True)
+    engine: Any = object()
+    app.state.rose = EngineControl(engine, EngineSettings(role=Role.SERVING, engine_id="e"), "m")
+    RoseEndpoint().attach_router(app)
+    with TestClient(app) as client:
+        yield client
+    page.close()
+
+
+@pytest.mark.parametrize("value", ["-1", "0", '"soon"', "NaN", "-Infinity", "[100]", "null", "1e999"])
+@pytest.mark.parametrize("key", ["rose_ttft_ms", "rose_tpot_ms"])
+def test_an_slo_that_is_no_latency_answers_400_with_the_value_and_what_is_allowed(
+    http: TestClient, key: str, value: str
+) -> None:
+    body = f'{{"prompt": "{LONG}", "vllm_xargs": {{"{key}": {value}, "other": 1}}}}'
+    answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "BadRequestError" and error["code"] == 400
+    assert f"vllm_xargs.{key} is {json.loads(value)!r}: send milliseconds above 0" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"prompt": "a"}',
+        '{"prompt": "a", "vllm_xargs": {"rose_ttft_ms": 200, "rose_tpot_ms": "20.5"}}',
+        '{"prompt": "rose_ttft_ms", "vllm_xargs": {"other": -1}}',
+        '{"prompt": "rose_ttft_ms"}',
+        '{"vllm_xargs": "rose_ttft_ms"}',
+        '["rose_ttft_ms"]',
+        "rose_ttft_ms: not JSON",
+        "",
+    ],
+)
+def test_every_other_body_reaches_vllm_unchanged(http: TestClient, body: str) -> None:
+    answer = http.post("/v1/completions", content=body)
+    assert (answer.status_code, answer.json()) == (200, {"length": len(body), "text": body[:80]})
+
+
+def test_a_long_body_that_comes_in_pieces_reaches_vllm_whole(http: TestClient) -> None:
+    pieces = [b'{"prompt": "', LONG.encode(), b'", "vllm_xargs": {"rose_ttft_', b'ms": 200}}']
+    answer = http.post("/v1/completions", content=iter(pieces))
+    assert (answer.status_code, answer.json()["length"]) == (200, sum(map(len, pieces)))
