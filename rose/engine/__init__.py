@@ -1,1 +1,1 @@
-"""The vLLM plugin: the only folder that imports vllm."""
+"""The vLLM plugin. Only this folder imports vllm."""

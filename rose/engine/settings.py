@@ -1,4 +1,4 @@
-"""What an operator may set for one engine: the ``rose`` key of vLLM's ``--additional-config``.
+"""What an operator may set for one engine, in the ``rose`` key of vLLM's ``--additional-config``.
 
 Owns the names, types and defaults. Promises one clear line for bad input. Never reads the environment.
 """
@@ -19,35 +19,37 @@ CONFIG_KEY = "rose"
 
 
 class EngineSettings(BaseModel):
-    """One engine's ROSE settings. Times in milliseconds at this edge only, as operators write them."""
+    """One engine's ROSE settings. Operators write latencies in milliseconds; the code uses seconds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     role: Role
     """What the engine is for."""
     pool: str | None = None
-    """Name of the slab pool to live in; None runs a dedicated engine with vLLM's own KV cache."""
+    """Name of the engine's slab pool. None runs a dedicated engine with vLLM's own KV cache."""
     engine_id: str = ""
     """The engine's name on this host; default: its role and process id."""
     gate: GateMode = GateMode.DUAL
     """The test that a rollout step must pass before it may start."""
     deployment: Deployment | None = None
-    """Which phases a serving engine computes; None: as its KV connector's role says, else both."""
+    """The phases that a serving engine computes. None takes them from its KV connector's role, else both."""
     lend_idle_s: float | None = Field(default=None, gt=0)
-    """How long a serving engine goes without a request before rollouts get its headroom as well, as on an
-    instance that an autoscaler took out of service; None: they never do."""
+    """Time without a request after which a serving engine lends its headroom to rollouts, as on an instance
+    that an autoscaler took out of service. None never lends it."""
     slo_ttft_ms: float = Field(default=500.0, gt=0)
     """The time to first token that serving keeps."""
     slo_tpot_ms: float = Field(default=150.0, gt=0)
     """The mean time per output token that serving keeps."""
     tpot_target_ms: float | None = Field(default=None, gt=0)
-    """Latency the gate aims at per serving token, apart from the SLO; None: half the SLO, within 5 to 8 of
-    serving's decode steps."""
+    """Latency per serving token that the gate aims at. None stands for half the SLO, but at least 5 and at
+    most 8 of serving's decode steps."""
     itl_cap_ms: float | None = Field(default=None, gt=0)
-    """The longest gap between tokens that the gate may cause; None: the TPOT SLO, or 1.5 targets if more."""
+    """The longest gap between tokens that the gate may cause. None stands for the TPOT SLO, or for 1.5 TPOT
+    targets if that is more."""
     max_step_ms: float | None = Field(default=None, gt=0)
-    """The longest rollout step, also on an idle GPU, where a request that comes waits for its end; the
-    serving engine's counts for both. None: a quarter of the TTFT SLO, on a decoder half the TPOT SLO."""
+    """The longest rollout step, even on an idle GPU: a request that arrives waits for the step's end. The
+    serving engine's setting holds for both engines. None stands for a quarter of the TTFT SLO, or on a
+    decoder for half the TPOT SLO."""
     chunk_tokens: int = Field(default=512, gt=0, le=512)
     """The most tokens of a rollout step, 512 at most."""
     stall_s: float = Field(default=2.0, gt=0)
@@ -55,22 +57,23 @@ class EngineSettings(BaseModel):
     lease_s: float = Field(default=10.0, gt=0)
     """How long an idle rollout slab keeps its prefix cache."""
     high_watermark: float = Field(default=0.5, gt=0, le=1)
-    """Share of the headroom that serving may eat before the emergency cut."""
+    """Share of the headroom that serving may use before it cuts rollouts' budget."""
     poison_slabs: bool = False
-    """Fill a slab with NaN before it leaves, so that a later read of it shows; costs 70 us per 2 MiB."""
+    """Fills a slab with NaN before it leaves, to make a later read of it visible. Costs 70 us per 2 MiB."""
     serving_window_s: float = Field(default=30.0, gt=0)
-    """Window of the recent peak usage that rollout budgets set aside."""
+    """Window of serving's recent peak usage, which rollout budgets leave to it."""
     serving_keep_s: float = Field(default=1.0, gt=0)
-    """How long serving keeps a slab that it no longer uses: what goes back sooner only comes back sooner."""
+    """How long serving keeps a slab that it no longer uses, so that it need not be mapped again soon."""
     compute_cpus: str | None = None
-    """CPUs that stand for the GPU on a CPU-only host, e.g. "0"; only the model's thread is pinned there."""
+    """CPUs that stand for the GPU on a CPU-only host, for example "0". Only the model's thread is pinned
+    there."""
 
     @classmethod
     def parse(cls, additional_config: Mapping[str, Any]) -> "EngineSettings | None":
-        """The settings in vLLM's ``additional_config``, or None where the ``rose`` key is absent.
+        """Returns the settings in vLLM's ``additional_config``, or None without the ``rose`` key.
 
         Raises:
-            ConfigError: one line naming the key and the fix.
+            ConfigError: a value is bad; the message is one line with the key and the fix.
         """
         raw = additional_config.get(CONFIG_KEY)
         if raw is None:
@@ -100,7 +103,7 @@ class EngineSettings(BaseModel):
         return None
 
     def gate_problem(self, mode: GateMode, tpot_target_ms: float | None) -> str | None:
-        """What is wrong with a gate mode or a TPOT target beside the other settings, or None."""
+        """Returns why a gate mode or a TPOT target does not fit the other settings, or None if both do."""
         deployment = self.deployment if self.deployment is not None else Deployment.COLLOCATED
         if problem := mode_problem(mode, deployment):
             return problem
@@ -112,11 +115,11 @@ class EngineSettings(BaseModel):
         )
 
     def named(self, pid: int) -> "EngineSettings":
-        """These settings with an engine id; one that was given stays."""
+        """Returns these settings with an engine id made of role and ``pid``, unless one was given."""
         return self if self.engine_id else self.model_copy(update={"engine_id": f"{self.role}-{pid}"})
 
     def deployed(self, deployment: Deployment) -> "EngineSettings":
-        """These settings on such an instance. Raises: ConfigError for a gate mode that it can't go by."""
+        """Returns these settings with a deployment. Raises: ConfigError if the gate mode doesn't fit it."""
         found = self.model_copy(update={"deployment": deployment})
         if problem := found.gate_problem(self.gate, self.tpot_target_ms):
             raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
@@ -126,7 +129,7 @@ class EngineSettings(BaseModel):
         return SLO(ttft_s=self.slo_ttft_ms / 1000, tpot_s=self.slo_tpot_ms / 1000)
 
     def gate_settings(self, mode: GateMode, tpot_target_ms: float | None = None) -> GateSettings:
-        """For another mode, and another TPOT target where one is given, than the engine was started with."""
+        """Returns the gate's settings for a mode, and for a TPOT target if one is given."""
         target_ms = tpot_target_ms if tpot_target_ms is not None else self.tpot_target_ms
         return GateSettings(
             mode=mode,
@@ -150,7 +153,7 @@ class EngineSettings(BaseModel):
 def _one_line(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
-    if not key:  # two keys that don't fit together
+    if not key:  # two settings that don't fit each other
         return f"--additional-config: '{CONFIG_KEY}': {first['ctx']['error']}"
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, EngineSettings.model_fields, n=1)

@@ -1,7 +1,7 @@
-"""One page of counters per engine, written by its scheduler and read by its HTTP endpoint.
+"""One page of counters per engine, written by its scheduler and read by its HTTP routes.
 
-Owns the page `<runtime_dir>/engine-<id>.page`. Reading it never touches the engine's step loop, so a
-heartbeat stays honest while the engine waits for its turn. Commands travel the other way in two words.
+Owns the page `<runtime_dir>/engine-<id>.page`. Reading it never touches the engine's step loop, so a status
+is true even while the engine waits for a grant. Commands travel the other way in a few words.
 """
 
 import mmap
@@ -36,37 +36,37 @@ class Field(IntEnum):
     GATE_MODE = 16
     SLABS_IN_USE = 17
     IS_INACTIVE = 18
-    """1 once the scheduler obeyed WANTED_INACTIVE: no request and no slab but the pinned one is left."""
+    """1 once the scheduler has obeyed WANTED_INACTIVE: no request and no slab but the pinned one is left."""
     SLABS_QUARANTINED = 19
     KV_LIVE_BLOCKS = 20
     TPOT_TARGET_US = 21
-    """Of the last gate change; 0: as the engine was started."""
-    # Commands: written by the endpoint, read by the scheduler.
+    """The TPOT target of the last gate change; 0 stands for the one that the engine was started with."""
+    # Commands, which the HTTP routes write and the scheduler reads.
     RL_STEP = 32
     WANTED_GATE_MODE = 33
     PROFILE = 34
-    """A ``ProfileCommand``; the scheduler answers FIT with NONE or FAILED."""
+    """A ``ProfileCommand``. The scheduler answers FIT with NONE or FAILED."""
     WANTED_INACTIVE = 35
-    """1 while the engine shall hold no requests and no KV."""
+    """1 while the engine must hold no requests and no KV."""
     WANTED_TPOT_TARGET_US = 36
 
 
 class ProfileCommand(IntEnum):
-    """What the endpoint asks of the scheduler during a profiling run."""
+    """What the HTTP routes ask of the scheduler during a profiling run."""
 
     NONE = 0
     RECORD = 1
     FIT = 2
     FAILED = 3
-    """The scheduler's answer where there was nothing to fit, or the profile could not be stored."""
+    """The scheduler's answer if there was nothing to fit or the profile could not be stored."""
 
 
 class StatusPage:
-    """A shared page of counters. One writer per word."""
+    """A shared page of counters. Each word has one writer."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
         if create:
-            # A new file, never the old one truncated: that would kill a process that still maps it (SIGBUS).
+            # The file is new: truncating the old one would kill a process that still maps it (SIGBUS).
             path.unlink(missing_ok=True)
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
         fd = os.open(path, flags, 0o600)

@@ -2,8 +2,8 @@
 
 Owns an offline run in a process of its own: ``python -m rose.engine.stock JOBS.json ANSWERS.json`` with
 ``STOCK_ENV`` set. JOBS is a list of objects {model, prompts, max_tokens (one per prompt), max_model_len,
-batched, dtype (vLLM's choice where absent)}; ANSWERS has one list per job with {tokens, logprobs} per prompt.
-vLLM is imported once, and each model runs in a fork of its own, one after the other. Never loads the plugin.
+batched, dtype (vLLM chooses if absent)}. ANSWERS has one list per job, with {tokens, logprobs} per prompt.
+vLLM is imported once, and the models run one after the other, each in its own fork. Never loads the plugin.
 """
 
 import json
@@ -23,11 +23,11 @@ STOCK_ENV = {
     "HF_HUB_OFFLINE": "1",
 }
 CHUNK_TOKENS = 512
-"""A rollout engine's token budget per step, so that prefills are split alike."""
+"""A rollout engine's token limit per step, so that prefills are split in the same way."""
 
 
 def answer(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Load the job's model and run its prompts: all at once if ``batched``, else one by one."""
+    """Loads the job's model and runs its prompts, all at once if ``batched``, else one by one."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.v1.executor import UniProcExecutor
@@ -64,7 +64,7 @@ def _run(job: dict[str, Any], sink: Connection) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Answers appear under their name only when complete."""
+    """Runs the jobs. The answers' file appears only when it is complete."""
     import vllm  # noqa: F401 - the forks inherit it
 
     jobs_path, answers_path = Path(argv[0]), Path(argv[1])

@@ -1,7 +1,7 @@
 """Which of vLLM's features an engine under ROSE may use; docs/compatibility.md has the table.
 
-Owns the refusals: each names the flag, the reason and the fix. Promises that what can't work together ends an
-engine before it loads a model. Never changes a setting.
+Owns the refusals. Each names the flag, the reason and the fix. Promises that an engine with a feature that
+can't work under ROSE ends before it loads a model. Never changes a setting.
 """
 
 from __future__ import annotations
@@ -17,31 +17,35 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 
 REGISTERING = ("register_kv_caches", "register_cross_layers_kv_cache", "get_mem_pool_context")
-"""What a connector overrides to learn where the KV cache lies: to register it with a network card or a copy
-engine, which goes on reading the memory of before when a slab has moved."""
+"""Methods that a connector overrides to learn the addresses of the KV cache, which it hands to a network
+card or a copy engine. That device would go on reading the old memory after a slab has moved."""
 DEPLOYMENTS = {"kv_producer": Deployment.PREFILL, "kv_consumer": Deployment.DECODE}
-"""By vLLM's kv_role; kv_both says nothing: it is a cache beside a collocated engine, or either half."""
+"""The deployment for each of vLLM's kv_role. kv_both implies none: such a connector is a cache beside a
+collocated engine, or belongs to a prefiller or a decoder."""
 
 
 def check_arguments(engine_args: Any) -> None:
-    """Refuse what vLLM would change silently, or what makes several engines of one. Raises: ConfigError."""
+    """Refuses flags that ROSE would have to override, and those that make several engines of one.
+
+    Raises: ConfigError.
+    """
     if engine_args.async_scheduling:
         raise ConfigError(
-            "--async-scheduling: the end of a ROSE engine's step must mean an idle device, where slabs and "
-            "turns change hands, and vLLM has no async scheduling on CPUs: leave the flag out"
+            "--async-scheduling: the device must be idle when a ROSE engine's step ends, because slabs and "
+            "the GPU change hands there, and vLLM has no async scheduling on CPUs: leave the flag out"
         )
     if engine_args.data_parallel_size > 1:
         raise ConfigError(
-            f"--data-parallel-size {engine_args.data_parallel_size}: a ROSE engine is one replica in one "
-            f"GPU's pool: start an engine for each replica, the router balances them"
+            f"--data-parallel-size {engine_args.data_parallel_size}: a ROSE engine is one replica in the "
+            f"pool of one GPU: start one engine per replica, and let the router balance them"
         )
 
 
 def resolve_deployment(settings: EngineSettings, kv_transfer: KVTransferConfig | None) -> EngineSettings:
-    """The settings with the deployment that the operator set, or that follows from the connector's role.
+    """Returns the settings with the deployment that the operator set, else the one its connector implies.
 
-    Raises: ConfigError for what can't work: a rollout engine with half of the phases, or a deployment that
-    its connector contradicts.
+    Raises: ConfigError for a rollout engine with one phase alone, and for a deployment that its connector
+    contradicts.
     """
     kv_role = kv_transfer.kv_role if kv_transfer is not None else None
     derived = DEPLOYMENTS.get(kv_role) if kv_role is not None else None
@@ -49,7 +53,7 @@ def resolve_deployment(settings: EngineSettings, kv_transfer: KVTransferConfig |
         if derived is not None:
             raise ConfigError(
                 f"--kv-transfer-config kv_role {kv_role}: a rollout engine computes both phases wherever it "
-                f"runs: leave it out, or set kv_both where the connector is a cache"
+                f"runs: leave the connector out, or set kv_both if it is a cache"
             )
         return settings
     wanted = settings.deployment
@@ -71,7 +75,7 @@ def resolve_deployment(settings: EngineSettings, kv_transfer: KVTransferConfig |
 
 
 def check_config(config: VllmConfig, settings: EngineSettings) -> None:
-    """Refuse what can't live in a slab pool. A dedicated engine (no pool) may use all of vLLM.
+    """Refuses what can't work in a slab pool. An engine without a pool may use all of vLLM.
 
     Raises: ConfigError.
     """
@@ -91,7 +95,7 @@ def _check_model(model: ModelConfig) -> None:
     for kind, is_so in kinds.items():
         if is_so:
             raise ConfigError(
-                f"--model {model.model}: it {kind}, and a slab pool holds the KV of decoder attention alone: "
+                f"--model {model.model}: it {kind}, and a slab pool holds only the KV of decoder attention: "
                 f"serve it without --pool"
             )
 
@@ -108,13 +112,13 @@ def _check_connectors(config: VllmConfig, role: Role) -> None:
         if names := _registers(one):
             raise ConfigError(
                 f"--kv-transfer-config {one.kv_connector}: it keeps addresses of the KV cache ({names}), and "
-                f"a slab that moves changes the memory behind them: use a connector that copies inside the "
+                f"the memory behind them changes when a slab moves: use a connector that copies inside the "
                 f"step, as ExampleConnector does, or serve without --pool"
             )
 
 
 def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
-    """The connectors themselves, where several are wrapped in one."""
+    """Yields the connector, or those inside it if it is a MultiConnector."""
     from vllm.config import KVTransferConfig
 
     if config.kv_connector != "MultiConnector":
@@ -125,7 +129,7 @@ def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
 
 
 def _registers(config: KVTransferConfig) -> str:
-    """Which of ``REGISTERING`` the connector's class overrides, "" if none."""
+    """Returns the names of ``REGISTERING`` that the connector's class overrides, "" if none."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -144,18 +148,18 @@ def _registers(config: KVTransferConfig) -> str:
 def _check_scheduling(config: VllmConfig, settings: EngineSettings) -> None:
     if config.speculative_config is not None:
         raise ConfigError(
-            "--speculative-config: the budget of slabs and the predicted step times don't count draft tokens "
+            "--speculative-config: the slab budget and the predicted step times do not count draft tokens "
             "so far: leave it out, or serve without --pool"
         )
     watermark = getattr(config.scheduler_config, "watermark", 0.0)  # not in every supported vLLM
     if watermark > 0:
         raise ConfigError(
             f"--watermark {watermark}: vLLM would count it in blocks of the whole pool, which one engine "
-            f"never holds: leave it out, the pool's --headroom-slabs is the reserve"
+            f"never holds: leave it out and set the reserve with the pool's --headroom-slabs"
         )
     is_gated = settings.role is Role.ROLLOUT and settings.gate is not GateMode.OFF
     if is_gated and not config.scheduler_config.enable_chunked_prefill:
         raise ConfigError(
             "chunked prefill is off (--no-enable-chunked-prefill, or latent attention on a CPU): the gate "
-            "fits rollouts into serving's slack by splitting their prefills: leave it on, or set --gate off"
+            "splits rollouts' prefills to fit them into serving's slack: leave it on, or set --gate off"
         )

@@ -1,7 +1,7 @@
-"""vLLM's executor for several ranks, kept in step when a call fails.
+"""vLLM's executor for several ranks, whose answer queues stay in step when a call fails.
 
-Owns the draining of answers. vLLM 0.30-0.33 stops reading at the first rank whose answer is an error: the
-other ranks' answers stay in their queues, and every later call would be given the ones of the call before.
+vLLM 0.30-0.33 stops reading at the first rank that answers with an error. The other ranks' answers then stay
+in their queues, and every later call would read those of the call before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RanksExecutor(MultiprocExecutor):
         try:
             return super().collective_rpc(*args, **kwargs)
         except RuntimeError:
-            # Where nobody was read, nobody was asked.
+            # If no queue was read, no rank was asked.
             if any(one.is_read for one in asked) and not self.is_failed:
                 for one in asked:
                     one.drain()
@@ -35,7 +35,7 @@ class RanksExecutor(MultiprocExecutor):
 
 
 class _Answer:
-    """One rank's queue during one call. Everything but reading goes to the queue itself."""
+    """One rank's queue during one call, which remembers whether it was read."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -47,7 +47,7 @@ class _Answer:
         return answer
 
     def drain(self) -> None:
-        """Waits for the answer if it has not been read; ends early where the rank dies."""
+        """Waits for an answer that has not been read. It ends early if the rank dies."""
         if not self.is_read:
             self.dequeue()
 

@@ -1,14 +1,14 @@
 """vLLM's GPU worker with its KV cache in the slab pool of its GPU.
 
-Owns the hook-up of one rank on CUDA. Not run on a GPU yet: written against vLLM 0.32's source, on a slab
-backend that has met a stand-in driver only (ARCHITECTURE.md). See rank.py for what it shares with the CPU.
+Owns the integration of one rank on CUDA; rank.py has what it shares with the CPU. This code has not run on a
+GPU: it was written against the source of vLLM 0.32, and its slab backend was tested with a stand-in driver.
 
-What it rests on:
-- The address range never changes, so CUDA graphs that were captured over it stay valid; capture and padding
-  touch block 0 alone, whose slab is mapped for good.
-- A step may read a slab until it has completed. Operations come with the *next* step, which async scheduling
-  being off puts behind this one's tokens, and unmapping waits for the device besides (``fence``).
-- Positions without a slab are guarded: a stray read finds zeros and ends nobody's context.
+It rests on these facts:
+- The address range never changes, so CUDA graphs that were captured over it stay valid. Capture and padding
+  touch only block 0, whose slab stays mapped.
+- A step may read a slab until it has completed. Slab operations come with the *next* step, which starts after
+  this step's tokens are there because async scheduling is off. Unmapping waits for the device besides.
+- Positions without a slab are guarded: a stray read finds zeros and ends no context.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rose.engine.hooks.rank import RoseWorker
 from rose.engine.weights.device_weights import device_bytes
 
 _ANY_FREE_MEMORY = 0.001
-"""Share of the GPU that vLLM asks to find free at start. The pool's daemon holds the KV memory already, and
-the engine is told its KV size in bytes, so the usual share says nothing."""
+"""Share of the GPU that vLLM wants to find free at start. It is tiny because the pool's daemon already holds
+the KV memory, and the engine is told its KV size in bytes."""
 
 
 class RoseGPUWorker(RoseWorker):
@@ -32,5 +32,5 @@ class RoseGPUWorker(RoseWorker):
             self.cache_config.gpu_memory_utilization = _ANY_FREE_MEMORY
 
     def device_use(self) -> tuple[None, int]:
-        """As RoseCPUWorker's; what the process holds beside weights and slabs is not measured."""
+        """Like RoseCPUWorker's, but without a process whose other device memory could be measured."""
         return None, device_bytes(self.get_model())

@@ -1,7 +1,7 @@
-"""The places where vLLM has no public extension point for what ROSE needs.
+"""Patches for the places where vLLM has no public extension point for what ROSE needs.
 
-Owns every patch. Each is one idempotent function that says why, for which vLLM, and raises if its target is
-gone. Everything else in this folder goes through worker, scheduler, weight-transfer and endpoint classes.
+Owns every patch. Each is one idempotent function that says why and for which versions, and raises if its
+target is gone. All other code uses vLLM's worker, scheduler, weight-transfer and endpoint classes.
 """
 
 import functools
@@ -23,11 +23,10 @@ _MARK = "_rose_patched"
 
 
 def configure_from_additional_config() -> None:
-    """Let ``--additional-config '{"rose": ...}'`` select ROSE's worker, scheduler and weight backend.
+    """Lets ``--additional-config '{"rose": ...}'`` select ROSE's worker, scheduler and weight backend.
 
-    Why: a general plugin can't change engine arguments, and asking operators for four more flags that must
-    agree with each other invites mistakes. vLLM 0.30-0.33: ``EngineArgs.create_engine_config`` is the one
-    place that every entry point passes.
+    Why: a general plugin can't change engine arguments, and four more flags that must agree with each other
+    would invite mistakes. In vLLM 0.30-0.33 every entry point calls ``EngineArgs.create_engine_config``.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -47,11 +46,11 @@ def configure_from_additional_config() -> None:
 
 
 def give_scheduler_its_input_queue() -> None:
-    """Hand ``EngineCoreProc.input_queue`` to a ROSE scheduler.
+    """Hands ``EngineCoreProc.input_queue`` to a ROSE scheduler.
 
     Why: an idle engine core blocks on that queue, so it would never notice that serving wants memory back or
-    that a lease ran out; the scheduler's watcher thread puts a WAKEUP there. The loop and not ``__init__``,
-    because plugins load inside ``__init__``. vLLM 0.30-0.33.
+    that a lease ran out. The scheduler's watcher thread puts a WAKEUP there. The patch is on the loop and not
+    on ``__init__``, because plugins load inside ``__init__``. vLLM 0.30-0.33.
     """
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
@@ -66,8 +65,8 @@ def give_scheduler_its_input_queue() -> None:
 
 @contextmanager
 def _ends_commands() -> Iterator[None]:
-    """Under vLLM's own commands bad input is one line and exit status 2, as with ours and with argparse;
-    whoever makes an engine in Python gets the exception."""
+    """Ends vLLM's own commands with one line and exit status 2 on bad input, like ROSE's commands. Code that
+    makes an engine in Python gets the exception."""
     try:
         yield
     except (ConfigError, PoolError, BoardError) as error:
@@ -90,7 +89,7 @@ def _wrap(
     before: Callable[[Any], None],
     after: Callable[[Any, Any], None] = _ignore,
 ) -> None:
-    """Run ``before(self)`` ahead of a method and ``after(self, result)`` behind it. Idempotent.
+    """Makes a method run ``before(self)`` first and ``after(self, result)`` last. Idempotent.
 
     Raises: ConfigError if the method is gone.
     """
@@ -131,10 +130,10 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     }
     engine_args.worker_cls, backend = _platform()
     engine_args.scheduler_cls = _scheduler(settings.role)
-    # Each step's end must mean a drained GPU, so that a turn can be handed over (notes: admission).
+    # The GPU must be idle when a step ends, so that the other engine can be granted the next one.
     engine_args.async_scheduling = False
     # The CPU platform turns "uni" into "mp", whose message queues spin for a second after every step on the
-    # very CPUs that compute; a class passes, and one rank needs no queues (GPUs run one rank this way too).
+    # CPUs that compute. It leaves a class alone, and one rank needs no queues.
     engine_args.distributed_executor_backend = UniProcExecutor if num_ranks == 1 else RanksExecutor
     if settings.role is Role.ROLLOUT:
         engine_args.max_num_batched_tokens = min(
@@ -146,29 +145,29 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
 
 
 def _check_parallelism(engine_args: Any) -> int:
-    """The number of ranks. Raises: ConfigError for other parallelism than over tensors on one host."""
+    """Returns the number of ranks. Raises: ConfigError for other than tensor parallelism on one host."""
     for kind in ("pipeline", "prefill_context", "decode_context"):
         size = getattr(engine_args, f"{kind}_parallel_size", 1)
         if size > 1:
             raise ConfigError(
-                f"--{kind.replace('_', '-')}-parallel-size {size}: rose engines are parallel over tensors "
+                f"--{kind.replace('_', '-')}-parallel-size {size}: rose engines support tensor parallelism "
                 f"alone so far; use --tensor-parallel-size"
             )
     if engine_args.nnodes > 1:
         raise ConfigError(
-            f"--nnodes {engine_args.nnodes}: a slab pool is on one host, and so are its engines"
+            f"--nnodes {engine_args.nnodes}: a slab pool is on one host, and so are its engines; use one host"
         )
     num_ranks: int = engine_args.tensor_parallel_size
     return num_ranks
 
 
 def _scheduler(role: Role) -> str:
-    """The scheduler class of engines with this role, by its qualified name."""
+    """Returns the qualified name of the scheduler class for engines with this role."""
     return f"rose.engine.scheduling.{role}_scheduler.{role.title()}Scheduler"
 
 
 def _platform() -> tuple[str, BackendKind]:
-    """The worker class of this platform, and where its pools' slabs must be. Raises: ConfigError."""
+    """Returns this platform's worker class and the kind of slabs that it needs. Raises: ConfigError."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -181,8 +180,10 @@ def _platform() -> tuple[str, BackendKind]:
 
 
 def _bytes_per_rank(pool: str, num_ranks: int, backend: BackendKind) -> int:
-    """KV memory that each rank may address. Raises: ConfigError for a pool that doesn't fit the engine,
-    BoardError for one whose engines are of another version."""
+    """Returns the bytes of KV memory that each rank may address.
+
+    Raises: ConfigError for a pool that doesn't fit the engine, BoardError for a pool of another ROSE version.
+    """
     from rose.admission.board import check_page
     from rose.memory.pool.pool import PoolClient, describe_pool
 

@@ -1,7 +1,7 @@
-"""Entry point of the ``vllm.general_plugins`` group; runs in every vLLM process.
+"""The entry point of the ``vllm.general_plugins`` group, which runs in every vLLM process.
 
-Owns the hook-up and nothing else. Only the standard library is imported at the top: vLLM logs and skips a
-plugin whose import fails, so whatever can fail, fails inside :func:`register` with a clear message.
+Owns the registration with vLLM. The top of the module imports little: vLLM logs and skips a plugin whose
+import fails, so whatever can fail does so inside :func:`register`, with a clear message.
 """
 
 import logging
@@ -12,10 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make vLLM understand ``--additional-config '{"rose": {...}}'``.
+    """Makes vLLM understand ``--additional-config '{"rose": {...}}'``.
 
-    In an unsupported vLLM engines without the ``rose`` key work as ever, and one with it is refused when its
-    configuration is built (patches.py).
+    Under an unsupported vLLM, engines without the ``rose`` key work as ever. An engine with the key is
+    refused when its configuration is built (patches.py).
     """
     from rose.engine.hooks import patches
 
@@ -31,9 +31,9 @@ def register() -> None:
 
 
 def _log_beside_vllm() -> None:
-    """vLLM sets up its own logger only: without this, what ROSE reports at INFO would be lost.
+    """Sends ROSE's log to vLLM's handlers. vLLM sets up its own logger only, so INFO lines would be lost.
 
-    Whether the root logger has handlers says nothing: some dependency may have given it one for warnings.
+    Handlers of the root logger do not count: a dependency may have added one for warnings.
     """
     ours, theirs = logging.getLogger("rose"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
@@ -44,10 +44,10 @@ def _log_beside_vllm() -> None:
 
 
 def register_weight_backends() -> None:
-    """Makes ``rose`` a weight-transfer backend of engines, and of trainers where vLLM has such."""
+    """Makes ``rose`` a weight-transfer backend of engines, and of trainers if this vLLM has those."""
     from vllm.distributed.weight_transfer import factory
 
-    # register() runs once per load_general_plugins() call in a process; a second registration raises.
+    # register() may run several times in a process, and a second registration raises.
     if "rose" not in factory.WeightTransferEngineFactory._registry:
         engine = ("rose.engine.weights.weights", "StagedWeightEngine")
         factory.WeightTransferEngineFactory.register_engine("rose", *engine)
@@ -58,7 +58,7 @@ def register_weight_backends() -> None:
 
 def _register_sleep_backend() -> None:
     if not has_sleep_backends():
-        return  # such an engine answers that it can't be deactivated (activation.py)
+        return  # activation.py then refuses to deactivate the engine
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
     if "rose" not in SleepModeBackendFactory._registry:

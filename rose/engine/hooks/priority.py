@@ -1,20 +1,17 @@
-"""Serving first on the host's CPUs as well.
-
-Owns the priority of a rollout engine's threads. Never raises one.
-"""
+"""The CPU priority of a rollout engine's threads, which is lower than serving's. It is never raised."""
 
 import os
 
 GUEST_NICE = 10
-"""Of a rollout engine's threads that may take a CPU from serving's."""
+"""The nice value of a rollout engine's threads that could take a CPU from serving."""
 
 
 def give_way_on_cpus() -> None:
-    """The calling thread, and those that it starts from here on, run when serving's don't want the CPU.
+    """Lowers the priority of the calling thread and of those that it starts later.
 
-    Answers of many rollouts, streamed at once, kept a burst of serving requests from its engine for 220 ms.
-    And what a rollout engine does in Python after its step has ended comes while serving computes already:
-    where one CPU stands for the GPU, each side's engine waited 2 s of 30 for that CPU.
+    Why: many rollouts that streamed their answers at once delayed a burst of serving requests by 220 ms. And
+    a rollout engine still runs Python code after its step, while serving already computes: with one CPU in
+    place of the GPU, each engine waited 2 s of 30 for it.
     """
-    nice = os.getpriority(os.PRIO_PROCESS, 0)  # Linux: of the thread
+    nice = os.getpriority(os.PRIO_PROCESS, 0)  # on Linux, that of the thread
     os.setpriority(os.PRIO_PROCESS, 0, max(nice, GUEST_NICE))

@@ -1,8 +1,8 @@
 """What one rank of a ROSE engine does on every platform.
 
-Owns a worker's settings and its part of the slab pool. Slab operations arrive on the scheduler's output and
-are applied before the step that needs them, so every rank sees the same order without extra messages; a slab
-is free for another engine when the last rank has unmapped its part (rose/memory/ledger/slab_table.py).
+Owns a worker's settings and its part of the slab pool. Slab operations arrive with the scheduler's output and
+are applied before the step, so all ranks apply them in the same order without further messages. A slab is
+free for another engine when the last rank has unmapped its part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rose.engine.weights.weights import StagedWeightEngine
 class RoseWorker(Worker):
     """vLLM's worker as one rank of a ROSE engine.
 
-    Another platform's worker class goes behind this one among the bases: everything here calls ``super()``.
+    A class for another platform names that platform's worker after this one among its bases, because every
+    method here calls ``super()``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,12 +44,12 @@ class RoseWorker(Worker):
         return super().execute_model(scheduler_output)
 
     def begin_weight_comparison(self, path: str) -> bool:
-        """Called through vLLM's collective_rpc: StagedWeightEngine.begin_comparison()."""
+        """Calls StagedWeightEngine.begin_comparison(), for vLLM's collective_rpc."""
         with set_current_vllm_config(self.vllm_config):
             return self._staged_weights().begin_comparison(path)
 
     def has_compared_weights(self) -> bool:
-        """As begin_weight_comparison()."""
+        """Calls StagedWeightEngine.has_compared(), for vLLM's collective_rpc."""
         return self._staged_weights().has_compared()
 
     def _staged_weights(self) -> StagedWeightEngine:
@@ -61,7 +62,7 @@ class RoseWorker(Worker):
 
 
 class EngineRank:
-    """Held by one worker, as an object of its own: vLLM's worker may come to use any attribute's name."""
+    """ROSE's state of one worker. It is an object of its own, as vLLM's worker may use any attribute name."""
 
     def __init__(self, worker: Worker) -> None:
         settings = EngineSettings.parse(worker.vllm_config.additional_config)
@@ -71,7 +72,7 @@ class EngineRank:
         self._kv: KVRange | None = None
 
     def open_pool(self, config: KVCacheConfig) -> None:
-        """Attach, map the pinned slab and rewrite ``config`` in place; nothing without a pool."""
+        """Attaches to the pool, maps the pinned slab and rewrites ``config`` in place, if there is a pool."""
         if self.settings.pool is None:
             return
         self._kv = KVRange(
@@ -86,16 +87,16 @@ class EngineRank:
         self._kv.place(config)
 
     def kv_context(self, tag: str) -> AbstractContextManager[Any] | None:
-        """Around vLLM's allocation of KV memory; None for what is not ours to answer."""
+        """Returns the context of vLLM's allocation of KV memory; None for other memory or without a pool."""
         return self._kv.allocation_context() if tag == "kv_cache" and self._kv is not None else None
 
     def apply(self, scheduler_output: SchedulerOutput) -> None:
-        """The slab operations that a step brings; call ahead of it."""
+        """Applies the slab operations of a step. Call ahead of the step."""
         ops: SlabOps | None = getattr(scheduler_output, "rose_ops", None)
         if ops and self._kv is not None:
             self._kv.apply(ops)
 
     def close(self) -> None:
-        """No step runs any more."""
+        """Detaches from the pool. Call when no step runs any more."""
         if self._kv is not None:
             self._kv.close()

@@ -1,9 +1,10 @@
-"""Which vLLM is installed, and what it offers to plugins. Imports only the standard library at its top."""
+"""Which vLLM is installed, and what it offers to plugins. At its top it imports the standard library
+alone."""
 
 from importlib.util import find_spec
 
 SUPPORTED = ((0, 30), (0, 33))
-"""Minor versions of vLLM whose hook points were read; the tests run on 0.32."""
+"""The first and last minor version of vLLM whose hook points were read. The tests run on 0.32."""
 
 
 def vllm_version() -> str:
@@ -23,5 +24,5 @@ def supported_range() -> str:
 
 
 def has_sleep_backends() -> bool:
-    """Whether this vLLM lets plugins say how an engine gives its weights' memory back."""
+    """Returns whether this vLLM lets plugins free and restore the memory of an engine's weights."""
     return find_spec("vllm.device_allocator.sleep_mode_backend") is not None

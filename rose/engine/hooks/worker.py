@@ -1,6 +1,6 @@
 """vLLM's CPU worker with its KV cache in the slab pool.
 
-Owns the hook-up of one rank on the CPU platform, where weights also come and go. See rank.py for the rest.
+Owns the integration of one rank on the CPU platform, where weights also come and go. rank.py has the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_placed = False
-        # No engine argument leads here; vLLM looks the backend up by this name when first told to sleep.
+        # No engine argument sets this; vLLM looks the backend up by its name when first told to sleep.
         self.model_config.sleep_mode_backend = "rose"
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -36,10 +36,10 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Hides the generators of rows whose sample is thrown away (a prefill that goes on).
+        """Hides the generators of rows whose sample is thrown away because their prefill goes on.
 
-        vLLM rewinds those by an offset that CPU generators don't have, and the engine dies (seen with a
-        seeded request whose prefill the gate had split). Hidden, they are not advanced in the first place.
+        Why: vLLM rewinds those generators by an offset that CPU generators don't have, and the engine dies
+        (seen with a seeded request whose prefill the gate had split). Hidden generators are not advanced.
         """
         runner = self.model_runner
         discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
@@ -66,8 +66,8 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
             super().wake_up(tags)
 
     def device_use(self) -> tuple[int, int]:
-        """Called through vLLM's collective_rpc: this process, whose anonymous memory stands for device
-        memory, and the bytes of it that are weights."""
+        """Returns this process, whose anonymous memory stands for device memory, and its weights' bytes. It
+        is called through vLLM's collective_rpc."""
         return os.getpid(), device_bytes(self.get_model())
 
     def _weights_backend(self) -> HostWeightsBackend:
@@ -81,10 +81,10 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
         return backend
 
     def _place_on_cpus(self) -> None:
-        """Place the calling thread alone: those that only move bytes stay off the CPUs that stand for a GPU.
+        """Pins the calling thread alone; threads that only move bytes stay off the CPUs that stand for a GPU.
 
-        At the first step with tokens, not at start-up or at an empty step that a wake-up caused: whoever
-        started the engine may still move all its threads then.
+        It happens at the first step with tokens. Earlier, the process that started the engine may still move
+        all of its threads.
         """
         self._is_placed = True
         settings = self._rose.settings

@@ -1,9 +1,9 @@
 """Takes a rollout engine off its GPU between rollout phases, and brings it back (ROSE §4.1).
 
-Owns the order: no new turns, requests ended, slabs returned, weights dropped; and back the other way.
-Promises that an engine whose deactivation fails is active again, and one whose activation fails stays
-inactive and can be activated again. Runs on the API server's event loop; the scheduler obeys a word on the
-status page, and the weights go through vLLM's sleep mode (sleep.py).
+Owns the order: new turns are refused, requests end, slabs go back, weights are dropped; activation goes the
+other way. Promises that an engine whose deactivation fails is active again, and that one whose activation
+fails stays inactive and can be activated again. Runs on the API server's event loop. The scheduler obeys a
+word on the status page, and the weights go through vLLM's sleep mode (rose/engine/weights/sleep.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rose.messages import ActivationChange
 
 INACTIVE = "this rollout engine is inactive; POST /rose/v1/activate brings its weights back"
 OBEYED_WITHIN_S = 30.0
-"""The scheduler looks before every step, and an idle one within 50 ms: what takes longer is stuck."""
+"""Longest wait for the scheduler, which looks before every step and at least every 50 ms."""
 POLL_S = 0.002
 
 
 class Activation:
-    """One engine's. Calls must not overlap."""
+    """The activation of one engine. Calls must not overlap."""
 
     def __init__(self, client: EngineClient, page: StatusPage) -> None:
         self._client = client
@@ -37,21 +37,22 @@ class Activation:
         self.is_active = True
         self.activated_at_s = time.time()
         self.weights_bytes = 0
-        """On the device, over all ranks."""
+        """What the weights of all ranks take on the device."""
         self._pids: list[int] = []
-        """The ranks' processes, where their memory stands for a device's."""
+        """The ranks' processes, if their memory stands for a device's."""
 
     async def measure(self) -> None:
-        """Ask the workers what their weights take."""
+        """Asks the ranks what their weights take."""
         uses: list[tuple[int | None, int]] = await self._client.collective_rpc("device_use")
         self.weights_bytes = sum(num_bytes for _, num_bytes in uses)
         self._pids = [pid for pid, _ in uses if pid is not None]
 
     async def deactivate(self, *, is_updated: bool) -> ActivationChange:
-        """``is_updated``: the weights are no longer the model's own files'.
+        """Ends all requests, then frees slabs and weights. ``is_updated`` says that an update has replaced
+        the weights in the model's own files.
 
         Raises:
-            ConfigError: these weights could not be brought back; nothing was changed.
+            ConfigError: the weights could not be restored later, so nothing was changed.
         """
         if not self.is_active:
             return ActivationChange(is_active=False, took_s=0.0)
@@ -70,8 +71,8 @@ class Activation:
         return ActivationChange(is_active=False, took_s=time.monotonic() - started_s)
 
     async def activate(self) -> ActivationChange:
-        """Raises whatever bringing the weights back raises; the engine is inactive then, and can be asked
-        again."""
+        """Restores the weights and takes turns again. Raises whatever the restoring raises; the engine then
+        is inactive and can be activated again."""
         if self.is_active:
             return ActivationChange(is_active=True, took_s=0.0)
         started_s = time.monotonic()
@@ -81,7 +82,8 @@ class Activation:
         return ActivationChange(is_active=True, took_s=time.monotonic() - started_s)
 
     def fixed_bytes(self) -> int:
-        """What the ranks hold of the device beside weights and slabs; 0 on a GPU: nothing measures it yet."""
+        """Returns what the ranks hold on the device beside weights and slabs. It is 0 on a GPU, where it is
+        not measured."""
         return max(0, sum(map(_anonymous_bytes, self._pids)) - self.weights_bytes)
 
     async def _come_back(self) -> None:
@@ -99,12 +101,13 @@ class Activation:
 
 
 def _why_not(config: VllmConfig, *, is_updated: bool) -> str | None:
-    """Why the weights could not be made again from the host's copy; None where they can."""
+    """Returns why the weights could not be restored from the host's copy, or None if they can be."""
     if not has_sleep_backends():
         return "this vLLM has no sleep-mode backends"
     if not current_platform.is_cpu():
         return (
-            f"so far weights come and go on vLLM's CPU platform only, not on {current_platform.device_type}"
+            f"weights can be dropped and restored on vLLM's CPU platform only so far, not on "
+            f"{current_platform.device_type}"
         )
     if (method := config.model_config.quantization) is not None:
         return f"weights quantized with {method} may not all be in the checkpoint"
@@ -114,7 +117,7 @@ def _why_not(config: VllmConfig, *, is_updated: bool) -> str | None:
 
 
 def _anonymous_bytes(pid: int) -> int:
-    """Resident anonymous memory of a process; 0 where it is gone."""
+    """Returns the resident anonymous memory of a process, 0 if the process is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

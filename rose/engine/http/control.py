@@ -1,7 +1,7 @@
-"""What an engine's HTTP routes do: answer for its status, and pass commands on.
+"""What an engine's HTTP routes do: they report its status and pass commands on.
 
-Owns one engine's client, settings and status page on the API server's event loop. Promises that status never
-waits for the engine, and that changes of weights, activation and profiling come one after the other.
+Owns one engine's client, settings and status page on the API server's event loop. Promises that a status
+never waits for the engine, and that weight updates, activation and profiling never overlap.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rose.types import GateMode, Role
 
 GATE_MODES = list(GateMode)
 COMPARE_POLL_S = 0.02
-"""Each look goes through the engine's loop, between two steps."""
+"""Pause between two questions whether the ranks have compared. Each goes through the engine's loop."""
 
 
 class EngineControl:
-    """What the routes share for one engine: its client, its settings, its status page."""
+    """What the routes of one engine share."""
 
     def __init__(self, client: EngineClient, settings: EngineSettings, model: str) -> None:
         check_output_processor()
@@ -49,10 +49,10 @@ class EngineControl:
         self._is_updating = False
         self.followers = Followers()
         self._exclusive = asyncio.Lock()
-        """Held while weights change, leave or return, and while the engine is profiled."""
+        """Held during a weight update, an activation, a deactivation and a profiling run."""
         size = describe_pool(settings.pool) if settings.pool is not None else None
         self._slab_bytes = size.slab_bytes * size.num_shards if size is not None else 0
-        # Kept open: the board and the ledger are mapped through it.
+        # It stays open, because the board and the ledger are mapped through it.
         self._pool = PoolClient.observe(settings.pool) if settings.pool is not None else None
         host = Settings.from_environment()
         self._profile_dir = host.profile_dir
@@ -64,7 +64,7 @@ class EngineControl:
         return self._activation.is_active
 
     async def start(self) -> None:
-        """Call once, when the engine is up."""
+        """Measures the weights and registers the metrics. Call once, when the engine is up."""
         await self._activation.measure()
         REGISTRY.register(RoseCollector(self.status, self._serving_board))
 
@@ -74,7 +74,7 @@ class EngineControl:
 
     @property
     def _serving_board(self) -> Words | None:
-        """The board, where this engine is the serving side of it."""
+        """The board if this engine is its serving side, else None."""
         return self._pool.board_words if self._pool is not None and self.role is Role.SERVING else None
 
     def status(self) -> WorkerStatus:
@@ -121,21 +121,22 @@ class EngineControl:
         self._page.put(Field.RL_STEP, step)
 
     def set_gate(self, mode: GateMode, tpot_target_ms: float | None = None) -> None:
-        """``tpot_target_ms`` None: as the engine was started. Raises: ConfigError for one above the SLO, and
-        for a mode that this deployment can't go by."""
+        """Sets the gate's mode and TPOT target; None stands for the target that the engine was started with.
+
+        Raises: ConfigError for a target above the SLO, and for a mode that does not fit the deployment.
+        """
         if problem := self._settings.gate_problem(mode, tpot_target_ms):
             raise ConfigError(problem)
         self._page.put(Field.WANTED_TPOT_TARGET_US, round(1000 * tpot_target_ms) if tpot_target_ms else 0)
         self._page.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))
 
     async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
-        """Load a staged checkpoint between two steps; the KV of the old weights is dropped with them.
+        """Loads a staged checkpoint between two steps, and drops the KV of the old weights.
 
-        The file is checked, and compared with the one in use, while the engine still runs, so that it pauses
-        for writing what changed, or for the loading alone (weights.py). Requests in flight keep their tokens
-        and are computed again under the new weights. Where loading fails, the old version goes on serving. An
-        inactive engine keeps the checkpoint at hand: it has no KV, and gets these weights when it is
-        activated.
+        The file is checked and compared with the one in use while the engine still runs. The engine pauses
+        only to write what changed or to load the file (weights.py). Requests in flight keep their tokens, and
+        their KV is computed again under the new weights. If loading fails, the old version stays in use. An
+        inactive engine keeps the checkpoint and loads it when it is activated.
         """
         async with self._exclusive:
             is_compared = self._activation.is_active and await self._begin_comparison(update.path)
@@ -150,11 +151,11 @@ class EngineControl:
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
 
     async def _begin_comparison(self, path: str) -> bool:
-        """True when all ranks compare."""
+        """Returns whether all ranks compare the file with the one in use."""
         return all(await self._client.collective_rpc("begin_weight_comparison", args=(path,)))
 
     async def _update_between_steps(self, update: WeightUpdate, checked: str) -> None:
-        # Told before the first step is held back, so that nobody takes the pause for a stall.
+        # The status tells of the update before a step is held back, so that no router sees a stall.
         self._is_updating = True
         try:
             await self._client.pause_generation(mode="keep", clear_cache=False)
@@ -171,26 +172,26 @@ class EngineControl:
 
     async def _update_weights(self, update: WeightUpdate, checked: str) -> None:
         info = {"path": update.path, "state_hash": update.state_hash, "checked": checked}
-        # Where update_weights fails, vLLM closes the session itself.
+        # If update_weights fails, vLLM closes the session itself.
         await self._client.start_weight_update()
         await self._client.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._client.finish_weight_update(update.version)
 
     async def activate(self) -> ActivationChange:
-        """Bring the weights back, at the version of the last update; done when turns may come."""
+        """Restores the weights of the last update. Returns when turns may come."""
         async with self._exclusive:
             return await self._activation.activate()
 
     async def deactivate(self) -> ActivationChange:
-        """End all requests as ``rose_deactivated`` and give KV and weights back."""
+        """Ends all requests with ``rose_deactivated``, then frees KV and weights."""
         async with self._exclusive:
             is_updated = self._weight_version is not None
             return await self._activation.deactivate(is_updated=is_updated)
 
     async def profile(self) -> Profile:
-        """Run the profiling traffic with the gate off; the fit replaces the stored one of this engine.
+        """Runs the profiling traffic with the gate off. The fit replaces this engine's stored profile.
 
-        Serving traffic at the same time spoils the fit, so profile before traffic comes. Raises: WorkerError.
+        Other traffic spoils the fit, so profile before traffic comes. Raises: WorkerError.
         """
         async with self._exclusive:
             if not self.is_active:
@@ -221,7 +222,7 @@ class EngineControl:
             raise WorkerError("the engine could not make a profile of these steps; see its log")
 
     def announce_arrival(self) -> None:
-        """Tell a waiting serving scheduler that a request is on its way through this front end."""
+        """Tells a waiting serving scheduler that a request is on its way through this API server."""
         board = self._serving_board
         if board is not None:
             announce_arrival(board)

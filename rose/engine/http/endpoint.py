@@ -1,7 +1,7 @@
 """ROSE's routes on vLLM's API server: ``/rose/v1/...`` (entry point group ``vllm.endpoint_plugins``).
 
-Owns the HTTP surface of one engine: status for the router, commands from it, weights from the subscriber;
-what they do is control.py's. Loaded only where ``VLLM_PLUGINS`` names ``rose``.
+Owns the HTTP interface of one engine: its status, the router's commands and the subscriber's weight updates.
+control.py does what they ask. vLLM loads the module only if ``VLLM_PLUGINS`` names ``rose``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rose.types import Role
 
 
 def _key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """What every route depends on; a None key lets everybody in."""
+    """Returns the check that every route depends on. A key of None lets everybody in."""
 
     async def check(request: Request) -> None:
         given = request.headers.get("authorization", "")
@@ -63,7 +63,9 @@ async def get_status(
     knows: str | None = None,
     every_s: Annotated[float, Query(gt=0)] = 0.5,
 ) -> WorkerStatus:
-    """Who names itself is a router that asks again every so often, and has to know the version in time."""
+    """Returns the engine's status. A router names itself as ``follower``, with the weight version it
+    ``knows`` and the interval of its questions: no token of new weights leaves before it knows their
+    version."""
     control = _control(request)
     if follower is not None:
         control.followers.asked(follower, knows, every_s)
@@ -94,7 +96,7 @@ async def post_weights(body: WeightUpdate, request: Request) -> WeightUpdated:
         raise HTTPException(422, f"no staged checkpoint at {body.path}")
     try:
         return await control.apply_weights(body)
-    except Exception as error:  # the engine's own failure, whatever it is, is the subscriber's to retry
+    except Exception as error:  # whatever failed in the engine, the subscriber may try again
         raise HTTPException(500, f"weights kept at the old version: {error}") from error
 
 
@@ -103,7 +105,7 @@ async def post_activate(request: Request) -> ActivationChange:
     control = _rollout_control(request)
     try:
         return await control.activate()
-    except Exception as error:  # the engine's own failure, whatever it is, is the caller's to retry
+    except Exception as error:  # whatever failed in the engine, the caller may try again
         raise HTTPException(500, f"still inactive: {error}") from error
 
 
@@ -121,7 +123,7 @@ async def post_deactivate(request: Request) -> ActivationChange:
 def _rollout_control(request: Request) -> EngineControl:
     control = _control(request)
     if control.role is not Role.ROLLOUT:
-        raise HTTPException(409, "a serving engine is always active: only rollout engines come and go")
+        raise HTTPException(409, "a serving engine is always active: only rollout engines are deactivated")
     return control
 
 
@@ -137,7 +139,7 @@ async def post_profile(request: Request) -> Profile:
 
 
 class RoseEndpoint:
-    """vLLM's ``EndpointPlugin``: attaches the routes, and finds the engine once it is up."""
+    """vLLM's ``EndpointPlugin``. It attaches the routes, and finds the engine once it is up."""
 
     name = "rose"
     required_tasks: Any = None

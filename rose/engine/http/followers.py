@@ -1,8 +1,7 @@
-"""Who follows an engine's status, and what each knows of its weights.
+"""The routers that follow an engine's status, and the weight version that each of them knows.
 
-Owns the routers that ask for the status under a name of their own. Promises that a wait for them ends: who
-has gone, or never learns, is not waited for. Never reads the status itself. Runs on the API server's event
-loop.
+Promises that a wait for them ends, even if one has gone or never learns of a version. Never reads the status
+itself. Runs on the API server's event loop.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import time
 from dataclasses import dataclass
 
 GONE_AFTER_INTERVALS = 2.0
-"""Who has missed one question may only be late; who has missed two is gone."""
+"""A follower is gone after this many of its intervals without a question."""
 MOST_S = 5.0
-"""No step runs while followers are waited for."""
+"""Longest wait for followers. No step runs during it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +28,22 @@ class _Follower:
 
 
 class Followers:
-    """Routers tag tokens with the version that they know of, so they have to know before the first token."""
+    """The followers of one engine. They tag tokens with the version that they know, so they must know a
+    version before its first token."""
 
     def __init__(self) -> None:
         self._followers: dict[str, _Follower] = {}
         self._has_asked = asyncio.Event()
 
     def asked(self, name: str, knows: str | None, every_s: float) -> None:
-        """A follower asked, as it does every so often; ``knows``: the version that it was told last."""
+        """Notes a follower's question. It asks every ``every_s`` seconds, and was last told of ``knows``."""
         now = time.monotonic()
         self._followers = {key: each for key, each in self._followers.items() if not each.is_gone(now)}
         self._followers[name] = _Follower(knows, now, every_s)
         self._has_asked.set()
 
     async def until_told(self, version: str) -> None:
-        """Returns when every follower that is not gone knows of ``version``, or after ``MOST_S``."""
+        """Returns when every follower that is not gone knows ``version``, or after ``MOST_S``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MOST_S):
                 while (patience_s := self._patience_s(version)) is not None:
@@ -52,7 +52,8 @@ class Followers:
                         await asyncio.wait_for(self._has_asked.wait(), patience_s)
 
     def _patience_s(self, version: str) -> float | None:
-        """Until the first of those who don't know yet would be gone; None where there is none."""
+        """Returns the seconds until the first follower that doesn't know yet would be gone, or None if all
+        know."""
         now = time.monotonic()
         behind = [
             each for each in self._followers.values() if each.knows != version and not each.is_gone(now)

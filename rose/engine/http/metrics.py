@@ -1,8 +1,8 @@
-"""ROSE's numbers on vLLM's own /metrics: slack, gate decisions, harvest, yields, stalls, slabs.
+"""ROSE's metrics on vLLM's own /metrics: slack, gate decisions, harvest, grants, stalls, slabs.
 
-Owns the metric names. Everything is read when Prometheus asks, from the status page and the board: the step
-loop pays nothing. Registered in the API server's process; with several API servers vLLM shows only what
-processes report by files, and these numbers are then on /rose/v1/status alone.
+Owns the metric names. Values are read from the status page and the board when Prometheus asks, so the step
+loop pays nothing. They are registered in the API server's process. With several API servers, vLLM shows only
+what processes report by files, and these values are then on /rose/v1/status alone.
 """
 
 import time
@@ -21,14 +21,14 @@ ENGINE = ("engine_id", "role")
 
 
 class RoseCollector(Collector):
-    """One engine's metrics; of the board too where it is given, which is on the serving engine."""
+    """One engine's metrics, and those of the board if it is given, as it is for a serving engine."""
 
     def __init__(self, status: Callable[[], WorkerStatus], board: Words | None) -> None:
         self._status = status
         self._board = board
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus_client, in a thread of its own."""
+        """Yields every metric. prometheus_client calls it in a thread of its own."""
         status = self._status()
         labels = (status.engine_id, str(status.role))
         yield from _engine_metrics(status, labels)
@@ -36,7 +36,7 @@ class RoseCollector(Collector):
             yield from _board_metrics(snapshot(self._board), labels)
 
     def describe(self) -> list[Metric]:
-        """Nothing ahead of time: the engine may not be up yet."""
+        """Returns nothing, because the engine may not be up yet."""
         return []
 
 
@@ -44,8 +44,11 @@ def _engine_metrics(status: WorkerStatus, labels: tuple[str, str]) -> Iterator[M
     counters = {
         "rose_steps": ("Engine steps with tokens", status.steps),
         "rose_generated_tokens": ("Tokens generated", status.generated_tokens),
-        "rose_reclaimed_requests": ("Rollouts ended for their KV slabs", status.reclaimed_requests),
-        "rose_stalled_requests": ("Rollouts ended without progress", status.stalled_requests),
+        "rose_reclaimed_requests": (
+            "Rollout requests ended to free their KV slabs",
+            status.reclaimed_requests,
+        ),
+        "rose_stalled_requests": ("Rollout requests ended by a stall", status.stalled_requests),
         "rose_emergency_cuts": ("Emergency cuts of the rollout budget", status.cuts),
         "rose_busy_seconds": ("Time in engine steps", status.busy_s),
     }
@@ -59,7 +62,7 @@ def _engine_metrics(status: WorkerStatus, labels: tuple[str, str]) -> Iterator[M
         yield _gauge(name, text, labels, number)
     if status.deployment is not None:
         info = GaugeMetricFamily(
-            "rose_deployment", "1 beside the phases that the engine computes", labels=(*ENGINE, "deployment")
+            "rose_deployment", "1 for the phases that the engine computes", labels=(*ENGINE, "deployment")
         )
         info.add_metric([*labels, str(status.deployment)], 1)
         yield info
@@ -68,9 +71,13 @@ def _engine_metrics(status: WorkerStatus, labels: tuple[str, str]) -> Iterator[M
 def _board_metrics(seen: BoardSnapshot, labels: tuple[str, str]) -> Iterator[Metric]:
     if seen.latest_start_s < NEVER:
         slack_s = seen.latest_start_s - time.monotonic()
-        yield _gauge("rose_serving_slack_seconds", "Until serving's next step must start", labels, slack_s)
+        yield _gauge(
+            "rose_serving_slack_seconds", "Time until serving's next step must start", labels, slack_s
+        )
     decisions = CounterMetricFamily(
-        "rose_gate_decisions", "Rollout steps asked for, by outcome", labels=(*ENGINE, "reason")
+        "rose_gate_decisions",
+        "Rollout steps that were ready, by the gate's decision",
+        labels=(*ENGINE, "reason"),
     )
     for reason, count in {**seen.declines, GateReason.ADMITTED: seen.rollout.num_steps}.items():
         decisions.add_metric([*labels, str(reason)], count)
@@ -81,9 +88,12 @@ def _board_metrics(seen: BoardSnapshot, labels: tuple[str, str]) -> Iterator[Met
         "rose_yields": ("Grants offered to rollouts between serving steps", seen.num_yields),
         "rose_yield_wait_seconds": ("Time that serving waited on grants it had offered", seen.yield_wait_s),
         "rose_begin_wait_seconds": ("Time serving waited for a running rollout step", seen.begin_wait_s),
-        "rose_overruns": ("Rollout steps past their predicted end and the grace", seen.num_overruns),
-        "rose_stalls": ("Rollouts ended without progress on this GPU", seen.num_stalls),
-        "rose_rollout_deaths": ("Rollout engines that died in a step", seen.num_deaths),
+        "rose_overruns": (
+            "Rollout steps past predicted end and grace",
+            seen.num_overruns,
+        ),
+        "rose_stalls": ("Rollout requests ended by a stall on this GPU", seen.num_stalls),
+        "rose_rollout_deaths": ("Rollout engines that died during a step", seen.num_deaths),
     }
     for name, (text, value) in counters.items():
         yield _counter(name, text, labels, value)

@@ -1,7 +1,7 @@
-"""Profiles a live engine: runs steps of many shapes through its own front end.
+"""The traffic of a profiling run: requests that make a live engine take steps of many shapes.
 
-Owns the traffic of a profiling run; the scheduler records the steps (recorder.py). Source: ROSE §4.1, costs
-are profiled ahead of time. Runs in the API server's event loop, with the gate off.
+The scheduler records the steps (rose/engine/scheduling/recorder.py). Runs in the API server's event loop with
+the gate off. Source: ROSE §4.1, which profiles costs ahead of time.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from vllm.inputs import TokensPrompt
 REPEATS = 3
 DECODE_STEPS = 8
 LONG_DECODES = 16
-"""Sequences decoded at a long context at most: their prefill is most of a run's time."""
+"""Most sequences that are decoded together at a long context. Their prefill is most of a run's time."""
 FULL_BATCH_CONTEXT = 64
-"""Of each sequence of a batch larger than that: enough to tell what a sequence costs."""
+"""Context of each sequence in the full batch, long enough to tell what a sequence costs."""
 SHORTEST_PROMPT = 16
 MIN_PROMPTS = 6
-"""Lengths, also where a step holds few tokens: a fit needs that many observations."""
+"""Fewest prompt lengths, even if a step holds few tokens. A fit needs that many observations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """What to run: prompt lengths one at a time, and decode batches as (sequences, context of each)."""
+    """The prompt lengths to run one at a time, and the decode batches as (sequences, context of each)."""
 
     prompt_tokens: tuple[int, ...]
     batches: tuple[tuple[int, int], ...]
 
 
 def shapes_for(client: EngineClient) -> Shapes:
-    """Shapes up to the largest that the engine's scheduler may form: a prompt that fills a whole step (as one
-    piece, which chunks of a step's size are as well), and as many decodes as it runs at once."""
+    """Returns shapes up to the largest steps that the engine's scheduler may form: a prompt that fills a
+    whole step, and as many decodes as it runs at once."""
     config = client.vllm_config
     longest = max(1, config.model_config.max_model_len - DECODE_STEPS - 1)
     prompts = [min(config.scheduler_config.max_num_batched_tokens, longest)]
@@ -52,13 +52,14 @@ def shapes_for(client: EngineClient) -> Shapes:
 
 
 async def warm_up(client: EngineClient) -> None:
-    """Sample one token with its logprob: vLLM compiles for that at the first time, for seconds, in which a
-    rollout step would hold the GPU."""
+    """Samples one token with its logprob. vLLM compiles for that at the first time, which takes seconds in
+    which a rollout step would hold the GPU."""
     await _generate(client, random.Random(0), 1, max_tokens=1, temperature=1.0, logprobs=1)
 
 
 async def run_shapes(client: EngineClient, shapes: Shapes, *, seed: int = 0) -> None:
-    """Send the traffic, whole rounds at a time, so that a slow second touches every shape a little."""
+    """Sends the traffic in whole rounds, so that a slow second of the machine affects every shape a
+    little."""
     rng = random.Random(seed)
     for _ in range(REPEATS):
         for length in shapes.prompt_tokens:

@@ -1,8 +1,8 @@
-"""The prompt's token ids, left out of a stream whose reader knows them.
+"""Leaves the prompt's token ids out of a stream whose reader knows them.
 
-Owns one ASGI ``send``. Promises: only what ``NO_PROMPT_IDS_HEADER`` asks for is left out; all else passes
-as it comes. Never: parses JSON. Why: vLLM streams the ids of tokens only together with those of the prompt,
-190 KB at 32k tokens.
+Why: vLLM streams token ids only together with those of the prompt, which are 190 KB at 32k tokens. Promises
+that nothing else changes, and that answers to requests without ``NO_PROMPT_IDS_HEADER`` pass as they are.
+Never parses JSON.
 """
 
 from starlette.types import Message, Scope, Send
@@ -15,7 +15,7 @@ _KEY = b'"prompt_token_ids":'
 
 
 def without_prompt_ids(scope: Scope, send: Send) -> Send:
-    """``send`` for a request's answer: itself where the request doesn't ask for less."""
+    """Returns the ``send`` for a request's answer, which is ``send`` itself without the header."""
     if not any(name == _ASKED_FOR for name, _ in scope["headers"]):
         return send
     is_looking = False
@@ -23,10 +23,10 @@ def without_prompt_ids(scope: Scope, send: Send) -> Send:
     async def cut(message: Message) -> None:
         nonlocal is_looking
         if message["type"] == "http.response.start":
-            # An answer in one piece has said how long it is.
+            # Only a stream is cut: an answer in one piece has announced its length.
             is_looking = any(_is_event_stream(name, value) for name, value in message["headers"])
         elif is_looking and (found := _cut_ids(message.get("body", b""))) is not None:
-            is_looking = False  # the first event that has them is the only one
+            is_looking = False  # only one event has them
             message = {**message, "body": found}
         await send(message)
 
@@ -38,9 +38,9 @@ def _is_event_stream(name: bytes, value: bytes) -> bool:
 
 
 def _cut_ids(event: bytes) -> bytes | None:
-    """The event with null for the ids. None: it has none, or not all of them.
+    """Returns the event with null in place of the ids, or None if it has none or not all of them.
 
-    No text can look like the key: JSON escapes the quotes in it.
+    No text can look like the key, because JSON escapes the quotes in it.
     """
     if (start := event.find(_KEY + b"[")) < 0:
         return None

@@ -1,8 +1,8 @@
-"""What streams hold back until their interval is full, sent at once.
+"""Sends at once the tokens that streams hold back until their interval is full.
 
-Owns one reach into vLLM's output processor, which has no public way to do it. Promises that no token is sent
-twice or out of order, and that an engine whose vLLM lacks what is used here does not start. Run with 0.32.
-Runs on the API server's event loop.
+Owns one use of the internals of vLLM's output processor, which has no public way to do it. Promises that no
+token is sent twice or out of order, and that an engine whose vLLM lacks what is used here does not start. It
+has run with vLLM 0.32. Runs on the API server's event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _OUTPUT_PARAMETERS = ["self", "new_token_ids", "pooling_output", "finish_reason"
 def check_output_processor(
     processor: type[object] = OutputProcessor, state: type[object] = RequestState
 ) -> None:
-    """Raises: ConfigError naming what this vLLM's output processor lacks for `send_held_back`."""
+    """Checks that this vLLM's output processor has what `send_held_back` needs.
+
+    Raises: ConfigError, which names what is missing.
+    """
     lacking = [f"{state.__name__}.{name}" for name in _STATE_FIELDS if name not in _fields(state)]
     if "request_states" not in _fields(processor):
         lacking.append(f"{processor.__name__}.request_states")
@@ -35,16 +38,15 @@ def check_output_processor(
 
 
 def _fields(owner: type[object]) -> tuple[str, ...]:
-    """What the initializer names, its instance's fields among them: there is no instance to look at yet."""
+    """Returns the names in the initializer, which include the instance's fields. There is no instance yet."""
     code: CodeType | None = getattr(owner.__init__, "__code__", None)
     return code.co_names if code is not None else ()
 
 
 def send_held_back(processor: OutputProcessor) -> None:
-    """Send every token that has come from the engine core.
+    """Sends every token that has come from the engine core. Call while the engine is paused.
 
-    Why: a chunk with tokens from before and after a change of weights can be tagged with one version alone.
-    Call while the engine is paused.
+    Why: a chunk can be tagged with one weight version only, so it must not hold tokens of two.
     """
     for state in processor.request_states.values():
         if (

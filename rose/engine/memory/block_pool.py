@@ -1,9 +1,8 @@
 """vLLM's block pool, restricted to the blocks that a slab backs right now.
 
 Owns which positions of the address range are backed, how many of each position's blocks are in use or hold
-prefix cache, and which slab a new block comes from. Promises that a block without memory is never handed
-out: it is *parked* (out of the free queue, with a reference that nobody drops). Never maps memory: it
-returns the operations for the workers.
+prefix cache, and which position a new block comes from. Promises that a block without memory is never handed
+out: it is *parked*, that is out of the free queue and with a reference that nobody drops. Never maps memory.
 """
 
 from __future__ import annotations
@@ -23,29 +22,30 @@ from rose.memory.policy.spread import Spread, preferred_positions
 from rose.memory.slabs.layout import SlabLayout
 
 PINNED_POSITION = 0
-"""Holds block 0, which vLLM uses for padding, so it stays backed for the engine's life."""
+"""The position of block 0. vLLM uses that block for padding, so the position always has a slab."""
 
 
 class IdleListener(Protocol):
-    """Told when the last block of a position falls idle and when an idle position is used again."""
+    """Is told when the last block of a position falls idle, and when an idle position is used again."""
 
     def position_idle(self, position: int) -> None: ...
     def position_busy(self, position: int) -> None: ...
 
 
 class SlabBlockPool(BlockPool):
-    """A ``BlockPool`` whose blocks come and go with slabs. Made by :meth:`adopt`, never constructed."""
+    """A ``BlockPool`` whose blocks come and go with slabs. Only :meth:`adopt` makes one."""
 
     layout: SlabLayout
     spread: Spread
     beside: int | None
-    """Position of the last block of the request that is about to get blocks, if it has any."""
+    """The position of the last block of the request that is about to get blocks, if it has any."""
     slab_of: list[int | None]
+    """The slab at each position, None where there is none."""
     num_used: npt.NDArray[np.int32]
     num_hashed: npt.NDArray[np.int32]
-    """Blocks of each position that prefix cache can be found in, in use or not."""
+    """The number of blocks at each position that hold prefix cache, in use or not."""
     num_free_cached: int
-    """Blocks that nobody uses and that prefix cache can be found in."""
+    """The number of blocks that nobody uses and that hold prefix cache."""
     listener: IdleListener | None
 
     @classmethod
@@ -57,10 +57,10 @@ class SlabBlockPool(BlockPool):
         pinned_slab: int,
         spread: Spread = Spread.DENSE,
     ) -> SlabBlockPool:
-        """Turn vLLM's freshly made pool into one with only the pinned position backed.
+        """Turns vLLM's new pool into one in which only the pinned position is backed.
 
-        The class of the existing object is changed instead of making a second pool, because vLLM's
-        coordinator and its per-type managers already hold references to it.
+        It changes the class of the existing object, because vLLM's coordinator and its per-type managers
+        already hold references to it.
         """
         pool.__class__ = cls
         assert isinstance(pool, cls)
@@ -72,7 +72,7 @@ class SlabBlockPool(BlockPool):
         pool.num_hashed = np.zeros(num_positions, dtype=np.int32)
         pool.num_free_cached = 0
         pool.listener = None
-        # An id in a gap never names a block: all share one object, or large pools would keep millions.
+        # Ids in the gaps between positions name no block. They share one object; large pools have millions.
         gap = KVCacheBlock(-1, ref_cnt=1, pool=pool)
         for block in list(pool.blocks):
             if not block.is_null:
@@ -87,13 +87,13 @@ class SlabBlockPool(BlockPool):
     # Positions ---------------------------------------------------------------------------------
 
     def back(self, slab: int) -> int:
-        """Give the lowest free position the memory of ``slab``; return the position."""
+        """Puts ``slab`` at the lowest free position, which is returned."""
         position = self.slab_of.index(None)
         self._unpark(position, slab)
         return position
 
     def unback(self, position: int) -> int:
-        """Take an idle position's blocks out of use, forgetting what they cached; return its slab."""
+        """Takes the blocks of an idle position out of use, with what they cache; returns the slab there."""
         slab = self.slab_of[position]
         assert slab is not None and position != PINNED_POSITION and self.num_used[position] == 0
         blocks = self.blocks_at(position)
@@ -119,14 +119,14 @@ class SlabBlockPool(BlockPool):
         return len(self.cached_block_hash_to_block)
 
     def num_live_blocks(self) -> int:
-        """Blocks whose content somebody may still read: in use, or holding prefix cache."""
+        """Returns the number of blocks that are in use or hold prefix cache."""
         return int(self.num_used.sum()) + self.num_free_cached
 
     def is_caching(self, position: int) -> bool:
         return bool(self.num_hashed[position])
 
     def empty_positions(self) -> list[int]:
-        """Backed positions that hold nothing live, without the pinned one, ascending."""
+        """Returns the backed positions without used or cached blocks, ascending, but the pinned one."""
         holds_nothing = np.flatnonzero((self.num_used == 0) & (self.num_hashed == 0)).tolist()
         return [p for p in holds_nothing if p != PINNED_POSITION and self.slab_of[p] is not None]
 
@@ -149,9 +149,9 @@ class SlabBlockPool(BlockPool):
         return blocks
 
     def _bring_forward(self, num_blocks: int) -> None:
-        """Put the blocks that spread prefers where vLLM takes from: the head of the free queue.
+        """Moves the blocks that the spread prefers to the head of the free queue, where vLLM takes blocks.
 
-        Only free blocks that cache nothing; where those don't suffice, vLLM's own order decides which cache
+        Only free blocks without cache are moved. If they don't suffice, vLLM's own order decides which cache
         is evicted.
         """
         positions = preferred_positions(
@@ -172,7 +172,7 @@ class SlabBlockPool(BlockPool):
             return []
         return [b for b in self.blocks_at(position) if b.ref_cnt == 0 and b.block_hash is None]
 
-    # Cache counts: every way a block's prefix cache comes and goes -----------------------------------
+    # Cache counts: every way in which a block's prefix cache comes and goes ---------------------------
 
     def _insert_block_hash(
         self, block_hash_with_group_id: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
@@ -198,7 +198,7 @@ class SlabBlockPool(BlockPool):
             self.num_free_cached = 0
         return is_done
 
-    # Use counts: every way a block starts or stops being referenced ------------------------------
+    # Use counts: every way in which a block gains its first or loses its last reference ----------
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._count_used([block for block in blocks if block.ref_cnt == 0 and not block.is_null])
@@ -227,7 +227,7 @@ class SlabBlockPool(BlockPool):
             self.listener.position_idle(position)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where counts and blocks disagree. For tests and idle engines."""
+        """Raises AssertionError if the counts disagree with the blocks."""
         num_backed, num_free_cached = 1, 0
         for position, slab in enumerate(self.slab_of):
             blocks = self.blocks_at(position)
@@ -247,7 +247,7 @@ class SlabKVCacheManager(KVCacheManager):
 
     @classmethod
     def adopt(cls, manager: KVCacheManager) -> None:
-        """Change the class of the existing object: the scheduler and KV connectors hold references to it."""
+        """Changes the class of the existing object, which the scheduler and KV connectors refer to."""
         manager.__class__ = cls
 
     def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:

@@ -1,7 +1,7 @@
-"""A worker's view of the slab pool: the address range behind its KV cache tensor.
+"""The address range behind one rank's KV cache tensor.
 
 Owns the range and the mapping of positions to slabs in this process. Promises that a slab is zeroed before
-it is used and released only after it is unmapped. Never decides which slab goes where: the scheduler does.
+it is used and released only after it is unmapped. The scheduler decides which slab goes where.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ PINNED_SLAB_TIMEOUT_S = 30.0
 
 @dataclass(slots=True)
 class SlabOps:
-    """Operations that ride on one ``SchedulerOutput``; every rank applies them in this order."""
+    """Slab operations of one ``SchedulerOutput``. Every rank applies them in this order."""
 
     unmap: list[tuple[int, int]] = field(default_factory=list)
-    """(position, slab): unmap, then give the slab back to the pool."""
+    """(position, slab) pairs to unmap; the slabs then go back to the pool."""
     map: list[tuple[int, int]] = field(default_factory=list)
-    """(position, slab): map, zeroed."""
+    """(position, slab) pairs to map; the slabs are zeroed."""
 
     def __bool__(self) -> bool:
         return bool(self.unmap or self.map)
 
 
 class KVRange:
-    """One rank's KV address range over pool ``name``; position 0 is mapped for good."""
+    """One rank's KV address range over pool ``name``. Position 0 stays mapped."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class KVRange:
         device: torch.device,
         poison: bool = False,
     ) -> None:
-        """``device``: where the model computes. ``poison``: fill a slab with NaN before it leaves."""
+        """``device`` is where the model computes. ``poison`` fills a slab with NaN before it leaves."""
         self._client = PoolClient.attach(
             name, role=role, engine_id=engine_id, kind=Kind.WORKER, rank=rank, world_size=world_size
         )
@@ -66,7 +66,7 @@ class KVRange:
         place_on_slabs(config, slab_bytes=self._client.slab_bytes, num_positions=self._client.num_slabs)
 
     def allocation_context(self) -> TorchFunctionMode:
-        """Inside it, vLLM's one allocation of KV memory is answered with this range."""
+        """Returns a context in which vLLM's one allocation of KV memory gets this range."""
         if self._device.type == "cuda":
             return _AnswerZeros(torch.as_tensor(self._range, device=self._device))
         return _AnswerZeros(torch.frombuffer(self._range, dtype=torch.int8))
@@ -85,10 +85,10 @@ class KVRange:
 
 
 def pinned_slab(client: PoolClient, *, acquire: bool) -> int:
-    """The slab of position 0: taken by the engine's rank 0, found in the ledger by everyone else.
+    """Returns the slab of position 0, which rank 0 acquires and all others find in the ledger.
 
     Raises:
-        PoolError: the pool has no free slab, or rank 0 took none in time.
+        PoolError: the pool has no free slab, or rank 0 acquired none in time.
     """
     deadline = time.monotonic() + PINNED_SLAB_TIMEOUT_S
     while not (owned := client.ledger.owned(client.slot)):
@@ -108,7 +108,8 @@ def pinned_slab(client: PoolClient, *, acquire: bool) -> int:
 
 
 class _AnswerZeros(TorchFunctionMode):
-    """Answers ``torch.zeros(n, dtype=int8)`` once, for the n bytes of ``storage``; passes on all else."""
+    """Answers one call of ``torch.zeros(n, dtype=int8)`` with ``storage``, which has n bytes. Passes on every
+    other call."""
 
     def __init__(self, storage: torch.Tensor) -> None:
         super().__init__()

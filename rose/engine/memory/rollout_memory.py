@@ -1,8 +1,9 @@
-"""Rollout's half of the memory policy (ROSE §4.1): stay within the budget, keep prefix cache on a lease.
+"""The rollout engine's side of the memory policy (ROSE §4.1): it stays within its budget and keeps prefix
+cache on leases.
 
-Owns when rollout acts; the rules are rose.memory's. Promises that what a cut takes is on its way back within
-one scheduling pass, in the order idle, expired lease, LRU cached, abort; and that slabs without use or cache
-don't wait for their lease to go back.
+Owns when a rollout engine acts; rose.memory.policy owns the rules. Promises that the slabs of a cut start
+their way back within one scheduling pass, in the order idle, expired lease, least recently used cache, abort;
+and that slabs without used or cached blocks go back before their lease ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rose.memory.policy.victims import choose_victims
 logger = logging.getLogger(__name__)
 
 RETURN_RETRY_S = 0.05
-"""Pause between two paced returns of an idle engine."""
+"""Pause of an idle engine between two returns of slabs."""
 
 
 class RolloutMemory:
@@ -29,7 +30,7 @@ class RolloutMemory:
     def __init__(
         self, tenant: Tenant, policy: BudgetPolicy, reclaim: Callable[[Iterable[str]], None]
     ) -> None:
-        """``reclaim``: ends requests so that their blocks are free when it returns."""
+        """``reclaim`` ends requests; their blocks are free when it returns."""
         assert tenant.leases is not None
         self._tenant = tenant
         self._leases = tenant.leases
@@ -38,8 +39,8 @@ class RolloutMemory:
         self.begin_rl_step(tenant.ledger.policy.rl_step)
 
     def begin_rl_step(self, step: int) -> None:
-        """A new RL step: recompute the budget from serving's recent usage, and end a freeze. A headroom that
-        serving has lent stays lent until it takes it back."""
+        """Begins an RL step: computes the budget from serving's recent usage and ends a freeze. Headroom that
+        serving has lent stays lent until serving takes it back."""
         ledger = self._tenant.ledger
         budget = ledger.policy.rollout_budget_slabs
         if not self._policy.has_headroom_lent(budget):
@@ -54,10 +55,11 @@ class RolloutMemory:
         waiting: Sequence[Request],
         unfinished: Iterable[Request],
     ) -> float | None:
-        """Expire, shrink, grow, return; the time at which an idle engine must look again, or None.
+        """Ends leases, obeys a cut, then acquires or returns slabs. Returns the time at which an idle engine
+        must look again, or None.
 
-        ``unfinished``: all requests that a cut may end, e.g. also a paused session that waits for its user
-        and holds its blocks.
+        ``unfinished`` are all requests that a cut may end. A paused session that waits for its user and holds
+        its blocks is one of them.
         """
         self._expire(now)
         self._shrink(now, unfinished)
@@ -70,7 +72,7 @@ class RolloutMemory:
         return self._leases.next_expiry()
 
     def give_everything_back(self) -> None:
-        """Return every slab but the pinned one, with the prefix cache in it. No request may hold a block."""
+        """Returns every slab but the pinned one, and drops the prefix cache. No request may hold a block."""
         if idle := self._tenant.idle_positions():
             self._tenant.give_back(idle)
             logger.info("everything given back slabs=%d", len(idle))
@@ -90,7 +92,7 @@ class RolloutMemory:
         if plan.aborted_requests:
             self._reclaim(plan.aborted_requests)
             tenant.ledger.count(Word.RECLAIMED_REQUESTS, len(plan.aborted_requests))
-        # An ended request's blocks may be in use for longer, e.g. while an encoder cache is sent away.
+        # The blocks of an ended request may stay in use, for example while an encoder cache is sent away.
         idle = [position for position in plan.positions if tenant.pool.num_used[position] == 0]
         tenant.give_back(idle)
         logger.info("budget cut slabs=%d aborted=%d", len(idle), len(plan.aborted_requests))
@@ -106,7 +108,7 @@ class RolloutMemory:
         tenant.grow(min(missing, allowed))
 
     def _return_empty(self, wanted_blocks: int) -> int:
-        """What cached nothing when its last request ended, or was taken for a prompt that hit the cache."""
+        """Returns slabs whose last request left no cache, or that a prompt hit in the cache made needless."""
         tenant = self._tenant
         empty = tenant.pool.empty_positions()
         surplus = self._policy.rollout_release(

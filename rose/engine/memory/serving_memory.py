@@ -1,8 +1,8 @@
-"""Serving's half of the memory policy (ROSE §4.1): take what it needs, cut rollout's budget under pressure,
-return what it no longer needs, lend its headroom while it is out of service.
+"""The serving engine's side of the memory policy (ROSE §4.1): it takes the slabs it needs, cuts rollout's
+budget under pressure, returns slabs it no longer needs, and lends its headroom while it is out of service.
 
-Owns when serving acts; the rules are rose.memory.policy.budget's. Never touches a rollout request: it changes
-the budget in the ledger, and the rollout engine obeys at its next step boundary.
+Owns when a serving engine acts; rose.memory.policy.budget owns the rules. Never touches a rollout request: it
+changes the budget in the ledger, and the rollout engine obeys at its next step boundary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rose.types import Role
 logger = logging.getLogger(__name__)
 
 RETURN_RETRY_S = 0.05
-"""Pause between two paced returns of an idle engine."""
+"""Pause of an idle engine between two returns of slabs."""
 
 
 class ServingMemory:
@@ -38,9 +38,9 @@ class ServingMemory:
         lend_idle_s: float | None,
         now: float,
     ) -> None:
-        """``window_s``: of the peak that rollout budgets set aside; ``keep_s``: of the peak kept mapped. The
-        first protects a burst that comes back: slabs that are free are there for it, mapped or not.
-        ``lend_idle_s``: without a slab in use until the headroom is lent; None: never."""
+        """``window_s`` is the window of the peak usage that rollout budgets set aside for the next burst, and
+        ``keep_s`` that of the peak usage that stays mapped. ``lend_idle_s`` is the time without a slab in use
+        after which the headroom is lent; None never lends it."""
         self._tenant = tenant
         self._policy = policy
         self._window_s = window_s
@@ -51,16 +51,17 @@ class ServingMemory:
 
     @property
     def lends_at_s(self) -> float | None:
-        """When the headroom is lent if nothing comes until then; None: never."""
+        """When the headroom is lent if no request comes until then, or None for never."""
         return None if self._lend_idle_s is None else self._busy_at_s + self._lend_idle_s
 
     def forget_peak(self) -> None:
-        """Traffic so far says nothing about traffic to come (it was a profiling run)."""
+        """Forgets the usage so far, as after a profiling run, whose traffic says nothing about users'."""
         self._peak = RecentPeak(self._window_s)
         self._kept = RecentPeak(self._keep_s)
 
     def tick(self, now: float, running: Sequence[Request], waiting: Sequence[Request]) -> float | None:
-        """Grow, watch for pressure, return; the time of the next look an idle engine needs, or None."""
+        """Watches for pressure, then acquires or returns slabs. Returns the time at which an idle engine must
+        look again, or None."""
         tenant = self._tenant
         missing = tenant.missing_slabs(tenant.blocks_wanted(running, waiting))
         used = tenant.pool.num_positions_in_use() + missing
@@ -75,12 +76,13 @@ class ServingMemory:
         return min((at_s for at_s in next_looks if at_s is not None), default=None)
 
     def _lend_headroom(self, now: float) -> float | None:
-        """Raises the budget to the whole pool once serving was idle for long enough; when to look again."""
+        """Raises the budget to the whole pool once serving has been idle for long enough. Returns the time at
+        which to look again, or None."""
         lends_at_s, ledger = self.lends_at_s, self._tenant.ledger
         if lends_at_s is None or now < lends_at_s:
             return lends_at_s
         whole = self._policy.whole_budget
-        # A new RL step may begin in between, with a budget of its own.
+        # An RL step may begin in between and set its own budget.
         while (seen := ledger.policy).rollout_budget_slabs < whole:
             lent = replace(seen, rollout_budget_slabs=whole, pressure=Pressure.NORMAL)
             if ledger.swap_policy(seen, lent):
@@ -105,7 +107,7 @@ class ServingMemory:
                 state=seen.pressure,
             )
             wanted = replace(seen, rollout_budget_slabs=decision.budget, pressure=decision.state)
-            # A new RL step may begin in between: decide again on its budget.
+            # An RL step may begin in between and set its own budget; then decide again.
             if wanted == seen or ledger.swap_policy(seen, wanted):
                 break
         if decision.event is BudgetEvent.CUT:

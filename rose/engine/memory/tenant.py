@@ -1,8 +1,8 @@
-"""An engine's tenancy in the slab pool, from its scheduler's side.
+"""An engine's tenancy in the slab pool, as its scheduler sees it.
 
-Owns the engine's block pool and the operations that wait for the next step. Promises that a slab is acquired
-in the ledger before a block of it is handed out, and that its way back starts with the workers' unmap. Which
-slabs to take or give is the policies' decision, not this object's.
+Owns the engine's block pool and the slab operations that wait for the next step. Promises that a slab is
+acquired in the ledger before one of its blocks is handed out, and that the workers unmap it before it goes
+back. Never decides which slabs to take or to give back: the policies do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rose.types import Role
 
 
 class Tenant:
-    """One engine in one pool. Used by the engine core's thread alone."""
+    """One engine in one pool. Runs in the engine core's thread alone."""
 
     def __init__(
         self,
@@ -39,7 +39,8 @@ class Tenant:
         world_size: int,
         lease_s: float | None = None,
     ) -> None:
-        """Attach and rewrite ``config`` in place. ``lease_s`` None: idle slabs hold no leases (serving)."""
+        """Attaches to the pool and rewrites ``config`` in place. A serving engine has no leases: its
+        ``lease_s`` is None."""
         self.client = PoolClient.attach(
             name, role=role, engine_id=engine_id, kind=Kind.SCHEDULER, world_size=world_size
         )
@@ -53,7 +54,7 @@ class Tenant:
         self._pool: SlabBlockPool | None = None
 
     def adopt(self, manager: KVCacheManager) -> None:
-        """Take over vLLM's block pool. Call once, right after the scheduler was made."""
+        """Takes over vLLM's block pool. Call once, right after the scheduler was made."""
         SlabKVCacheManager.adopt(manager)
         self._groups = manager.coordinator.single_type_managers
         self._pool = SlabBlockPool.adopt(
@@ -79,7 +80,7 @@ class Tenant:
         return bool(self._ops)
 
     def take_ops(self) -> SlabOps:
-        """The operations for the step that is about to be scheduled."""
+        """Returns the operations for the step that is about to be scheduled, and forgets them."""
         ops, self._ops = self._ops, SlabOps()
         return ops
 
@@ -87,10 +88,12 @@ class Tenant:
         return math.ceil(num_blocks / self.layout.blocks_per_slab)
 
     def blocks_wanted(self, running: Iterable[Request], waiting: Iterable[Request]) -> int:
-        """Blocks that the next steps need beyond those held: one more for each running request about to
-        cross into a new block, and the whole prompt of each waiting one (prefix hits not subtracted, but
-        what a paused or loading one holds). Every cache group counts; a sliding window's are counted as if
-        it kept all its tokens."""
+        """Returns how many blocks the next steps need beyond those that the requests hold.
+
+        That is one more for each running request that is about to fill its last block, and the whole prompt
+        of each waiting one, prefix hits included. Every cache group counts; a sliding window counts as if it
+        kept all its tokens.
+        """
         requests = [*running, *waiting]
         wanted = 0
         for group in self._groups:
@@ -101,7 +104,7 @@ class Tenant:
         return wanted
 
     def missing_slabs(self, num_blocks: int) -> int:
-        """Slabs to add so that ``num_blocks`` fit without evicting prefix cache."""
+        """Returns how many slabs to add so that ``num_blocks`` fit without evicting prefix cache."""
         if num_blocks == 0:
             return 0
         free = self.pool.get_num_free_blocks()
@@ -110,24 +113,24 @@ class Tenant:
         return self.slabs_for(max(0, num_blocks - free))
 
     def grow(self, num_slabs: int) -> int:
-        """Take up to this many slabs from the pool; how many it was."""
+        """Acquires up to ``num_slabs`` slabs from the pool; returns how many it got."""
         slabs = self.ledger.acquire(self.client.slot, num_slabs)
         for slab in slabs:
             position = self.pool.back(slab)
             self._ops.map.append((position, slab))
-            # What turns out not to be needed, as the prefix was cached, must find its way back as well.
+            # It may turn out not to be needed, if the prefix was cached, and must then go back as well.
             self.position_idle(position)
         return len(slabs)
 
     def give_back(self, positions: Iterable[int]) -> int:
-        """Send idle positions on their way back to the pool; how many there were."""
+        """Sends the slabs at idle positions back to the pool; returns how many there were."""
         given = [(position, self.pool.unback(position)) for position in positions]
-        # A slab whose map operation has not been shipped yet was never mapped by any worker.
+        # No worker has mapped a slab whose map operation has not been shipped yet.
         unshipped = set(self._ops.map)
         never_mapped = [pair for pair in given if pair in unshipped]
         mapped = [pair for pair in given if pair not in unshipped]
         self._ops.map = [pair for pair in self._ops.map if pair not in never_mapped]
-        # Not for nothing: a drain of unmapped slabs notifies, and would wake every idle engine, us included.
+        # Only if there are some: a drain of unmapped slabs wakes every idle engine, this one included.
         if never_mapped:
             self.ledger.drain([slab for _, slab in never_mapped], 0)
         self.ledger.drain([slab for _, slab in mapped], self._world_size)
@@ -145,10 +148,10 @@ class Tenant:
         ]
 
     def uses(self, requests: Iterable[Request]) -> list[PositionUse]:
-        """What each backed position holds, for choosing victims. Positions stand for slabs.
+        """Returns what each backed position holds, for the choice of victims.
 
-        ``requests``: those that may be ended and whose blocks are free then. A position with blocks that none
-        of them holds (one that a connector still reads, say) counts as pinned.
+        ``requests`` are those that may be ended, which frees their blocks. A position with blocks that none
+        of them holds, as when a connector still reads them, counts as pinned.
         """
         users: dict[int, set[str]] = {}
         blocks: dict[int, set[int]] = {}
@@ -171,12 +174,12 @@ class Tenant:
         ]
 
     def _lease_expiry(self, position: int) -> float | None:
-        """None where the position caches nothing: an idle slab without cache is the first to go."""
+        """Returns None for a position without cache, whose slab is the first to go."""
         if self.leases is None or not self.pool.is_caching(position):
             return None
         return self.leases.expiry(position)
 
-    # IdleListener of the block pool ---------------------------------------------------------------
+    # The block pool's IdleListener ----------------------------------------------------------------
 
     def position_idle(self, position: int) -> None:
         if self.leases is not None and position != PINNED_POSITION:

@@ -1,6 +1,6 @@
-"""How long this engine's steps take: measured on every step, kept as a model for the gate.
+"""How long the steps of this engine take, measured at every step and kept as a model for the gate.
 
-Owns the clock around a step, the online model, and the observations of a profiling run. Used by the engine
+Owns the clock around a step, the online model, and the observations of a profiling run. Runs in the engine
 core's thread alone.
 """
 
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepRecorder:
-    """Times steps and learns from them."""
+    """Times steps and fits the step-time model to them."""
 
     def __init__(self, key: ProfileKey, directory: Path) -> None:
-        """Starts from the profile stored for ``key``, if any. Raises: ConfigError on a broken file."""
+        """Starts from the profile stored for ``key``, if any. Raises: ConfigError if its file is broken."""
         self._key = key
         self._directory = directory
         self._online = OnlineStepTime(load_profile(directory, key))
@@ -38,7 +38,7 @@ class StepRecorder:
 
     @property
     def is_profiled(self) -> bool:
-        """Whether the model rests on a profile, or on enough steps of this engine."""
+        """True if the model rests on a profile or on enough steps of this engine."""
         return self._online.is_profiled
 
     @property
@@ -46,12 +46,12 @@ class StepRecorder:
         return self._online.model
 
     def started(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """A step with tokens is about to run."""
+        """Starts the clock. Call when a step with tokens is about to run."""
         self._shape = shape_of(output, requests)
         self._started_s = time.monotonic()
 
     def ended(self, now: float) -> float:
-        """The step's output is there; its length in seconds."""
+        """Stops the clock when the step's output is there; returns the step's length in seconds."""
         shape, self._shape = self._shape, None
         assert shape is not None, "a step ended that never started"
         seconds = now - self._started_s
@@ -68,13 +68,12 @@ class StepRecorder:
         return seconds
 
     def begin_profile(self) -> None:
-        """Keep every observation from now on."""
+        """Keeps every observation from now on."""
         self._observations = []
 
     def finish_profile(self) -> bool:
-        """Fit what was kept, store it, and go on with it; False, with the model as it was, where that fails.
-
-        It never raises: the step loop calls it, and a full disk or a run cut short must not end the engine.
+        """Fits a model to the observations, stores it and uses it. Returns False and keeps the old model if
+        that fails: the step loop calls this, and a full disk or a run cut short must not end the engine.
         """
         observations, self._observations = self._observations, None
         try:
@@ -88,7 +87,7 @@ class StepRecorder:
 
 
 def profile_key(config: VllmConfig) -> ProfileKey:
-    """What a step-time profile of this engine is valid for."""
+    """Returns what a step-time profile of this engine is valid for."""
     from vllm import __version__
     from vllm.platforms import current_platform
 

@@ -1,7 +1,7 @@
-"""The rollout engine's scheduler: steps only inside serving's slack, and gives memory back when told.
+"""The rollout engine's scheduler. It steps only inside serving's slack, and gives memory back when told to.
 
-Owns when a rollout step is asked for, taken or declined, and ends requests that stand still. Promises no
-step without the board's grant while the gate is on.
+Owns when a rollout step is tried, begun or declined, and which requests end because they make no progress.
+Promises that no step begins without a grant while the gate is on.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from rose.engine.status import Field
 from rose.types import GateMode, StopReason
 
 STARVED_RETRY_S = 0.05
-"""Pause between two turns asked for while nothing that waits gets memory."""
+"""Pause between two requests for a grant while no waiting request can get memory."""
 STARVED_WAIT_S = 0.01
-"""Longest sleep of the engine's loop meanwhile; a change of the ledger ends it."""
+"""Longest sleep of the engine's loop during that pause. A change of the ledger ends it."""
 PATIENT_WAIT_S = 0.1
-"""The longest time without a grant until the engine's loop runs once all the same."""
+"""Longest wait for a grant after which the engine's loop runs once in any case."""
 MAX_TRIES = 3
-"""Serving may publish between our look and our claim; after a few losses, return to the engine's loop."""
+"""Tries to claim the GPU per scheduling pass. A try fails if serving publishes between look and claim."""
 
 
 class RolloutScheduler(RoseScheduler):
-    """Set by ``role: rollout``. Without a pool it is a dedicated engine: no gate, no lease, no cut."""
+    """The scheduler of engines with ``role: rollout``. An engine without a pool is dedicated to rollouts: it
+    has no gate, no leases and no cuts."""
 
     _side: RolloutSide | None = None
 
@@ -56,8 +57,8 @@ class RolloutScheduler(RoseScheduler):
             self._side = RolloutSide(self.tenant.client.board_words)
         self._is_stepping = False
         self._starved: tuple[int, ...] | None = None
-        """What _memory_state() was when a grant went unused: asking again before it changes would only cost
-        serving its slack."""
+        """The memory state when a grant went unused. Asking again before it changes would only use up
+        serving's slack."""
         self._starved_until_s = 0.0
         self._waits_since_s = time.monotonic()
 
@@ -68,7 +69,8 @@ class RolloutScheduler(RoseScheduler):
             self._want_nothing()
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """A paused request stands still on purpose: it waits for new weights, or the engine for its own."""
+        """Stops the stall clock during a pause: its requests wait for new weights, or for the engine's own to
+        come back."""
         super().set_pause_state(pause_state)
         if pause_state is PauseState.UNPAUSED:
             self._stalls.activate(time.monotonic())
@@ -77,7 +79,7 @@ class RolloutScheduler(RoseScheduler):
             self._want_nothing()
 
     def _want_nothing(self) -> None:
-        """Nobody asks for turns from now on: serving would offer them all the same, and wait for each."""
+        """Takes back the wish for grants, for which serving would otherwise go on waiting."""
         if self._side is not None:
             self._side.set_want(False)
 
@@ -103,7 +105,7 @@ class RolloutScheduler(RoseScheduler):
         return self.page.get(Field.WANTED_INACTIVE) == 1
 
     def _stand_down(self) -> None:
-        """Hold nothing: also a request that was on its way while the engine was told so ends at once."""
+        """Ends every request and returns all slabs. A request that arrives later ends at once as well."""
         if self.requests:
             self.end_requests(list(self.requests), StopReason.DEACTIVATED)
         if self._memory is not None:
@@ -112,11 +114,11 @@ class RolloutScheduler(RoseScheduler):
         self.page.put(Field.IS_INACTIVE, 1)
 
     def has_requests(self) -> bool:
-        # vLLM pauses a sleeping engine, and a paused one does not step for a request that waits.
+        # vLLM pauses a sleeping engine, and a paused engine does not step for a waiting request.
         return super().has_requests() or (self._is_wanted_inactive and bool(self.requests))
 
     def _end_stalled(self, now: float) -> None:
-        # A request that could have a slot now waits for compute or memory, not for a slot.
+        # Requests beyond the free slots are left out: they wait for a slot, not for compute or memory.
         self._stalls.observe([r.request_id for r in [*self.running, *self.waiting_requests()]], now)
         stalled = self._stalls.stalled(now)
         if stalled:
@@ -146,8 +148,8 @@ class RolloutScheduler(RoseScheduler):
         return output
 
     def _ask_for_grant(self, side: RolloutSide) -> int:
-        """Asks for the GPU; returns the step's token limit, 0 without a grant. May sleep: up to the board's
-        20 ms once there is something else to do."""
+        """Returns the token limit of a step that has a grant, or 0 without one. It sleeps while nothing else
+        is due, and up to the board's 20 ms after something is."""
         candidate = self._candidate()
         side.set_want(candidate.num_decodes + candidate.prefill_tokens_waiting > 0, self._shortest_step_s())
         for attempt in range(MAX_TRIES):
@@ -170,8 +172,11 @@ class RolloutScheduler(RoseScheduler):
         return 0
 
     def _await_grant(self, side: RolloutSide) -> bool:
-        """Sleeps until a step may be tried, or something else wants the engine's loop. A pass without a step
-        takes every sequence out of the worker's batch, and its CPU time from whoever shares the core."""
+        """Sleeps until a step may be tried (True) or something else wants the engine's loop (False).
+
+        Why: a pass without a step takes every sequence out of the worker's batch, and takes CPU time from the
+        engine that shares the core.
+        """
         until_s = time.monotonic() + PATIENT_WAIT_S
         while not side.wait_grant():
             if not self.may_sleep_on() or time.monotonic() >= until_s:
@@ -179,8 +184,8 @@ class RolloutScheduler(RoseScheduler):
         return True
 
     def _be_fair(self, decision: GateDecision, candidate: RolloutCandidate) -> None:
-        """Where not all decodes fit into the slack, let other sequences go first in the next step: vLLM
-        serves its running list from the front."""
+        """Moves the sequences of this step to the back if not all decodes fit into the slack. vLLM serves its
+        running list from the front, so the next step begins with the others."""
         if decision.max_seqs < candidate.num_decodes:
             self.running = self.running[decision.max_seqs :] + self.running[: decision.max_seqs]
 

@@ -1,7 +1,7 @@
 """What ROSE's serving and rollout schedulers have in common.
 
-Owns tenancy in the slab pool, the status page, the watcher thread that wakes an idle engine core, and ending
-requests with a reason of our own. Wraps vLLM's methods and copies none of their bodies.
+Owns tenancy in the slab pool, the status page, the watcher thread that wakes an idle engine core, and the end
+of requests with a stop reason of ROSE's. Wraps vLLM's methods and never copies their bodies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rose.types import GateMode, Role, StopReason
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.05
-"""Longest time until an idle engine notices a command on its status page."""
+"""Longest time in which an idle engine notices a command on its status page."""
 COMMANDS = (
     Field.RL_STEP,
     Field.WANTED_GATE_MODE,
@@ -44,7 +44,7 @@ GATE_MODES = list(GateMode)
 
 
 class RoseScheduler(Scheduler):
-    """vLLM's scheduler for an engine with ROSE settings. Subclasses: serving, rollout."""
+    """vLLM's scheduler for an engine with ROSE settings, whose subclasses are one per role."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config, kv_cache_config = kwargs["vllm_config"], kwargs["kv_cache_config"]
@@ -69,8 +69,8 @@ class RoseScheduler(Scheduler):
         self.recorder = StepRecorder(profile_key(config), Settings.from_environment().profile_dir)
         if self.tenant is not None and not self.recorder.is_profiled:
             logger.warning(
-                "no step-time profile: until enough steps were seen, rollouts step only on an idle GPU; "
-                "run `rose profile`"
+                "no step-time profile: rollouts step only on an idle GPU until enough steps were seen; "
+                "run `rose profile` to make one"
             )
         self._profile_command = ProfileCommand.NONE
         self._ended: list[tuple[Request, StopReason]] = []
@@ -86,13 +86,13 @@ class RoseScheduler(Scheduler):
     # Hooks for subclasses -------------------------------------------------------------------------
 
     def before_step(self, now: float) -> None:
-        """Memory policy and deadlines, ahead of every scheduling pass."""
+        """Runs memory policy and deadlines ahead of every scheduling pass."""
 
     def after_profile(self) -> None:
-        """A profiling run has ended: forget what its traffic looked like."""
+        """Forgets the traffic of a profiling run that has ended."""
 
     def set_gate(self, gate: GateSettings) -> None:
-        """Adopt these settings; subclasses rebuild what depends on them."""
+        """Adopts these settings. Subclasses rebuild what depends on them."""
         self.page.put(Field.GATE_MODE, GATE_MODES.index(gate.mode))
 
     # vLLM's scheduler interface ---------------------------------------------------------------------
@@ -134,12 +134,13 @@ class RoseScheduler(Scheduler):
         return super().has_requests() or self._must_pass()
 
     def _must_pass(self) -> bool:
-        """Whether a pass is due that schedules nothing: to obey, to answer, or to tell the workers."""
+        """Returns whether a pass is due although it may schedule nothing: to obey a command, to answer for
+        ended requests, or to send the workers slab operations."""
         return self._must_step or bool(self._ended) or self._has_ops() or self._has_kv_events()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         done = super().reset_prefix_cache(reset_running_requests, reset_connector)
-        self._publish_status()  # an idle engine has no next step that would
+        self._publish_status()  # an idle engine has no next step to do it
         return done
 
     def shutdown(self) -> None:
@@ -152,39 +153,40 @@ class RoseScheduler(Scheduler):
     # Ending requests --------------------------------------------------------------------------------
 
     def end_requests(self, request_ids: Iterable[str], reason: StopReason) -> list[Request]:
-        """Finish requests as aborted; their clients get the partial output with ``reason``."""
+        """Ends requests as aborted. Their clients get the tokens so far and ``reason``."""
         ended = self.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
         self._ended += [(request, reason) for request in ended]
         logger.info("requests ended reason=%s count=%d", reason, len(ended))
         return ended
 
     def wake_at(self, due_s: float | None) -> None:
-        """Make sure that an idle engine steps at ``due_s`` (time.monotonic), e.g. when a lease ends."""
+        """Makes an idle engine step at ``due_s`` (time.monotonic), for example when a lease ends."""
         self._next_due_s = due_s
 
     # Waking an idle engine core ---------------------------------------------------------------------
 
     def bind_input_queue(self, input_queue: queue.Queue[Any]) -> None:
-        """Called by rose.engine.hooks.patches once the engine core has its queue."""
+        """Starts the watcher thread. hooks/patches.py calls it once the engine core has its queue."""
         self._input_queue = input_queue
         threading.Thread(target=self._watch, name="rose-watch", daemon=True).start()
 
     def has_input(self) -> bool:
-        """Whether the engine core has something to take in before its next step: a request, an abort."""
+        """Returns whether a request or an abort waits for the engine core to take it in."""
         return self._input_queue is not None and not self._input_queue.empty()
 
     def may_sleep_on(self) -> bool:
-        """Whether nothing is due in the engine's loop: no input, no command, no change of the ledger.
+        """Returns whether nothing is due in the engine's loop: no input, no command, no change of the ledger.
 
-        An engine core within its caller's thread has no queue to tell."""
+        It is False for an engine core in its caller's thread, which has no queue to look at."""
         return self._input_queue is not None and self._input_queue.empty() and not self._must_pass()
 
     def _watch(self) -> None:
-        """Runs in its own thread: turns changes of the ledger, commands and due times into a step."""
+        """Makes the engine step after a change of the ledger, on a command and at a due time. Runs in its own
+        thread."""
         seen_change, seen_command, fired_s = self._change_seq(), self._commands(), None
         while not self._closing.is_set():
             due_s = self._next_due_s
-            # Remembered, not cleared: the scheduler may have set a later due time since we read it.
+            # The due time is remembered, not cleared: the scheduler may have set a later one meanwhile.
             is_pending = due_s is not None and due_s != fired_s
             left_s = due_s - time.monotonic() if due_s is not None and is_pending else WATCH_S
             change = self._wait_change(seen_change, min(WATCH_S, max(0.001, left_s)))
@@ -215,12 +217,12 @@ class RoseScheduler(Scheduler):
     # Small parts ------------------------------------------------------------------------------------
 
     def waiting_requests(self) -> list[Request]:
-        """Requests that wait for a slot, in queue order, as many as could get one now."""
+        """Returns the waiting requests that could get a slot now, in queue order."""
         free_slots = max(0, self.max_num_running_reqs - len(self.running))
         waiting = (
             request
             for request in chain(self.kv_holding_waiting, self.waiting)
-            # A paused session waits for its user, not for us.
+            # A paused session waits for its user, not for the engine.
             if request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ
         )
         return list(islice(waiting, free_slots))
@@ -229,7 +231,8 @@ class RoseScheduler(Scheduler):
         return self.tenant is not None and self.tenant.has_ops
 
     def _has_kv_events(self) -> bool:
-        """Published by a step, which nobody else asks for when an idle engine's prefix cache is reset."""
+        """Returns whether KV events wait for a step to publish them, as after a reset of an idle engine's
+        prefix cache."""
         return bool(self.kv_cache_manager.block_pool.kv_event_queue)
 
     def _obey_commands(self) -> None:

@@ -1,4 +1,4 @@
-"""The serving engine's scheduler: first call on memory and compute, and the one that offers turns.
+"""The serving engine's scheduler. It has the first call on memory and compute, and offers grants to rollouts.
 
 Owns when serving publishes its deadlines and when it lets a rollout step go first. Promises that it never
 waits longer than the board's bounds, whatever the rollout engine does.
@@ -31,13 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class ServingScheduler(RoseScheduler):
-    """Set by ``role: serving``."""
+    """The scheduler of engines with ``role: serving``."""
 
     _side: ServingSide | None = None
     _unreachable_slo: SLO | None = None
-    """The last one that was logged."""
+    """The unreachable SLO of a request that was logged last."""
     _context_tokens = 0
-    """Of the running requests, once per step: a sum over hundreds of them costs more than a publication."""
+    """Computed tokens of the running requests. Summed once per step: a sum over hundreds of requests costs
+    more than a publication."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,8 +70,8 @@ class ServingScheduler(RoseScheduler):
     def after_profile(self) -> None:
         problem = self._slo_problem()
         if problem is not None:
-            # The gate goes by it all the same: rollouts then step only while serving is idle.
-            logger.error("SLO can't be reached, rollouts wait for an idle GPU: %s", problem)
+            # The gate keeps this SLO, so rollouts step only while serving is idle.
+            logger.error("SLO can't be reached, rollouts step only while serving is idle: %s", problem)
         if self._memory is not None:
             self._memory.forget_peak()
 
@@ -84,7 +85,7 @@ class ServingScheduler(RoseScheduler):
             return
         self._side.set_max_step(self._deadlines.max_idle_step_s(time.monotonic()))
         if gate.mode is GateMode.OFF:
-            # Nothing is published from now on, so rollout would wait for ever for the grant that it needs.
+            # Nothing is published from now on, so a rollout engine would wait for its grant for ever.
             self._side.publish(NO_WORK)
 
     @property
@@ -97,9 +98,10 @@ class ServingScheduler(RoseScheduler):
         if self._memory is not None:
             self.wake_at(self._memory.tick(now, self.running, self.waiting_requests()))
         if self._shares_compute and self.has_unfinished_requests():
-            self._take_gpu(now)
+            self._offer_grants(now)
 
-    def _take_gpu(self, now: float) -> None:
+    def _offer_grants(self, now: float) -> None:
+        """Lets rollouts step as long as serving has slack, then claims the GPU for serving's own step."""
         side = self._side
         assert side is not None
         view = self._deadlines.view(
@@ -113,8 +115,8 @@ class ServingScheduler(RoseScheduler):
             else:
                 waited_s = side.offer_grant(latest_s, handover_s)
             if waited_s > 0 and self.has_input() and self._may_join():
-                # What came meanwhile, a request most likely, joins this step: the engine core takes it in
-                # between two scheduling passes, and its first token need not wait for one more decode step.
+                # The engine core takes in new requests between two scheduling passes. An empty pass lets a
+                # request that came meanwhile join this step instead of waiting for one more decode step.
                 self.max_num_scheduled_tokens = 0
                 return
         side.begin_step()
@@ -122,7 +124,7 @@ class ServingScheduler(RoseScheduler):
             self._spare_decodes()
 
     def _spare_decodes(self) -> None:
-        """Splits the prefill that came while rollouts computed, where it would break a decode's ITL cap."""
+        """Splits prefill that arrived during a rollout step if it would break a decode's ITL cap."""
         if self.recorder.is_profiled and self.scheduler_config.enable_chunked_prefill:
             deadlines = self._deadlines
             room = deadlines.prefill_room(time.monotonic(), self.recorder.model, self._context_tokens)
@@ -141,7 +143,7 @@ class ServingScheduler(RoseScheduler):
             self._publish(time.monotonic())
         return output
 
-    # What a step brought ------------------------------------------------------------------------------
+    # After the step -----------------------------------------------------------------------------------
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -193,7 +195,7 @@ class ServingScheduler(RoseScheduler):
         self._track(request, arrival_s)
         if self._side is not None:
             if not self._side.is_stepping:
-                # Before the announcement ends: a rollout must not find neither of the two and start a step.
+                # Publish before the announcement ends. A rollout that saw neither would start a step.
                 self._publish(time.monotonic())
             self._side.absorb_arrival(arrival_s)
 
@@ -213,13 +215,14 @@ class ServingScheduler(RoseScheduler):
         return requested_slo(params.extra_args if params is not None else None, self._gate.settings.slo)
 
     def _expect_more_like(self, own_slo: SLO) -> None:
-        """One that can't be reached holds rollouts back while its requests run, and not on an idle GPU."""
+        """Prepares for more requests with this SLO, unless it can't be reached. An unreachable SLO holds
+        rollouts back while its own requests run, and never on an idle GPU."""
         problem = self._slo_problem(own_slo)
         if problem is None:
             self._deadlines.expect_more_like(own_slo, time.monotonic())
         elif own_slo != self._unreachable_slo:
             self._unreachable_slo = own_slo
-            logger.warning("a request's own SLO can't be reached: %s", problem)
+            logger.warning("the SLO of a request can't be reached: %s", problem)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus

@@ -1,4 +1,4 @@
-"""What a scheduled step consists of, for the step-time model."""
+"""The composition of a scheduled step, as the step-time model sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """Tokens of one step. ``context_tokens``: sum of the decoding sequences' context lengths."""
+    """The tokens of one step. ``context_tokens`` is the sum of the decoding sequences' context lengths."""
 
     prefill_tokens: int
     num_decodes: int
@@ -19,7 +19,7 @@ class StepShape:
 
 
 def shape_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepShape:
-    """The shape of a step that vLLM has just scheduled (computed tokens already count this step)."""
+    """Returns the shape of a step that vLLM has just scheduled; its tokens already count as computed."""
     prefill = decodes = context = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
         request = requests[request_id]

@@ -49,10 +49,14 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "speculation": (
         "serving",
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-        "--speculative-config: the budget of slabs",
+        "--speculative-config: the slab budget",
     ),
     "watermark": ("serving", {"watermark": 0.1}, "--watermark 0.1: vLLM would count it in blocks"),
-    "async": ("serving", {"async_scheduling": True}, "--async-scheduling: the end of a ROSE engine's step"),
+    "async": (
+        "serving",
+        {"async_scheduling": True},
+        "--async-scheduling: the device must be idle when a ROSE engine's step ends",
+    ),
     "replicas": (
         "serving",
         {"data_parallel_size": 2},
