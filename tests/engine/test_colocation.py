@@ -192,9 +192,11 @@ def test_a_profile_is_plausible_and_the_gate_goes_by_it(gpu: SharedGpu, rollout:
     assert rollout.status().gate.admitted_steps > before.admitted_steps
 
 
-def test_vllms_metrics_show_the_gate_and_a_request_may_name_its_own_slo(gpu: SharedGpu, serving: RealEngine,
-rollout: RealEngine) -> None: def total(engine: RealEngine, start: str) -> float: return sum(value for name,
-value in engine.metrics().items() if name.startswith(start))
+def test_vllms_metrics_show_the_gate_and_a_request_may_name_its_own_slo(
+    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
+) -> None:
+    def total(engine: RealEngine, start: str) -> float:
+        return sum(value for name, value in engine.metrics().items() if name.startswith(start))
 
     before = total(serving, "rose_harvested_tokens_total")
     own = {"rose_ttft_ms": 4000.0}
