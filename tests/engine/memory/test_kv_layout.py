@@ -106,7 +106,7 @@ def test_mla_blocks_of_any_size_fit() -> None:
     [
         (
             [KVCacheGroupSpec(LAYERS, MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)))],
-            "all keep attention KV; this one has MambaSpec: serve it without --pool",
+            "all keep attention KV; this model has MambaSpec: serve it without --pool",
         ),
         (
             [
@@ -124,7 +124,7 @@ def test_mla_blocks_of_any_size_fit() -> None:
             ],
             f"blocks of {PAGE_BYTES}, {2 * PAGE_BYTES} bytes in 2 tensors",
         ),
-        ([], "this one has none"),
+        ([], "this model has none"),
     ],
     ids=["state-space", "cross-attention", "sizes", "none"],
 )
