@@ -86,7 +86,8 @@ probe_system() {
     has_library libnl-3.so.200 || optional+=(libnl-3-200)
     has_library liburing.so.2 || optional+=(liburing2)
     command -v redis-server >/dev/null || optional+=(redis-server)
-    command -v chromium >/dev/null || optional+=(chromium) # opens the dashboard in its tests
+    command -v chromium >/dev/null || optional+=(chromium)               # these two open the dashboard in its
+    command -v chromedriver >/dev/null || optional+=(chromium-driver)    # tests
 }
 
 can_install() { [ "$(id -u)" = 0 ] && [ -e /etc/debian_version ] && command -v apt-get >/dev/null; }

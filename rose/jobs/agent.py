@@ -20,6 +20,7 @@ from rose.node.signals import StopOnSignals
 from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.opening import ChannelUrl
+from rose.scheduler.runtime.command.connection import channel_parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,21 +50,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser(settings: Settings) -> CommandParser:
-    parser = CommandParser(
-        "rose sched agent",
+    parser = channel_parser(
+        "agent",
         "Runs jobs of a scheduler (rose sched serve --agents) on this host's nodes.",
         "rose sched agent --channel redis://head:6379/0 --rollout-nodes 4",
     )
     parser.add_argument(
-        "--channel", default=settings.channel_url, help="the scheduler's (%(default)s, from ROSE_CHANNEL)"
+        "--host", default=os.uname().nodename, help="a name that no other agent has (default: %(default)s)"
     )
+    for pool in ("rollout", "train"):
+        parser.add_argument(
+            f"--{pool}-nodes",
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"the {pool} nodes that groups may use on this host (default: %(default)s)",
+        )
     parser.add_argument(
-        "--host", default=os.uname().nodename, help="this host's name, no other agent's (%(default)s)"
-    )
-    parser.add_argument("--rollout-nodes", type=int, default=0, help="that groups may use (%(default)s)")
-    parser.add_argument("--train-nodes", type=int, default=0, help="that groups may use (%(default)s)")
-    parser.add_argument(
-        "--folder", type=Path, default=settings.runtime_dir / "jobs", help="job files and logs (%(default)s)"
+        "--folder",
+        type=Path,
+        default=settings.runtime_dir / "jobs",
+        help="where job files and logs go (default: %(default)s)",
     )
     return parser
 

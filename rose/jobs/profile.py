@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.arguments import CommandParser
-from rose.config import Settings, parse_config, read_yaml
+from rose.config import Settings
 from rose.errors import ConfigError
 from rose.jobs.solo_run import measure
 from rose.node.signals import StopOnSignals
 from rose.scheduler.runtime.job.profile import NUM_WARM_UP, JobProfile, filled
-from rose.scheduler.runtime.job.spec import RunSpec
+from rose.scheduler.runtime.job.spec import RunSpec, read_job
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,7 @@ def main(argv: Sequence[str]) -> int:
     """``rose sched profile JOB.yaml``."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
-    content = read_yaml(arguments.job, RunSpec)
-    spec = parse_config(content, RunSpec, str(arguments.job))
+    content, spec = read_job(arguments.job)
     spec = spec.model_copy(update={"folder": str((arguments.job.parent / spec.folder).resolve())})
     output = _output(arguments.output, arguments.job)
     if arguments.dry_run:

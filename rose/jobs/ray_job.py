@@ -80,6 +80,8 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if find_spec("ray") is None:
         raise ConfigError("the job's file asks for Ray, which is not installed: pip install vllm-rose[ray]")
+    if shutil.which(arguments.command[0]) is None:  # before Ray, whose start takes many seconds
+        raise ConfigError(f"can't start {arguments.command}: no program {arguments.command[0]!r}")
     # Ray's sockets are in it, and a socket's path may have 107 characters.
     folder = tempfile.mkdtemp(prefix="rose-ray-", dir="/tmp")
     status = 128 + signal.SIGTERM

@@ -45,6 +45,8 @@ BEAT_S = 1.0
 """Of an agent; the scheduler's `host_lease_s` is many of these."""
 START_FAILED_STATUS = 127
 """What a shell reports for a command that could not be run."""
+_NEVER_STARTS = (FileNotFoundError, NotADirectoryError, PermissionError)
+"""Other errors, such as too few processes or too little memory, may be gone at the next attempt."""
 
 
 @dataclass(slots=True)
@@ -158,10 +160,14 @@ class Runner:
         try:
             process.start()
         except OSError as error:
-            logger.error("can't start job=%s command=%s error=%s", order.job, spec.command, error)
+            reason = f"can't start {list(spec.command)}: {error.strerror}: {str(error.filename)!r}"
+            logger.error("%s job=%s", reason, order.job)
             with self._log_path(spec.name).open("a") as log:  # where its user looks first
-                log.write(f"can't start {list(spec.command)}: {error}\n")
-            self._report(order.job, order.attempt, START_FAILED_STATUS)
+                log.write(f"{reason}\n")
+            is_permanent = isinstance(error, _NEVER_STARTS)
+            self._report(
+                order.job, order.attempt, START_FAILED_STATUS, cannot_start=reason if is_permanent else None
+            )
             return
         self._running[order.job] = _Attempt(order.attempt, process)
 
@@ -219,9 +225,15 @@ class Runner:
                 name, attempt.number, exit_status if exit_status is not None else START_FAILED_STATUS
             )
 
-    def _report(self, job: str, attempt: int, exit_status: int) -> None:
+    def _report(self, job: str, attempt: int, exit_status: int, *, cannot_start: str | None = None) -> None:
         self._client.tell(
-            Exited(seq=self._client.next_seq(), job=job, attempt=attempt, exit_status=exit_status)
+            Exited(
+                seq=self._client.next_seq(),
+                job=job,
+                attempt=attempt,
+                exit_status=exit_status,
+                cannot_start=cannot_start,
+            )
         )
 
 

@@ -25,6 +25,7 @@ from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, Status
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.channel.protocol import ClientSide
+from rose.scheduler.runtime.command.connection import channel_parser
 from rose.scheduler.runtime.job.spec import ServeSpec
 
 logger = logging.getLogger(__name__)
@@ -151,29 +152,33 @@ def joined(channel: str) -> ClientSide:
 
 
 def _parser(settings: Settings) -> CommandParser:
-    parser = CommandParser(
-        "rose sched serve",
+    parser = channel_parser(
+        "serve",
         "Schedules whole RL jobs on shared nodes, and runs their processes on this machine.",
         "rose sched serve cluster.yaml --channel redis://127.0.0.1:6379/0",
     )
-    parser.add_argument("cluster", nargs="?", type=Path, help="groups and limits; default: two nodes")
     parser.add_argument(
-        "--channel",
-        default=settings.channel_url,
-        help="unix:FOLDER, or redis://HOST:PORT/DB (default: %(default)s, from ROSE_CHANNEL)",
+        "cluster",
+        nargs="?",
+        type=Path,
+        metavar="CLUSTER.yaml",
+        help="pools, prices, groups and limits (default: pools without a limit, and no fixed group)",
     )
     parser.add_argument(
-        "--folder", type=Path, default=settings.runtime_dir / "jobs", help="job files and logs (%(default)s)"
+        "--folder",
+        type=Path,
+        default=settings.runtime_dir / "jobs",
+        help="where job files and logs go (default: %(default)s)",
     )
     parser.add_argument(
         "--agents",
         action="store_true",
-        help="run no job on this machine: on the nodes of `rose sched agent` on others",
+        help="run no job on this machine, but on the hosts of `rose sched agent`",
     )
     parser.add_argument(
         "--http",
         metavar="[HOST:]PORT",
-        help="also serve the dashboard and /metrics there, as rose sched dashboard does (default: nowhere)",
+        help="also serve the dashboard and /metrics there (default: nowhere)",
     )
     return parser
 

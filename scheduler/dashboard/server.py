@@ -21,12 +21,12 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from rose.arguments import CommandParser, run_command
-from rose.config import Settings
+from rose.arguments import run_command
 from rose.errors import ConfigError
 from rose.scheduler.dashboard.address import DEFAULT, Address
 from rose.scheduler.dashboard.feed import Feed
 from rose.scheduler.dashboard.metrics import prometheus_text
+from rose.scheduler.runtime.command.connection import channel_parser
 from rose.scheduler.runtime.job.spec import EXAMPLE
 
 logger = logging.getLogger(__name__)
@@ -34,17 +34,12 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """``rose sched dashboard [--http [HOST:]PORT]``; serves until a stop signal."""
-    parser = CommandParser(
-        "rose sched dashboard",
+    parser = channel_parser(
+        "dashboard",
         "A page of a running scheduler's jobs, groups and costs; JSON and Prometheus metrics. It only reads.",
         "rose sched dashboard --http 8200 --channel redis://127.0.0.1:6379/0",
     )
     parser.add_argument("--http", default=DEFAULT, metavar="[HOST:]PORT", help="(default: %(default)s)")
-    parser.add_argument(
-        "--channel",
-        default=Settings.from_environment().channel_url,
-        help="the scheduler's: unix:FOLDER or redis://HOST:PORT/DB (%(default)s, from ROSE_CHANNEL)",
-    )
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     asyncio.run(_serve(Address.parse(arguments.http), Feed(arguments.channel)))

@@ -1,8 +1,8 @@
-"""A client's calls over any channel: asked again until answered, through restarts of scheduler and channel.
+"""A client's calls over any channel, repeated until answered, through restarts of the scheduler and the
+channel.
 
-Owns: the connection's reading thread and the calls that wait for an answer. Promises: `call` returns the
-answer to that very call, however often the scheduler was restarted meanwhile; a scheduler that is not there
-in time raises ChannelError. Never: decides what a refused call means.
+Owns the connection's reading thread and the calls that wait for an answer. `ask` returns the answer to that
+very call, however often the scheduler is restarted meanwhile, and raises ChannelError if none comes in time.
 """
 
 import logging
@@ -26,7 +26,7 @@ from rose.scheduler.runtime.channel.protocol import ClientSide
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.02
-"""Between attempts: a scheduler is back within some hundred milliseconds."""
+"""The time between attempts: a scheduler is back within some hundred milliseconds."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ControlClient:
     def __init__(self, channel: ClientSide, connect_timeout_s: float) -> None:
         """Connects. Raises: ChannelError if there is no scheduler within ``connect_timeout_s``."""
         self.unasked: queue.SimpleQueue[SchedulerMessage | None] = queue.SimpleQueue()
-        """What the scheduler sent of its own; None: a new connection, orders may have been missed."""
+        """Orders from the scheduler. None marks a new connection: orders may have been missed."""
         self._channel = channel
         self._waiting: dict[int, _Waiting] = {}
         self._lock = threading.Lock()
@@ -53,13 +53,13 @@ class ControlClient:
         self._thread.start()
 
     def next_seq(self) -> int:
-        """A number for a new call."""
+        """Returns a number for a new call."""
         with self._lock:
             self._last_seq += 1
             return self._last_seq
 
     def ask(self, call: Call, timeout_s: float | None = None) -> Answer | Granted:
-        """The answer. Raises: ChannelError when none comes in ``timeout_s`` or the client is closed."""
+        """Waits for the answer. Raises: ChannelError after ``timeout_s``, or when the client is closed."""
         waiting = _Waiting(call)
         with self._lock:
             self._waiting[call.seq] = waiting
@@ -75,14 +75,14 @@ class ControlClient:
         return waiting.answer
 
     def tell(self, call: Call) -> None:
-        """Like `ask`, without waiting for what is answered."""
+        """Sends a call like `ask`, without waiting for the answer."""
         waiting = _Waiting(call)
         with self._lock:
             self._waiting[call.seq] = waiting
         self._send(waiting)
 
     def close(self) -> None:
-        """Ends the connection; calls that wait raise."""
+        """Ends the connection. Calls that wait raise ChannelError."""
         self._closed.set()
         self._channel.close()
         self._thread.join()

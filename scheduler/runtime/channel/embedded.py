@@ -1,12 +1,11 @@
-"""The control channel without a server of its own: a Unix socket, and SQLite for what must survive.
+"""The control channel on one machine: a Unix socket, and SQLite for what must survive.
 
-Owns: the folder with lock, socket and database. Promises: as in protocol.py; after a crash of the machine
-itself, instead of a process, the last commits may be missing, but never a part of one (SQLite's WAL without a
-sync per commit: that would cost milliseconds per permit, and such a crash has ended the jobs as well).
-Never: looks into a message.
+Owns the folder with lock, socket and database, and keeps the promises of protocol.py. After a crash of the
+machine, not only of a process, the last commits may be missing, but never a part of one: SQLite's WAL is not
+synced at each commit, which would cost milliseconds per permit, and such a crash has ended the jobs as well.
 
-A connection's first line is its client's name; after that, each line is one message. Answers to a client that
-is not there are dropped: it asks again when it comes back.
+A connection's first line is its client's name, and each later line is one message. Answers to an absent
+client are dropped: it asks again when it comes back.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from rose.scheduler.runtime.channel.messages import NUM_EVENTS
 from rose.scheduler.runtime.channel.protocol import Batch, Incoming
 
 MAX_UNSENT_BYTES = 16 << 20
-"""To one client; a status of thousands of jobs is smaller."""
+"""The limit for one client. A status of thousands of jobs is smaller."""
 _MAX_SOCKET_PATH = 107
 
 
@@ -112,7 +111,7 @@ class EmbeddedScheduler:
 
 
 class _Connection:
-    """One client's socket: never blocks the scheduler; a client that reads nothing is dropped."""
+    """One client's socket. It never blocks the scheduler; a client that reads nothing is dropped."""
 
     def __init__(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
@@ -122,7 +121,7 @@ class _Connection:
         self._unsent = b""
 
     def read(self) -> list[bytes] | None:
-        """Whole lines that have arrived; None at the end."""
+        """Returns the whole lines that have arrived; None at the end."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:
@@ -137,7 +136,7 @@ class _Connection:
         return lines
 
     def send(self, data: bytes) -> bool:
-        """Sends ``data`` behind what is still unsent. Whether all has gone."""
+        """Sends ``data`` after what is still unsent. Returns whether everything was sent."""
         self._unsent += data
         try:
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
@@ -203,7 +202,7 @@ class EmbeddedClient:
 
 
 def _take(path: Path) -> IO[str]:
-    """The channel's lock, with our pid in it. The kernel frees it however we end."""
+    """Takes the channel's lock and writes our pid into it. The kernel frees it however we end."""
     lock = path.open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,7 +211,8 @@ def _take(path: Path) -> IO[str]:
         owner = lock.read().strip() or "unknown"
         lock.close()
         raise ChannelError(
-            f"{path.parent}: a scheduler serves this channel already (pid {owner}); stop it or take another"
+            f"{path.parent}: a scheduler already serves this channel (pid {owner}); "
+            "stop it, or choose another channel"
         ) from None
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
@@ -231,14 +231,15 @@ def _open(path: Path) -> sqlite3.Connection:
                 "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB)"
             )
     except sqlite3.Error as error:
-        raise ChannelError(f"{path}: {error}; move it away to begin anew") from error
+        raise ChannelError(f"{path}: {error}; move the file away to start without its jobs") from error
     return database
 
 
 def _listen(path: Path) -> socket.socket:
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise ChannelError(
-            f"{path}: {len(os.fsencode(path))} bytes, a socket's path has at most {_MAX_SOCKET_PATH}"
+            f"{path}: {len(os.fsencode(path))} bytes, but a socket's path has at most {_MAX_SOCKET_PATH}; "
+            "choose a shorter folder"
         )
     path.unlink(missing_ok=True)  # of a scheduler that was killed: we hold the lock
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,8 +1,7 @@
-"""What jobs, commands, the runner and the scheduler say to each other, whatever channel carries it.
+"""The messages between jobs, commands, runners and the scheduler, as JSON.
 
-Owns: the bodies and their JSON. Promises: an unknown or malformed body raises ChannelError, and no body holds
-a time: only the scheduler's own monotonic clock decides about leases, so skewed clocks change nothing.
-Never: sends.
+An unknown or malformed body raises ChannelError. No body holds a time: only the scheduler's own monotonic
+clock decides about leases, so clocks that differ between hosts change nothing.
 """
 
 from typing import Annotated, Any
@@ -13,40 +12,40 @@ from rose.errors import ChannelError
 from rose.scheduler.cluster.model import Phase
 
 NUM_EVENTS = 10_000
-"""A channel keeps; a group of five jobs with phases of minutes makes these in a week."""
+"""The events that a channel keeps: a week of a group of five jobs with phases of minutes."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True):
-    """Root of all bodies. A client's ``seq`` names its call: a body may arrive again after a restart."""
+    """Root of all bodies. A client's ``seq`` identifies its call, which may arrive again after a restart."""
 
 
 class Call(Message, frozen=True, kw_only=True):
-    """Root of what the scheduler is asked."""
+    """Root of all calls to the scheduler."""
 
     seq: int
 
 
 class Submit(Call, frozen=True, kw_only=True):
-    """A new job; ``dry_run``: only say what would happen."""
+    """Submits a job; ``dry_run`` only asks what would happen."""
 
     spec: dict[str, Any]
     dry_run: bool = False
 
 
 class Status(Call, frozen=True, kw_only=True):
-    """One job, or all of them and their groups."""
+    """Asks for one job, or for all jobs and their groups."""
 
     job: str | None = None
 
 
 class Overview(Call, frozen=True, kw_only=True):
-    """Everything that the dashboard shows: more than Status, and of jobs that are over only the latest."""
+    """Asks for what the dashboard shows: more than Status, but only the latest ended jobs."""
 
 
 class History(Call, frozen=True, kw_only=True):
-    """The latest events: who was granted what, and when. Their times are the scheduler host's, for people."""
+    """Asks for the latest events. Their times are wall-clock times of the scheduler's host, for people."""
 
     last: Annotated[int, msgspec.Meta(ge=1, le=NUM_EVENTS)]
 
@@ -56,7 +55,7 @@ class Cancel(Call, frozen=True, kw_only=True):
 
 
 class Drain(Call, frozen=True, kw_only=True):
-    """No job starts or is placed on a node any more (``undo``: again); those on it finish."""
+    """Places no more jobs on a node, or does again (``undo``). The jobs on it run to their ends."""
 
     group: str
     node: str
@@ -64,10 +63,9 @@ class Drain(Call, frozen=True, kw_only=True):
 
 
 class Hello(Call, frozen=True, kw_only=True):
-    """A host's runner is there, with these attempts running.
+    """A host's runner has connected, with these attempts running.
 
-    ``num_nodes``: what the host offers, by kind (rollout, train); None: it is the scheduler's own, and has as
-    many as are asked for.
+    ``num_nodes``: the nodes that the host offers, by pool; None: unlimited, for the scheduler's own runner.
     """
 
     running: dict[str, int]
@@ -77,7 +75,7 @@ class Hello(Call, frozen=True, kw_only=True):
 
 
 class Alive(Call, frozen=True, kw_only=True):
-    """An agent's heartbeat. A reply without a number: the scheduler doesn't know it, say Hello again."""
+    """An agent's heartbeat. A second answer with number 0 asks the agent to say Hello again."""
 
     host: str
 
@@ -88,6 +86,8 @@ class Exited(Call, frozen=True, kw_only=True):
     job: str
     attempt: int
     exit_status: int
+    cannot_start: str | None = None
+    """Why the command never ran and never will on this host, e.g. that there is no such program."""
 
 
 class Request(Call, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class Request(Call, frozen=True, kw_only=True):
 
 
 class Heartbeat(Call, frozen=True, kw_only=True):
-    """The holder lives; without one for the lease's time the permit is taken back."""
+    """The holder is alive. A permit without a heartbeat for the lease's time is taken back."""
 
     job: str
     attempt: int
@@ -109,7 +109,7 @@ class Heartbeat(Call, frozen=True, kw_only=True):
 
 
 class Release(Call, frozen=True, kw_only=True):
-    """The phase has offloaded its state. ``next_phase`` is queued in the same breath, on the other pool."""
+    """The phase has offloaded its state. ``next_phase`` is queued at once, on the other pool."""
 
     job: str
     attempt: int
@@ -120,9 +120,9 @@ class Release(Call, frozen=True, kw_only=True):
 
 
 class Report(Call, frozen=True, kw_only=True):
-    """Progress inside a phase: what long-tail migration looks at.
+    """Reports progress inside a phase, for long-tail migration.
 
-    The answer's ``keep`` names the rollout nodes onto which the rest should move, if it should.
+    The answer's ``keep`` names the rollout nodes onto which the rest should move, if it should move.
     """
 
     job: str
@@ -131,13 +131,13 @@ class Report(Call, frozen=True, kw_only=True):
     num_done: Count
     num_total: Count
     num_tokens: Count | None = None
-    """Of the longest response that runs; None: don't move them."""
+    """The length of the longest response that still runs; None if the tail must not move."""
     lengths: list[Count] | None = None
-    """Of all responses, when all are done."""
+    """The lengths of all responses, when all are done."""
 
 
 class Moved(Call, frozen=True, kw_only=True):
-    """The rollout's tail runs on these nodes alone; the others that its permit names are free."""
+    """The rollout's tail runs on these nodes alone; the permit's other nodes are free."""
 
     job: str
     attempt: int
@@ -146,10 +146,10 @@ class Moved(Call, frozen=True, kw_only=True):
 
 
 class Completed(Call, frozen=True, kw_only=True):
-    """An iteration's state is safe: after a crash the job starts behind it.
+    """An iteration's state is safe: after a crash the job starts after it.
 
-    The answer names the job's ``group`` and ``rollout_nodes`` from here on: it may have been moved. With
-    ``ends``, to another host: this process has nothing more to do.
+    The answer names the job's ``group`` and ``rollout_nodes`` from here on, as the job may have been moved.
+    ``ends``: it moves to another host, and this process must end.
     """
 
     job: str
@@ -158,7 +158,7 @@ class Completed(Call, frozen=True, kw_only=True):
 
 
 class Answer(Message, frozen=True, kw_only=True):
-    """The answer to one call; ``error``: why it was refused."""
+    """Answers one call; ``error`` says why it was refused."""
 
     seq: int
     error: str | None = None
@@ -166,7 +166,7 @@ class Answer(Message, frozen=True, kw_only=True):
 
 
 class Granted(Message, frozen=True, kw_only=True):
-    """The permit that a request asked for. ``epoch`` fences: a later holder's is higher."""
+    """The permit that a request asked for. A later permit has a higher ``epoch``, which fences this one."""
 
     seq: int
     job: str
@@ -178,7 +178,7 @@ class Granted(Message, frozen=True, kw_only=True):
 
 
 class Start(Message, frozen=True, kw_only=True):
-    """To the runner: start an attempt, behind the iterations that are done."""
+    """Tells a runner to start an attempt after the completed iterations."""
 
     job: str
     attempt: int
@@ -189,9 +189,9 @@ class Start(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """To the runner: end the process group of an attempt.
+    """Tells a runner to end the process group of an attempt.
 
-    is_lost: at once, for it does not answer. forget: its cached state as well.
+    is_lost: kill it at once, because it does not answer. forget: remove its cached state as well.
     """
 
     job: str
@@ -224,12 +224,12 @@ _answers: msgspec.json.Decoder[SchedulerMessage] = msgspec.json.Decoder(Schedule
 
 
 def encode(message: Message) -> bytes:
-    """One line of JSON, without its line end."""
+    """Returns one line of JSON, without its line end."""
     return msgspec.json.encode(message)
 
 
 def decode_call(data: bytes) -> AnyCall:
-    """What a client has sent. Raises: ChannelError."""
+    """Decodes what a client has sent. Raises: ChannelError."""
     try:
         return _calls.decode(data)
     except msgspec.DecodeError as error:
@@ -237,8 +237,8 @@ def decode_call(data: bytes) -> AnyCall:
 
 
 def decode_scheduler_message(data: bytes) -> SchedulerMessage:
-    """What the scheduler has sent. Raises: ChannelError."""
+    """Decodes what the scheduler has sent. Raises: ChannelError."""
     try:
         return _answers.decode(data)
     except msgspec.DecodeError as error:
-        raise ChannelError(f"not an answer of the scheduler ({error}): {data[:200]!r}") from error
+        raise ChannelError(f"not a message of the scheduler ({error}): {data[:200]!r}") from error

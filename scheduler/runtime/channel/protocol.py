@@ -1,8 +1,8 @@
-"""The control channel between jobs and scheduler: what every kind of it offers.
+"""The control channel between jobs and scheduler: the interfaces of its two sides.
 
-Owns: the two sides' interfaces, and the choice by URL. Promises of every kind: calls reach the scheduler in
-the order in which a client made them, at least once; what `commit` was given is there after a restart of
-scheduler, job or channel; a second scheduler is refused. Never: looks into a message.
+Every kind of channel keeps three promises. Calls reach the scheduler at least once, in the order in which a
+client made them. What `commit` was given survives a restart of the scheduler, the job or the channel. A
+second scheduler is refused. A channel never looks into a message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ class Incoming:
     client: str
     body: bytes
     token: str = ""
-    """Names it to the channel until it is committed."""
+    """Identifies the call to the channel until it is committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Outgoing:
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """What handling some calls has changed: made durable as one, and sent only then."""
+    """The changes and answers of some calls: made durable together, then sent."""
 
     rows: dict[str, bytes | None] = field(default_factory=dict)
     """State by key; None removes."""
@@ -42,16 +42,16 @@ class SchedulerSide(Protocol):
     """The scheduler's end. One thread."""
 
     def load(self) -> Mapping[str, bytes]:
-        """All rows of earlier commits."""
+        """Returns all rows of earlier commits."""
 
     def receive(self, timeout_s: float) -> Sequence[Incoming]:
-        """Calls that have arrived; empty when none does in time."""
+        """Returns the calls that have arrived; empty if none arrives in time."""
 
     def commit(self, batch: Batch, handled: Sequence[Incoming]) -> None:
         """Makes rows and events durable, then sends. Raises: ChannelError if another scheduler took over."""
 
     def events(self, last: int) -> Sequence[bytes]:
-        """The latest events, oldest first."""
+        """Returns the latest events, oldest first."""
 
     def close(self) -> None:
         """Lets another scheduler in."""
@@ -61,10 +61,10 @@ class ClientSide(Protocol):
     """A job's, a command's or the runner's end. One thread receives, any may send."""
 
     def send(self, body: bytes) -> None:
-        """Hands one call over. Raises: ConnectionError."""
+        """Sends one call. Raises: ConnectionError."""
 
     def receive(self) -> bytes:
-        """The next answer; waits for it. Raises: ConnectionError when scheduler or channel are gone."""
+        """Waits for the next answer. Raises: ConnectionError when the scheduler or the channel is gone."""
 
     def connect(self) -> None:
         """Opens the channel, or opens it again. Raises: ConnectionError."""

@@ -1,12 +1,12 @@
 """The control channel over Redis Streams, for clusters of more than one host.
 
-Owns: the keys of one channel. Promises: as in protocol.py, as long as Redis keeps what it has acknowledged:
-start it with ``appendonly yes`` and ``appendfsync always`` (``everysec``: a crash may lose a second).
-Commit, answers and acknowledgement are one script, so they happen together or not at all, and only while this
-scheduler still owns the channel. Never: looks into a message.
+Owns the keys of one channel, and keeps the promises of protocol.py as long as Redis keeps what it has
+acknowledged: start it with ``appendonly yes`` and ``appendfsync always`` (with ``everysec`` a crash may lose
+a second). Commit, answers and acknowledgement are one script, so they happen together or not at all, and only
+while this scheduler owns the channel.
 
-Keys, with P = ``rose:{CHANNEL}`` (one hash slot): P:owner (who schedules; expires), P:calls (stream; consumer
-group ``scheduler``), P:rows (hash), P:events (stream), P:to:CLIENT (stream; expires a day after its last).
+The keys, with P = ``rose:{CHANNEL}`` (one hash slot): P:owner (who schedules; expires), P:calls (stream;
+consumer group ``scheduler``), P:rows (hash), P:events (stream), P:to:CLIENT (stream; expires after a day).
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from rose.scheduler.runtime.channel.protocol import Batch, Incoming
 Result = TypeVar("Result")
 
 OWNER_S = 5.0
-"""A scheduler not heard of for so long may be replaced from another host; on its own host, at once."""
+"""A scheduler that is silent for this long may be replaced from another host; on its own host, at once."""
 RETRY_S = 0.02
 GONE_S = 60.0
-"""Redis away for longer ends the scheduler with an error."""
+"""If Redis is gone for longer, the scheduler ends with an error."""
 MAX_ANSWERS = 1_000
-"""Kept for one client."""
+"""The answers that are kept for one client."""
 MAX_CALLS = 100_000
-"""Kept, handled ones included."""
+"""The calls that are kept, handled ones included."""
 ANSWERS_TTL_S = 24 * 3600
 BLOCK_S = 1.0
-"""A client's wait in one call, so that a Redis that is gone without a word is noticed."""
+"""The longest wait of a client in one call, so that it notices a Redis that vanished."""
 
 _COMMIT = """
 -- KEYS: owner, rows, events, calls. ARGV: token, owner's ttl in ms, counts of: rows to set, to remove,
@@ -72,13 +72,13 @@ class _Keys:
         self.events, self.calls = f"{self.prefix}:events", f"{self.prefix}:calls"
 
     def connection(self) -> Any:
-        """Connects when first used, and again after each loss. Socket waits are longer than BLOCK_S."""
+        """Returns a connection that opens when it is used, and waits for answers longer than BLOCK_S."""
         return redis.Redis.from_url(
             self.server, socket_timeout=5 * BLOCK_S, socket_connect_timeout=BLOCK_S, retry=None
         )
 
     def answers(self, client: str) -> str:
-        """The stream of what one client is told."""
+        """Names the stream of one client's answers."""
         return f"{self.prefix}:to:{client}"
 
 
@@ -94,7 +94,7 @@ class RedisScheduler:
         self._retry(self._take)
         self._retry(self._make_group)
         self._is_replaying = True
-        """First come the calls that an earlier scheduler has read and not committed."""
+        """The calls that an earlier scheduler read and did not commit come first."""
 
     def load(self) -> Mapping[str, bytes]:
         rows: dict[bytes, bytes] = self._retry(lambda: self._redis.hgetall(self._keys.rows))
@@ -175,7 +175,7 @@ class RedisScheduler:
                 raise
 
     def _retry(self, work: Callable[[], Result]) -> Result:
-        """Through a restart of Redis. Raises: ChannelError after GONE_S, or if Redis has lost its data."""
+        """Repeats ``work`` through a restart of Redis. Raises: ChannelError after GONE_S or lost data."""
         deadline = time.monotonic() + GONE_S
         while True:
             try:
@@ -193,7 +193,7 @@ class RedisScheduler:
 
 
 class RedisClient:
-    """A client's end: two connections, for one waits in Redis."""
+    """A client's end. It has two connections, because one waits in Redis."""
 
     def __init__(self, url: str, client: str) -> None:
         self._keys = _Keys(url)
@@ -203,7 +203,7 @@ class RedisClient:
         self._last = b"0"
         self._is_closed = False
         self._is_unsent = False
-        """A call did not go out, on a connection that the receiver knows nothing of."""
+        """A call could not be sent; the receiver, on the other connection, has not noticed."""
 
     def connect(self) -> None:
         self._convert(self._receiver.ping)
@@ -253,7 +253,7 @@ def _host() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process began, in ticks since boot: a pid alone may be reused. None if there is none."""
+    """When the process began, in ticks since boot, as pids are reused. None if there is no process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -262,7 +262,7 @@ def _started(pid: int) -> str | None:
 
 
 def _is_dead(owner: str) -> bool:
-    """Whether the owner was a process of this host that has ended. Of another host's, nobody knows."""
+    """Whether the owner was a process of this host that has ended. For other hosts that is unknown."""
     host, _, process = owner.partition(" ")
     pid, _, started = process.partition(" ")
     return host == _host() and _started(int(pid)) != started

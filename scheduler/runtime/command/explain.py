@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose.arguments import CommandParser
-from rose.config import Settings, load_yaml
+from rose.config import load_yaml
 from rose.errors import ConfigError
 from rose.scheduler.cluster.borrowed import lend
 from rose.scheduler.cluster.candidates import Candidate, Rejection
@@ -18,6 +18,8 @@ from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.policies import explain
 from rose.scheduler.cluster.spec import ClusterSpec
+from rose.scheduler.runtime.command.connection import add_channel_flag
+from rose.scheduler.runtime.command.status import explain_running
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,20 +33,13 @@ def main(argv: Sequence[str]) -> int:
         "cluster", nargs="?", type=Path, metavar="CLUSTER.yaml", help="place these jobs, in order"
     )
     parser.add_argument("--job", metavar="NAME", help="of a file: this one instead of the last")
-    parser.add_argument(
-        "--channel",
-        default=Settings.from_environment().channel_url,
-        help="of the scheduler that runs the job, without a file (%(default)s, from ROSE_CHANNEL)",
-    )
+    add_channel_flag(parser)
     parser.add_argument("--policy", choices=sorted(set(POLICIES) - {"exact"}), default="lifetime")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(list(argv))
     if arguments.cluster is None:
         if arguments.job is None:
             parser.error("which job? name one that runs with --job, or a CLUSTER.yaml")
-        # A running scheduler stands above the policies.
-        from rose.scheduler.runtime.command.commands import explain_running
-
         return explain_running(arguments.job, arguments.channel, as_json=arguments.json)
     spec = load_yaml(arguments.cluster, ClusterSpec)
     jobs = spec.to_jobs()

@@ -21,20 +21,21 @@ class Subcommand:
     function: str = "main"
 
 
-_RUNTIME = "rose.scheduler.runtime.command.commands"
+_JOBS = "rose.scheduler.runtime.command.jobs"
+_STATUS = "rose.scheduler.runtime.command.status"
 SUBCOMMANDS = (
     Subcommand(name="serve", module="rose.jobs.serve", summary="schedule jobs, and run them on this machine"),
     Subcommand(name="profile", module="rose.jobs.profile", summary="measure a job's phases for its file"),
     Subcommand(name="agent", module="rose.jobs.agent", summary="run jobs on this host's nodes"),
-    Subcommand(name="submit", module=_RUNTIME, function="submit", summary="place a job and start it"),
-    Subcommand(name="status", module=_RUNTIME, function="status", summary="jobs, and what they wait for"),
+    Subcommand(name="submit", module=_JOBS, function="submit", summary="place a job and start it"),
+    Subcommand(name="status", module=_STATUS, function="status", summary="jobs, and what they wait for"),
     Subcommand(
         name="dashboard", module="rose.scheduler.dashboard.server", summary="a page and metrics of all that"
     ),
-    Subcommand(name="events", module=_RUNTIME, function="events", summary="who was granted what, and when"),
-    Subcommand(name="cancel", module=_RUNTIME, function="cancel", summary="end a job"),
-    Subcommand(name="logs", module=_RUNTIME, function="logs", summary="what a job has printed"),
-    Subcommand(name="drain", module=_RUNTIME, function="drain", summary="place no more jobs on a node"),
+    Subcommand(name="events", module=_JOBS, function="events", summary="who was granted what, and when"),
+    Subcommand(name="cancel", module=_JOBS, function="cancel", summary="end a job"),
+    Subcommand(name="logs", module=_JOBS, function="logs", summary="what a job has printed"),
+    Subcommand(name="drain", module=_JOBS, function="drain", summary="place no more jobs on a node"),
     Subcommand(
         name="simulate", module="rose.scheduler.sim.simulate", summary="what a policy would cost on a trace"
     ),

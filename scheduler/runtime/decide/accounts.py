@@ -1,8 +1,7 @@
-"""What a running job has used of its time, as the policies want to know it.
+"""Accounts for the time that a running job has used, in the form that the policies read.
 
-Owns: the sums in its record. Promises: work and budget of the iterations that are done count, what a job did
-not use of its SLO or used too much; one that is over its budget may not be slowed at all. Pure: takes
-``now``. Never: decides.
+Only completed iterations count. A job banks the time that its SLO allowed and that it did not use, and a job
+that used more may not be slowed at all. The functions are pure: they take ``now``.
 """
 
 from rose.scheduler.cluster.model import Job
@@ -24,7 +23,7 @@ def completed(record: JobRecord, now: float) -> None:
 
 
 def adopted(record: JobRecord, now: float, clock: str) -> None:
-    """By a scheduler with this clock: what has passed on another one counts as none."""
+    """A scheduler with this clock takes the job over. Time that passed on another clock counts as none."""
     if record.clock == clock:
         return
     record.clock = clock
@@ -34,7 +33,7 @@ def adopted(record: JobRecord, now: float, clock: str) -> None:
 
 
 def resident(record: JobRecord, job: Job, *, may_move: bool, pause_s: float, now: float) -> Resident:
-    """The job as of ``now``; one that is being moved has the pause of that before it."""
+    """Returns the job as of ``now``. A job that is being moved has the pause of the move still before it."""
     work_s = job.solo_s * max(0, job.num_iterations - record.num_done)
     bank_s = job.slo * job.solo_s * record.num_done - record.spent_s
     is_free = may_move and record.next_place is None and record.state is JobState.RUNNING

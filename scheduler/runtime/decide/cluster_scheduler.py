@@ -1,10 +1,9 @@
-"""The scheduler's decisions: which call changes what, and what is answered.
+"""The cluster scheduler as a state machine: which call changes what, and what is answered.
 
-Owns: all jobs and the groups' permits, as one state machine; leases that run out; nodes that are drained.
-Jobs' lives are in `JobCalls`, permits in `PermitCalls`, tails in `TailCalls`, moves in `MoveCalls`, drift in
-`DriftCalls`, hosts in `HostCalls`. Promises: what a call changes is in the same batch as its answers, so a
-scheduler that ends anywhere loses nothing that it has answered; a call that arrives twice changes nothing the
-second time. Pure: takes ``now``, the scheduler's monotonic clock. Never: does I/O.
+Hands each call to the part that owns it, and owns expired leases and drained nodes itself. A call's changes
+and its answers are in the same batch, so a scheduler that is killed at any point loses nothing that it has
+answered. A call that arrives twice changes nothing the second time. Pure: takes ``now``, the scheduler's
+monotonic clock; does no I/O.
 """
 
 import logging
@@ -46,11 +45,11 @@ from rose.scheduler.runtime.job.spec import ServeSpec
 logger = logging.getLogger(__name__)
 
 AWAY_S = 2.0
-"""Between two ticks, which come four times a second."""
+"""A longer time between two ticks, which come four times a second, means that nobody could be heard."""
 
 
 class ClusterScheduler:
-    """All jobs of one cluster."""
+    """Schedules all jobs of one cluster."""
 
     def __init__(
         self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, pid: int, clock: str
@@ -72,7 +71,7 @@ class ClusterScheduler:
     # The loop's side ----------------------------------------------------------------------------------------
 
     def handle(self, client: str, call: AnyCall, now: float) -> None:
-        """One call."""
+        """Decides one call."""
         match call:
             case Request():
                 self._moves.arrived(call, now)
@@ -111,7 +110,7 @@ class ClusterScheduler:
                 raise ValueError("the history is the channel's, and no decision")
 
     def tick(self, now: float) -> None:
-        """Leases that ran out: the process is ended first; when it has, or a lease later, its nodes go on."""
+        """Handles expired leases: frees the nodes when the process has been ended, or a lease later."""
         was_away = now - self._ticked_s > AWAY_S
         self._ticked_s = now
         if was_away:
@@ -138,16 +137,16 @@ class ClusterScheduler:
             )  # the order waits only so long for a job that is between two phases
 
     def decided(self, call: AnyCall, seconds: float) -> None:
-        """How long `handle` took, for those who watch."""
+        """Counts how long `handle` took."""
         self._state.meter.decided(type(call).__name__.lower(), seconds)
 
     def next_wake_s(self, now: float) -> float | None:
-        """When the next `tick` is due though nobody calls: a job that runs ahead is held back until then."""
+        """When the next `tick` is due without another call: a job that runs ahead is held back until then."""
         wakes = (permits.next_wake_s(now) for permits in self._state.permits.values())
         return min((each for each in wakes if each is not None), default=None)
 
     def take_batch(self) -> Batch:
-        """What has changed since the last call."""
+        """Returns the changes and answers since the last call."""
         return self._state.take_batch()
 
     # Nodes and answers --------------------------------------------------------------------------------------
@@ -156,12 +155,12 @@ class ClusterScheduler:
         group = self._state.groups.by_name.get(call.group)
         if group is None:
             known = ", ".join(self._state.groups.by_name) or "none"
-            self._state.answer(client, call.seq, f"no group {call.group!r}; there are {known}")
+            self._state.answer(client, call.seq, f"no group {call.group!r}; the groups are: {known}")
             return
         nodes = ["train", *(f"rollout-{number}" for number in range(group.num_rollout_nodes))]
         if call.node not in nodes:
             self._state.answer(
-                client, call.seq, f"no node {call.node!r} in group {call.group}: {', '.join(nodes)}"
+                client, call.seq, f"no node {call.node!r} in group {call.group}; it has {', '.join(nodes)}"
             )
             return
         drained = set(self._state.drained.get(call.group, []))

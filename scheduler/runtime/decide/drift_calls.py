@@ -1,13 +1,12 @@
-"""Jobs whose phases take longer than their files say: certified anew with the times that were measured.
+"""Certifies a job anew whose phases take longer than its file says, with the times that were measured.
 
-Owns: how long each job held its nodes lately. Promises: the times are the longest measured; the job stays
-where it is if its group can be certified with them, else it alone is placed like a new one and goes on there
-from its last iteration; where no place is certified, it stays and its note says so. Pure: takes ``now``.
-Never: shortens a job's times, or moves another job.
+Owns how long each job held its nodes lately, and uses the longest times. The job stays if its group can be
+certified with them. Otherwise it alone is placed like a new job and continues there after its last iteration.
+If no place can be certified, it stays, and its note says so. Times are never shortened, and no other job is
+moved. Pure: takes ``now``.
 
-Only what was seen since this scheduler's start counts: a restart delays the decision by `NUM_HOLDS`
-iterations. Source: WEAVE §5, robustness to drift: that job alone is stopped and placed as a new one. Here it
-stays if that is certified, and is not stopped where it goes elsewhere on the same host.
+Only what this scheduler has seen counts: a restart delays the decision by `NUM_HOLDS` iterations. Source:
+WEAVE §5, robustness to drift, where the job is always stopped and placed as a new one.
 """
 
 import logging
@@ -29,24 +28,24 @@ from rose.scheduler.runtime.job.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 NUM_HOLDS = 3
-"""A phase has drifted when so many in a row were too long: one may be a hiccup."""
+"""A phase has drifted when this many holds in a row were too long; a single one may be an accident."""
 MARGIN = 0.1
 MIN_S = 1.0
-"""Too long is what exceeds the file's time by this share, and by this much."""
+"""A hold is too long if it exceeds the file's time by this share and by this many seconds."""
 
 
 class DriftCalls:
-    """On one state."""
+    """Watches Release and Completed calls for drift."""
 
     def __init__(self, state: State, permits: PermitCalls, jobs: JobCalls) -> None:
         self._state = state
         self._permits = permits
         self._jobs = jobs
         self._holds: dict[str, dict[Phase, deque[float]]] = {}
-        """By job and phase, in seconds."""
+        """The last holds of each job and phase, in seconds."""
 
     def releasing(self, call: Release, now: float) -> None:
-        """A phase is about to give its nodes back."""
+        """A phase is about to release its nodes."""
         if self._permits.why_not(call.job, call.attempt) is not None:
             return
         held_s = self._state.permits_of(call.job).held_s(call.job, call.epoch, now)
@@ -55,7 +54,7 @@ class DriftCalls:
             last[call.phase].append(held_s)
 
     def completing(self, call: Completed, now: float) -> None:
-        """An iteration is about to be safe: the job holds nothing, and can be certified with other times."""
+        """An iteration is about to be safe: the job holds nothing and can be certified with other times."""
         if self._permits.why_not(call.job, call.attempt) is not None:
             return
         times, spec = self._drifted(call.job), self._state.specs[call.job]
@@ -77,11 +76,11 @@ class DriftCalls:
         self._say(call.job, "drifted", f"{said}: {where}")
 
     def forget(self, job: str) -> None:
-        """Its attempt has ended, or another job has the name."""
+        """The attempt has ended, or another job has the name."""
         self._holds.pop(job, None)
 
     def _drifted(self, job: str) -> dict[Phase, float]:
-        """The phases that were too long, with the longest of their last times."""
+        """Returns the phases that were too long, with the longest of their last times."""
         times = {}
         for phase, last in self._holds.get(job, {}).items():
             if phase in POOL_PHASES and len(last) == NUM_HOLDS:
@@ -91,7 +90,7 @@ class DriftCalls:
         return times
 
     def _stay(self, spec: RunSpec, now: float) -> str | None:
-        """Takes the times where the job is; None: its group can't be certified with them."""
+        """Certifies the job's group with the times; None if it can't be certified."""
         group = self._state.groups.by_name[self._state.jobs[spec.name].group]
         job = spec.to_job(self._state.cluster.pools.to_pools())
         members = (replace(each, job=job) if each.job.name == spec.name else each for each in group.members)
@@ -106,7 +105,7 @@ class DriftCalls:
         return f"certified anew in {group.name}"
 
     def _go(self, spec: RunSpec, now: float) -> str:
-        """A place elsewhere, which the job takes when the iteration is safe."""
+        """Reserves a place elsewhere, which the job takes when the iteration is safe."""
         groups = self._state.groups
         old = groups.by_name[self._state.jobs[spec.name].group]
         groups.put(replace(old, members=tuple(each for each in old.members if each.job.name != spec.name)))

@@ -1,14 +1,14 @@
-"""Who holds a group's nodes, and who is next: one group's permits, across joins and restarts.
+"""One group's permits, across joins and restarts: who holds which nodes, and who is next.
 
-Owns: the group's permit book and its pace, what is held and asked for as jobs see it (iteration, epoch), and
-the leases. Promises: grants follow the certified order of the book, none so early that a later iteration
-could become longer than certified; a job that joins, and a new scheduler, take the permits over that are out;
-each grant's epoch is higher than all before. Pure: takes ``now``. Never: sends.
+Owns the group's permit book and its pace, the permits and requests as jobs see them (iteration, epoch), and
+the leases. Permits are issued in the certified order of the book, and none so early that a later iteration
+could become longer than certified. A join and a new scheduler leave the permits that are held in force. Each
+permit's epoch is higher than all before. Pure: takes ``now``; sends nothing.
 
-The book is made anew when a job joins: in an order that goes on where the old one is. A new scheduler has the
-same book and pace again, from two rows. A job that leaves keeps an empty turn until the next one joins
-(removing one can slow others). Leases are watched here and not by the book, which gives a dead holder's nodes
-on at once: here its process is ended first.
+A join makes a new book, whose order continues where the old one is. A new scheduler restores book and pace
+from two rows. A job that leaves keeps an empty place in the order until the next job joins, because removing
+a place can slow the others. Leases are watched here and not by the book: the book would pass a dead holder's
+nodes on at once, and here the holder's process is ended first.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from rose.scheduler.runtime.decide.holds import Hold, HoldRow, OrderRow, Permits
 
 
 class GroupPermits:
-    """One group. Before `form` it has no members. ``clock`` names the one that all ``now`` are of."""
+    """One group, without members before `form`. ``clock`` names the clock that every ``now`` is read from."""
 
     def __init__(self, lease_s: float, clock: str) -> None:
         self.lease_s = lease_s
         self.holds: dict[str, Hold] = {}
-        """By job: a job holds one pool at a time."""
+        """Each job's permit: a job holds nodes of one pool at a time."""
         self._clock = clock
         self._now = 0.0
         self._asks: dict[str, tuple[Phase, int]] = {}
@@ -38,14 +38,14 @@ class GroupPermits:
         self._pace: Pace | None = None
 
     def order_for(self, group: Group) -> CyclicOrder:
-        """Every member once: those that run as they follow each other now, then those that join."""
+        """Returns an order with every member once: known members as they follow now, then new ones."""
         names = [member.job.name for member in group.members]
         known = self._book.sequence() if self._book is not None else []
         ordered = [name for name in known if name in names]
         return _order(group, [*ordered, *(name for name in names if name not in ordered)])
 
     def form(self, group: Group, certificate: Certificate, now: float) -> None:
-        """Takes the group's members; the certificate is of `order_for` them. Permits that are out stay so."""
+        """Takes the group's members, certified in the order of `order_for`. Held permits stay held."""
         self._now = now
         book = self._begin(group, certificate, now)
         if self._book is not None:
@@ -62,11 +62,11 @@ class GroupPermits:
 
     @property
     def order_of_jobs(self) -> list[str]:
-        """The jobs as they take turns, those that left included until the next one joins."""
+        """The jobs in their cyclic order, including jobs that left since the last join."""
         return list(self._certificate.order.steps_of_job) if self._certificate is not None else []
 
     def drop(self, job: str, now: float) -> None:
-        """What the job holds is free, and what it asked for is forgotten; its turn is passed over."""
+        """Frees what the job holds, forgets its request, and passes over its place in the order."""
         self.holds.pop(job, None)
         self._asks.pop(job, None)
         self._now = now
@@ -74,11 +74,11 @@ class GroupPermits:
             self._book.leave(job, now)
 
     def ask(self, job: str, phase: Phase, iteration: int) -> None:
-        """Queues a phase; again is the same as once."""
+        """Queues a phase. Repeating the call changes nothing."""
         self._asks[job] = phase, iteration
 
     def grant(self, now: float) -> list[Hold]:
-        """The permits that go out now. To be called after each change, and from time to time."""
+        """Issues the permits that are due, and returns them. Call it after each change and periodically."""
         self._now = now
         book = self._book
         if book is None:
@@ -102,11 +102,11 @@ class GroupPermits:
         return granted
 
     def next_wake_s(self, now: float) -> float | None:
-        """When `grant` has something to do though nobody calls; None: never."""
+        """When `grant` next has something to do without another call; None: never."""
         return self._book.next_wake_s(now) if self._book is not None else None
 
     def beat(self, job: str, epoch: int, now: float) -> bool:
-        """A heartbeat; False if another permit is out, or none."""
+        """Renews the lease; False if the job holds no permit of this epoch."""
         hold = self.holds.get(job)
         if hold is None or hold.epoch != epoch:
             return False
@@ -115,12 +115,12 @@ class GroupPermits:
         return True
 
     def renew(self, now: float) -> None:
-        """A whole lease for every holder: nobody could be heard for a while."""
+        """Gives every holder a whole lease, after a time in which no heartbeat could be heard."""
         for hold in self.holds.values():
             hold.expires_s = now + self.lease_s
 
     def release(self, job: str, epoch: int, now: float) -> bool:
-        """The holder is done; False if it is not the holder any more."""
+        """Ends the permit; False if the job no longer holds it."""
         hold = self.holds.get(job)
         if hold is None or hold.epoch != epoch:
             return False
@@ -131,7 +131,7 @@ class GroupPermits:
         return True
 
     def held_s(self, job: str, epoch: int, now: float) -> float | None:
-        """How long the job has held this permit; None: it is not the holder."""
+        """How long the job has held this permit; None if it does not hold it."""
         hold = self.holds.get(job)
         if hold is None or hold.epoch != epoch:
             return None
@@ -141,12 +141,12 @@ class GroupPermits:
 
     @property
     def certificate(self) -> Certificate:
-        """Of the order; there must have been a `form`."""
+        """The certificate of the order. Call `form` first."""
         assert self._certificate is not None
         return self._certificate
 
     def present(self) -> Group:
-        """The group with those members alone that take their turns."""
+        """Returns the group without the members that are absent from its order."""
         assert self._group is not None and self._book is not None
         book = self._book
         return replace(
@@ -154,20 +154,20 @@ class GroupPermits:
         )
 
     def granted_s(self, job: str) -> float:
-        """Since when it has the permit that it holds."""
+        """When the permit that the job holds was issued."""
         permit = self._book.permit_of(job) if self._book is not None else None
         assert permit is not None, job
         return permit.granted_s
 
     def has_moved(self, job: str) -> bool:
-        """Whether its rollout has left some of its nodes."""
+        """Whether the job's rollout has left some of its nodes."""
         return self._book is not None and bool(self._book.freed_by(job))
 
     def begin_tail(self, job: str, epoch: int, keep: Sequence[int], now: float) -> str | None:
-        """The rollout runs on these nodes alone; why it is refused, if so. Again is the same as once."""
+        """The rollout runs on these nodes alone. Returns why that is refused, or None. May be repeated."""
         hold, permit = self.holds.get(job), self._book.permit_of(job) if self._book is not None else None
         if hold is None or hold.epoch != epoch or permit is None or self._book is None:
-            return f"epoch {epoch} is not that of a permit of {job}"
+            return f"{job} holds no permit of epoch {epoch}"
         if hold.phase is not Phase.ROLLOUT or not keep or not set(keep) <= set(permit.resources):
             return f"{hold.phase} holds {list(permit.resources)}: it can't keep {list(keep)}"
         self._now = now
@@ -176,11 +176,11 @@ class GroupPermits:
         return None
 
     def expired(self, now: float) -> list[Hold]:
-        """Permits whose lease has run out."""
+        """Returns the permits whose lease has run out."""
         return [hold for hold in self.holds.values() if hold.expires_s <= now]
 
     def rows(self) -> tuple[OrderRow, PermitsRow]:
-        """What the next scheduler needs; there must have been a `form`."""
+        """Returns what the next scheduler needs. Call `form` first."""
         assert self._book is not None and self._pace is not None and self._group is not None
         jobs = [each.job for each in self._book.order.steps if each.kind is Phase.ROLLOUT]
         holds = [
@@ -200,9 +200,9 @@ class GroupPermits:
         return OrderRow(group=self._group, jobs=jobs), row
 
     def restore(self, order: OrderRow, row: PermitsRow, now: float) -> None:
-        """From `rows` of an earlier scheduler; every holder gets a whole lease to be heard of again.
+        """Restores the `rows` of an earlier scheduler, and gives every holder a whole lease.
 
-        On another clock, the time since the rows were written is unknown, and counts as none.
+        On another clock, the time since the rows were written is unknown and counts as none.
         """
         later_s = 0.0 if row.clock == self._clock else now - row.at_s
         self._now = now
@@ -221,7 +221,7 @@ class GroupPermits:
             )
 
     def holders_before(self, job: str) -> list[str]:
-        """The jobs that hold nodes of a waiting phase."""
+        """Returns the jobs that hold nodes that this job waits for."""
         request = self._asks.get(job)
         if request is None:
             return []

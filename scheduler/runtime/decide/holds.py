@@ -1,7 +1,4 @@
-"""What jobs hold and ask for in a group, and the rows from which the next scheduler has its turns again.
-
-Owns: these values. Promises: a row that was written can be read by the next scheduler. Never: decides.
-"""
+"""The permits that jobs hold in a group, and the rows from which the next scheduler restores them."""
 
 from dataclasses import dataclass
 
@@ -22,7 +19,7 @@ class Hold:
     epoch: int
     expires_s: float
     is_stopping: bool = False
-    """Its lease ran out, and its process has been told to end."""
+    """The lease has run out, and the holder's process has been told to end."""
 
 
 class HoldRow(msgspec.Struct, kw_only=True):
@@ -36,7 +33,7 @@ class HoldRow(msgspec.Struct, kw_only=True):
 
 
 class PermitsRow(msgspec.Struct, kw_only=True):
-    """What changes with every grant. Times are of ``clock``; ``at_s`` is the last one before the row."""
+    """What changes with every permit. Times are of ``clock``; ``at_s`` is the latest of them."""
 
     clock: str
     at_s: float
@@ -46,7 +43,7 @@ class PermitsRow(msgspec.Struct, kw_only=True):
 
 
 class OrderRow(msgspec.Struct, kw_only=True):
-    """What changes when a job joins: the group as it was certified, and its members in their order."""
+    """What changes when a job joins: the certified group, and its jobs in their cyclic order."""
 
     group: Group
     jobs: list[str]

@@ -1,8 +1,8 @@
-"""Hosts that come, live, fall silent and come back, and what becomes of the jobs on them.
+"""Hosts that appear, fall silent and come back, and what becomes of the jobs on them.
 
-Owns: the answers to runners about their hosts. Promises: a job whose nodes are on a silent host is started
-again on others, or waits for some; no other job is touched; what a host runs that it should not run is ended.
-Pure: takes ``now``. Never: starts a process.
+Owns the answers to runners about their hosts. A job whose nodes are on a silent host is started again on
+other nodes or waits for some; no other job is touched. A host that runs an attempt it should not run is told
+to end it. Pure: takes ``now``.
 """
 
 import logging
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class HostCalls:
-    """On one state."""
+    """Answers Hello and Alive calls."""
 
     def __init__(self, state: State, jobs: JobCalls) -> None:
         self._state = state
         self._jobs = jobs
 
     def hello(self, client: str, call: Hello, now: float) -> None:
-        """A runner is there: jobs that it does not have are started, what it should not have is stopped."""
+        """A runner has connected: starts the jobs that it lacks, and stops those that it should not have."""
         num_nodes = (
             {kind: call.num_nodes.get(kind, 0) for kind in POOL_PHASES}
             if call.num_nodes is not None
@@ -54,7 +54,7 @@ class HostCalls:
         self._jobs.start_waiting(now)
 
     def alive(self, client: str, call: Alive, now: float) -> None:
-        """An agent's heartbeat; one that counts as dead has to say what it runs."""
+        """An agent's heartbeat. One that counts as dead is told to say Hello again."""
         self._state.answer(client, call.seq)
         host = self._state.hosts.by_name.get(call.host)
         if host is None or host.client != client or not host.is_alive:
@@ -63,7 +63,7 @@ class HostCalls:
         self._state.hosts.heard_s[call.host] = now
 
     def lose(self, host: str, now: float) -> None:
-        """A host was silent for its lease: what ran on its nodes goes on on others, or waits for them."""
+        """A host has been silent for its lease: its jobs continue on other hosts, or wait for nodes."""
         running = {name: each for name, each in self._state.jobs.items() if not each.state.is_over}
         lost = [
             name
@@ -80,4 +80,4 @@ class HostCalls:
             if running[name].state is JobState.CANCELLING:
                 self._jobs.end(name, JobState.CANCELLED, "", now)
             else:
-                self._jobs.start_again(name, f"host {host} has been silent", now)
+                self._jobs.start_again(name, f"host {host} fell silent", now)

@@ -1,12 +1,12 @@
-"""Which host each node of a group is on, and which hosts there are: those whose runners have said so.
+"""Maps the nodes of groups to hosts.
 
-Owns: hosts, what they offer, when they were last heard of; the homes of groups' nodes. Promises: a host has
-no more nodes in use than it offers; a node stays where it is while its host lives; a group's nodes get homes
-all at once, on one host if one has room. Pure: takes ``now``. Never: starts anything, or chooses a group.
+Owns the hosts, what they offer, when they were last heard, and the home (host) of each node of a group. A
+host never has more nodes in use than it offers. A node keeps its home while the host lives. A group's nodes
+get homes all at once, on one host if one has room. Pure: takes ``now``.
 
-A runner beside the scheduler (`rose sched serve`) offers as many nodes as are asked for, and lives while the
-scheduler does. Agents (`rose sched agent`) offer those of their hosts, and are dead once they were silent for
-a lease.
+The runner beside the scheduler (`rose sched serve`) offers unlimited nodes and lives as long as the
+scheduler. An agent (`rose sched agent`) offers its host's nodes, and counts as dead after a lease without a
+heartbeat.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,26 +18,26 @@ from rose.scheduler.cluster.model import POOL_PHASES, Group, Phase
 
 
 class Host(msgspec.Struct, kw_only=True):
-    """One host, as its runner has told."""
+    """One host, as its runner described it."""
 
     client: str
     log_folder: str
     num_nodes: dict[Phase, int] | None
-    """By kind; None: no limit, and no heartbeat."""
+    """Nodes by pool; None: unlimited, and no heartbeat is expected."""
     is_alive: bool = True
 
 
 @dataclass(slots=True)
 class Hosts:
-    """Of one cluster."""
+    """All hosts of one cluster."""
 
     by_name: dict[str, Host] = field(default_factory=dict)
     homes: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By group and node (rollout-0, train-0), the host."""
+    """For each group, the host of each node (rollout-0, train-0)."""
     heard_s: dict[str, float] = field(default_factory=dict)
 
     def silent(self, now: float, lease_s: float) -> list[str]:
-        """Agents that have not been heard of for a lease and were alive before."""
+        """Returns the living agents that have not been heard for a lease."""
         return [
             name
             for name, host in self.by_name.items()
@@ -47,14 +47,14 @@ class Hosts:
         ]
 
     def total(self, kind: Phase) -> int | None:
-        """Nodes that the living offer; None: no end of them, or nobody has said so yet."""
+        """Returns the nodes that living hosts offer; None if they are unlimited or no host is known yet."""
         alive = [host for host in self.by_name.values() if host.is_alive]
         if not self.by_name or any(host.num_nodes is None for host in alive):
             return None
         return sum(host.num_nodes[kind] for host in alive if host.num_nodes is not None)
 
     def settle(self, groups: Mapping[str, Group]) -> bool:
-        """Homes for all nodes that members are pinned to, where there is room. Whether anything changed."""
+        """Finds homes for all nodes in use, where there is room. Returns whether anything changed."""
         before = {name: dict(homes) for name, homes in self.homes.items()}
         self.homes = {
             name: {
@@ -71,14 +71,14 @@ class Hosts:
         return self.homes != before
 
     def of_job(self, group: str, rollout_nodes: Iterable[int], num_train_nodes: int) -> list[str] | None:
-        """The hosts of a member's nodes, its leader's first; None: some have no home."""
+        """Returns the hosts of a member's nodes, its leader's first; None if a node has no home."""
         homes = self.homes.get(group, {})
         nodes = [f"rollout-{node}" for node in rollout_nodes]
         nodes += [f"train-{node}" for node in range(num_train_nodes)]
         return [homes[node] for node in nodes] if all(node in homes for node in nodes) else None
 
     def _homes_for(self, nodes: list[str], known: set[str]) -> dict[str, str]:
-        """On one host, one of the group's own before others; else on several; {}: no room."""
+        """Prefers one host, and one that the group already uses; returns {} if there is no room."""
         free = {name: self._free(name) for name, host in self.by_name.items() if host.is_alive}
         by_room = sorted(free, key=lambda name: (name not in known, -sum(free[name].values()), name))
         for name in by_room:
@@ -104,7 +104,7 @@ class Hosts:
 
 
 def _nodes(group: Group) -> list[str]:
-    """Those that are in use."""
+    """Names the nodes of a group that are in use."""
     used = sorted({node for member in group.members for node in member.rollout_nodes})
     return [*(f"rollout-{node}" for node in used), *(f"train-{n}" for n in range(group.num_train_nodes))]
 

@@ -1,8 +1,8 @@
-"""A job's life: submitted and placed, started, started again after a crash, ended.
+"""A job's life: submitted, placed, started, started again after a crash, ended.
 
-Owns: the answers to those who submit and cancel jobs, and to the runners that start their processes.
-Promises: a job runs only in a group whose order is certified; one that ended gives back its nodes and memory.
-Pure: takes ``now``. Never: starts a process; it tells a runner to.
+Owns the answers to those who submit and cancel jobs and to the runners that start processes. A job runs only
+in a group whose order is certified, and a job that ends returns its nodes and memory. Pure: takes ``now``;
+runners are told to start processes.
 """
 
 from rose.config import parse_config
@@ -19,7 +19,7 @@ from rose.scheduler.runtime.job.spec import RunSpec
 
 
 class JobCalls:
-    """On one state."""
+    """Answers Submit, Cancel and Exited calls."""
 
     def __init__(self, state: State, permits: PermitCalls, moves: MoveCalls) -> None:
         self._state = state
@@ -27,7 +27,7 @@ class JobCalls:
         self._moves = moves
 
     def submit(self, client: str, call: Submit, now: float) -> None:
-        """A new job, placed and started; or, dry, only where it would go."""
+        """Places and starts a new job. A dry run only says where the job would go."""
         caller = f"{client}#{call.seq}"
         name = call.spec.get("name")
         earlier = self._state.jobs.get(name) if isinstance(name, str) else None
@@ -72,7 +72,7 @@ class JobCalls:
         self._state.answer(client, call.seq, body={**body, "state": record.state})
 
     def place(self, spec: RunSpec, now: float, avoid: str | None = None) -> tuple[Placed, Certificate]:
-        """A group whose order is certified, with what is held in it now held in turn; never the one to avoid.
+        """Returns a group for the job whose order is certified, but never the group `avoid`.
 
         Raises: ConfigError, PoolsFull, CertificateError.
         """
@@ -89,7 +89,7 @@ class JobCalls:
             return placed, self._state.certify(placed.group)
 
     def start_waiting(self, now: float) -> None:
-        """Starts the jobs that had no nodes and have some now."""
+        """Starts the jobs that waited for nodes and have them now."""
         waiting = [
             name
             for name, record in self._state.jobs.items()
@@ -103,7 +103,7 @@ class JobCalls:
                 self._start(name, now)
 
     def _start(self, name: str, now: float) -> None:
-        """A new attempt, where its nodes are. If there are none it waits for them."""
+        """Starts a new attempt on the host of the job's nodes, or lets the job wait for nodes."""
         self._state.changed(name)
         self._moves.switch(name, now, is_warm=False)
         record = self._state.jobs[name]
@@ -132,14 +132,14 @@ class JobCalls:
         )
 
     def start_again(self, name: str, why: str, now: float) -> None:
-        """A new attempt, behind the last completed iteration."""
+        """Starts a new attempt after the last completed iteration."""
         self._free(name, now)
         self._state.jobs[name].num_restarts += 1
         self._state.jobs[name].note = why
         self._start(name, now)
 
     def _free(self, name: str, now: float) -> None:
-        """Nobody of this attempt runs: its nodes go to the next."""
+        """No process of this attempt runs any more: its nodes go to the next job."""
         self._state.permits_of(name).drop(name, now)
         self._state.meter.dropped(name)
         self._state.jobs[name].waiting = None
@@ -149,7 +149,7 @@ class JobCalls:
         self._permits.grant(self._state.jobs[name].group, now)
 
     def exited(self, client: str, call: Exited, now: float) -> None:
-        """A process has ended: the job is over, or starts again."""
+        """A job's process has ended: the job is over, or starts again."""
         self._state.answer(client, call.seq)
         record = self._state.jobs.get(call.job)
         if record is None or record.attempt != call.attempt or record.state.is_over:
@@ -162,20 +162,22 @@ class JobCalls:
         elif record.is_leaving:
             self._free(call.job, now)
             self._start(call.job, now)
+        elif call.cannot_start is not None:  # another attempt would fail in the same way
+            self.end(call.job, JobState.FAILED, f"{how}: {call.cannot_start}", now)
         elif call.exit_status == 0 and record.num_done >= num_iterations:
             self.end(call.job, JobState.DONE, "", now)
         elif call.exit_status == 0:
             note = f"{how} after {record.num_done} of {num_iterations} iterations"
             self.end(call.job, JobState.FAILED, note, now)
         elif record.num_crashes >= self._state.specs[call.job].max_restarts:
-            note = f"{how}, the {record.num_crashes + 1}th crash in iteration {record.num_done}"
+            note = f"{how}: crash {record.num_crashes + 1} in iteration {record.num_done}"
             self.end(call.job, JobState.FAILED, note, now)
         else:
             record.num_crashes += 1
             self.start_again(call.job, how, now)
 
     def end(self, name: str, state: JobState, note: str, now: float) -> None:
-        """Nothing of the job runs any more: its place is free, and its memory."""
+        """The job is over: frees its place and its memory."""
         record = self._state.jobs[name]
         record.state, record.note = state, note
         self._free(name, now)
@@ -186,7 +188,7 @@ class JobCalls:
         self._moves.rearrange(now)
 
     def cancel(self, client: str, call: Cancel, now: float) -> None:
-        """Ends a job, as soon as its process has."""
+        """Cancels a job; it is over when its process has ended."""
         record = self._state.jobs.get(call.job)
         if record is None:
             self._state.answer(client, call.seq, self._state.unknown(call.job))

@@ -1,7 +1,7 @@
-"""What the scheduler counts while it runs: waits for permits, how long they are held, iterations, decisions.
+"""Counts waits for permits, holds, iterations and decisions since this scheduler's start.
 
-Owns: the counts since this scheduler's start. Promises: they only grow, and deciding reads none of them; what
-an earlier scheduler has counted is gone, as Prometheus expects. Pure: takes ``now``. Never: does I/O.
+Counts only grow, and no decision reads them. A restart begins them anew, as Prometheus expects. Pure: takes
+``now``.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ class _Since:
 
 @dataclass(slots=True)
 class Meter:
-    """Of one scheduler. A job has at most one permit, and waits for at most one."""
+    """The counts of one scheduler. A job holds at most one permit, and waits for at most one."""
 
     started_s: float
     events: Counter[str] = field(default_factory=Counter)
@@ -52,20 +52,20 @@ class Meter:
             self._asked[job] = _Since(phase, now)
 
     def granted(self, job: str, phase: str, now: float) -> None:
-        """It holds its nodes."""
+        """The phase holds its nodes from now on."""
         self._held[job] = _Since(phase, now)
         asked = self._asked.pop(job, None)
         if asked is not None:
             self._waits.setdefault(phase, Histogram(PERMIT_BOUNDS_S)).add(now - asked.at_s)
 
     def released(self, job: str, now: float) -> None:
-        """It has given them back."""
+        """The job has released its nodes."""
         held = self._held.pop(job, None)
         if held is not None:
             self._holds.setdefault(held.phase, Histogram(PERMIT_BOUNDS_S)).add(now - held.at_s)
 
     def completed(self, job: str, now: float) -> None:
-        """An iteration is safe. The first of an attempt has nothing to be measured from."""
+        """An iteration is safe. The first of an attempt is not measured: its start is unknown."""
         before_s = self._completed_s.get(job)
         self._completed_s[job] = now
         if before_s is None:
@@ -77,12 +77,12 @@ class Meter:
         seen.worst_s = max(seen.worst_s, seen.last_s)
 
     def paused(self, job: str, pause_s: float) -> None:
-        """It was moved between two iterations: that is none of theirs."""
+        """A move has paused the job between two iterations; neither counts the pause."""
         if job in self._completed_s:
             self._completed_s[job] += pause_s
 
     def dropped(self, job: str) -> None:
-        """The attempt has ended: what it held and asked for is no wait and no hold of a phase."""
+        """The attempt has ended. Its unfinished wait or hold counts as neither."""
         self._asked.pop(job, None)
         self._held.pop(job, None)
         self._completed_s.pop(job, None)
@@ -93,19 +93,19 @@ class Meter:
         self.iterations.pop(job, None)
 
     def decided(self, call: str, seconds: float) -> None:
-        """How long a call took to decide."""
+        """Adds the time that one call took to decide."""
         self._decisions.setdefault(call, Histogram(DECISION_BOUNDS_S)).add(seconds)
 
     def waited_s(self, job: str, now: float) -> float | None:
-        """How long the job has waited for a permit; None: it does not, or not known to this scheduler."""
+        """How long the job has waited for a permit; None if it does not wait, or if that is unknown."""
         return _age_s(self._asked.get(job), now)
 
     def held_s(self, job: str, now: float) -> float | None:
-        """How long the job has held its permit; None: it holds none, or one of an earlier scheduler."""
+        """How long the job has held its permit; None if it holds none, or one of an earlier scheduler."""
         return _age_s(self._held.get(job), now)
 
     def to_json(self) -> dict[str, Any]:
-        """What is counted over all jobs."""
+        """Returns the counts over all jobs."""
         return {
             "events": dict(self.events),
             "waits": {phase: each.to_json() for phase, each in self._waits.items()},

@@ -1,14 +1,14 @@
-"""Running jobs go from one group to another, where that is cheaper: decided when a job comes or ends, done
-when the job is between two iterations.
+"""Moves running jobs to cheaper groups. The policy decides when a job arrives or ends; a job moves between
+two iterations.
 
-Owns: moves, from the policy's decision to the first request in the new group. Promises: a job that is to move
-has its place there from the decision on, in an order that is certified with it, or it stays; what it has
-begun it ends where it is, and it is never a holder in both; nobody's iteration is lost or run twice, whoever
-is killed in between. Pure: takes ``now``. Never: chooses a move.
+Owns moves from the decision to the first request in the new group. From the decision on, the job has a place
+in the new group, in an order certified with it; without a certificate it stays. A job finishes its iteration
+where it is, and never holds nodes in both groups. No iteration is lost or run twice, whoever is killed in
+between. Pure: takes ``now``; policies choose the moves.
 
-Between two iterations a job holds and asks for nothing, and its phases' states lie in host memory. The answer
-to the call that completes the iteration names the job's place; asked again, it names it again. A job that
-crashes before is between two iterations as well.
+Between two iterations a job holds and requests nothing, and its working sets are in host memory. The answer
+to the call that completes an iteration names the job's place, also when the call is repeated. A job that
+crashed counts as between two iterations.
 """
 
 import logging
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 class MoveCalls:
-    """On one state."""
+    """Decides and carries out moves; answers Completed calls."""
 
     def __init__(self, state: State, permits: PermitCalls) -> None:
         self._state = state
         self._permits = permits
 
     def rearrange(self, now: float) -> None:
-        """A job has come or ended: decides on as many moves as the policy has for one such event."""
+        """Decides on moves after a job has come or ended, at most as many as the policy allows per event."""
         left = POLICIES[self._state.cluster.policy](0).max_moves
         while left > 0:
             residents = self._state.residents(now)
@@ -44,7 +44,7 @@ class MoveCalls:
             left -= len(found.targets)
 
     def completed(self, client: str, call: Completed, now: float) -> None:
-        """An iteration is safe: the answer says where the job is from here on."""
+        """An iteration is safe. The answer says where the job runs from here on."""
         refusal = self._permits.completed(call, now)
         if refusal is not None:
             self._state.answer(client, call.seq, refusal)
@@ -60,7 +60,7 @@ class MoveCalls:
         self._state.answer(client, call.seq, body=body)
 
     def _leave(self, job: str, now: float) -> None:
-        """A process stays on its host: on another one, the job's next attempt goes on."""
+        """Lets the job move. On another host, a new attempt continues it: a process stays on its host."""
         record = self._state.jobs[job]
         if record.next_place is None:
             return
@@ -73,7 +73,7 @@ class MoveCalls:
             self._state.order(Stop(job=job, attempt=record.attempt, forget=True))
 
     def switch(self, job: str, now: float, *, is_warm: bool) -> None:
-        """The job is between two iterations: if it is to move, it does now."""
+        """Carries out the job's move, if one is decided. The job is between two iterations."""
         record = self._state.jobs[job]
         place, old = record.next_place, record.group
         if place is None:
@@ -108,7 +108,7 @@ class MoveCalls:
         self._permits.grant(old, now)
 
     def arrived(self, call: Request, now: float) -> None:
-        """A phase asks for nodes: the first one after a move ends its pause."""
+        """A phase asks for nodes: the first such call after a move ends its pause."""
         record = self._state.jobs.get(call.job)
         if record is None or not record.moves or record.attempt != call.attempt:
             return
@@ -121,14 +121,14 @@ class MoveCalls:
         self._state.event("move_ended", call.job, to_group=move.to_group, pause_s=move.pause_s)
 
     def forget(self, job: str) -> None:
-        """The job is over: it has no place that it goes to."""
+        """The job is over: cancels its move."""
         record = self._state.jobs[job]
         if record.next_place is not None:
             self._state.groups.remove(job, record.next_place.group)
             record.next_place = None
 
     def _reserve(self, found: Moves, residents: Residents, now: float) -> bool:
-        """Takes the places of moves that pay together, all or none. Whether they are taken."""
+        """Reserves the places of moves that pay together, all or none. Returns whether it did."""
         issued: list[tuple[Target, Certificate]] = []
         for target in found.targets:
             try:
@@ -149,7 +149,7 @@ class MoveCalls:
         return True
 
     def _certify(self, group: Group, residents: Residents) -> Certificate:
-        """Also for those who have less left of their SLO than an iteration's. Raises: CertificateError."""
+        """Also checks jobs whose SLO leaves less than a whole iteration's limit. Raises: CertificateError."""
         certificate = self._state.certify(group)
         for name, bound in certificate.bounds.items():
             promised_s = bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
@@ -165,12 +165,12 @@ class MoveCalls:
         return certificate
 
     def _issue_again(self, rest: Group, now: float) -> None:
-        """The certificate of those who stay; without one, the turn of the one that left stays empty."""
+        """Certifies those who stay. Without a certificate the place of the job that left stays empty."""
         if not rest.members:
             return
         try:
             certificate = self._state.certify(rest)
         except CertificateError as error:
-            logger.info("a turn stays empty group=%s reason=%s", rest.name, error)
+            logger.info("a place stays empty group=%s reason=%s", rest.name, error)
             return
         self._state.form(rest, certificate, now)

@@ -1,8 +1,7 @@
-"""What the dashboard asks of a running scheduler: every fact it shows, in one answer.
+"""Every fact that the dashboard shows of a running scheduler, in one answer.
 
-Owns: the shape of that answer. Promises: costs a dictionary for each job that runs and for the latest that
-have ended, and no search; timetables and sums are made from it elsewhere (rose.scheduler.dashboard). Pure.
-Never: changes anything.
+The answer costs one dictionary for each running job and for the latest ended ones. The dashboard's process
+computes timetables and sums from it (rose.scheduler.dashboard). Pure.
 """
 
 from collections import Counter
@@ -14,11 +13,11 @@ from rose.scheduler.cluster.pools import Pool
 from rose.scheduler.runtime.decide.state import State
 
 NUM_ENDED = 50
-"""Jobs that are over and still shown, the latest; a scheduler remembers all of them."""
+"""The number of ended jobs that are shown. A scheduler remembers all of them."""
 
 
 def overview(state: State, pid: int, now: float) -> dict[str, Any]:
-    """All jobs that run, the latest that have ended, groups, pools, and what was counted."""
+    """Returns all running jobs, the latest ended ones, groups, pools and counts."""
     cluster = state.cluster
     pools = cluster.pools.to_pools()
     return {
@@ -35,7 +34,7 @@ def overview(state: State, pid: int, now: float) -> dict[str, Any]:
 
 
 def _shown(state: State) -> list[str]:
-    """In the order of submission."""
+    """Names the jobs to show, in the order of submission."""
     names = sorted(state.jobs, key=lambda name: state.jobs[name].number)
     ended = [name for name in names if state.jobs[name].state.is_over]
     hidden = set(ended[:-NUM_ENDED])

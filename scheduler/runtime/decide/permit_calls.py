@@ -1,7 +1,6 @@
-"""What jobs' processes ask of the scheduler: permits, heartbeats, releases, completed iterations.
+"""Answers the calls of jobs' processes: requests, heartbeats, releases, completed iterations.
 
-Owns: the answers to these calls. Promises: only the present attempt of a running job is served, and only
-under the epoch of its permit. Pure: takes ``now``. Never: starts or ends a job.
+Serves only the present attempt of a running job, and only under the epoch of its permit. Pure: takes ``now``.
 """
 
 from rose.scheduler.cluster.model import POOL_PHASES
@@ -13,7 +12,7 @@ from rose.scheduler.runtime.decide.state import State
 
 
 class PermitCalls:
-    """On one state."""
+    """Answers Request, Heartbeat, Release and Completed calls."""
 
     def __init__(self, state: State, lease_s: float) -> None:
         self._state = state
@@ -30,7 +29,8 @@ class PermitCalls:
         permits, record = self._state.permits_of(call.job), self._state.jobs[call.job]
         hold = permits.holds.get(call.job)
         if hold is not None and (hold.phase, hold.iteration) != (call.phase, call.iteration):
-            self._state.answer(client, call.seq, f"holds {hold.phase} of iteration {hold.iteration} still")
+            refusal = f"{call.job} still holds its permit for {hold.phase} of iteration {hold.iteration}"
+            self._state.answer(client, call.seq, refusal)
             return
         request = PermitRequest(phase=call.phase, iteration=call.iteration, client=client, seq=call.seq)
         if hold is not None:  # asked again, or queued by the phase before
@@ -44,7 +44,7 @@ class PermitCalls:
         self.grant(self._state.jobs[call.job].group, now)
 
     def grant(self, group: str, now: float) -> None:
-        """Lets the phases begin that may."""
+        """Issues the permits that are due in a group."""
         for hold in self._state.permits[group].grant(now):
             record = self._state.jobs[hold.job]
             self._state.meter.granted(hold.job, hold.phase, now)
@@ -70,14 +70,14 @@ class PermitCalls:
         self._state.send(request.client, grant)
 
     def heartbeat(self, client: str, call: Heartbeat, now: float) -> None:
-        """A holder lives."""
+        """A holder is alive."""
         refusal = self.why_not(call.job, call.attempt)
         if refusal is None and not self._state.permits_of(call.job).beat(call.job, call.epoch, now):
             refusal = _fenced(call.phase, call.epoch)
         self._state.answer(client, call.seq, refusal)
 
     def release(self, client: str, call: Release, now: float) -> None:
-        """A holder is done; the next phases may begin."""
+        """A holder is done: the next phases may begin."""
         refusal = self.why_not(call.job, call.attempt)
         if refusal is not None:
             self._state.answer(client, call.seq, refusal)
@@ -102,7 +102,7 @@ class PermitCalls:
         self._state.answer(client, call.seq, refusal)
 
     def completed(self, call: Completed, now: float) -> str | None:
-        """An iteration is safe. Why the call is refused, if so; answering it is the caller's."""
+        """An iteration is safe. Returns why the call is refused, or None; the caller answers it."""
         refusal = self.why_not(call.job, call.attempt)
         if refusal is None:
             record = self._state.jobs[call.job]
@@ -116,7 +116,7 @@ class PermitCalls:
         return refusal
 
     def why_not(self, job: str, attempt: int) -> str | None:
-        """Why a call of this attempt is refused."""
+        """Returns why a call of this attempt is refused, or None."""
         record = self._state.jobs.get(job)
         if record is None:
             return f"no job {job!r}"

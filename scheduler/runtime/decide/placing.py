@@ -1,12 +1,11 @@
-"""Where a submitted job goes among the groups that run, and which job that runs would be cheaper elsewhere:
-the policies of rose.scheduler.cluster, asked live.
+"""Places submitted jobs in the running groups, and finds running jobs that would be cheaper elsewhere.
 
-Owns: the groups' nodes and members, those who are to leave included. Promises: a job that can't be placed
-raises JobRefused or PoolsFull with the numbers; the policy puts none into a group with a drained node;
-members keep their nodes' numbers. Pure. Never: decides when a job moves.
+Owns the groups' nodes and members, including members that are about to leave, and asks the policies of
+rose.scheduler.cluster. No policy puts a job into a group with a drained node, and members keep their nodes'
+numbers. When a job moves is decided elsewhere (move_calls.py). Pure.
 
-Policies see the groups as they shall be: without the jobs that are to leave and without the nodes that nobody
-is pinned to, which count as given back, and are the first that the group's next job gets.
+Policies see the groups as they will be: without the jobs that are about to leave, and without the nodes that
+no job is pinned to. Those nodes count as returned to the pool; the group's next job gets them first.
 """
 
 import itertools
@@ -39,7 +38,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A running job's next group, with the job in it."""
+    """The group that a running job moves to, with the job in it."""
 
     job: str
     group: Group
@@ -47,7 +46,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """Moves that pay together, by so many dollars."""
+    """Moves that together save so many dollars."""
 
     targets: tuple[Target, ...]
     gain_dollars: float
@@ -55,14 +54,14 @@ class Moves:
 
 @dataclass(slots=True)
 class Groups:
-    """All groups: those of the cluster's file, which stay when empty, and those that jobs brought about."""
+    """All groups: those of the cluster's file, which stay when empty, and those formed for jobs."""
 
     spec: ServeSpec
     by_name: dict[str, Group] = field(default_factory=dict)
     leaving: dict[str, str] = field(default_factory=dict)
-    """By job, the group that it is still in, and that it leaves for another one."""
+    """For each job that is being moved, the group that it is still in."""
     offered: Mapping[str, int | None] = field(default_factory=dict)
-    """Nodes that hosts have, by kind; None: no end of them."""
+    """The number of nodes that hosts offer, by pool; None: unlimited."""
 
     def __post_init__(self) -> None:
         for name, nodes in self.spec.groups.items():
@@ -76,7 +75,7 @@ class Groups:
             )
 
     def place(self, spec: RunSpec, drained: Drained, residents: Residents, now: float) -> Placed:
-        """Where the job would go. Raises: JobRefused, PoolsFull; ConfigError for what fits no node."""
+        """Finds a group for the job. Raises: JobRefused, PoolsFull; ConfigError if no node could run it."""
         job = spec.to_job(self.spec.pools.to_pools())
         if spec.group is not None:
             return Placed(group=self._pinned(spec, job, drained.get(spec.group, ())), why="named by the job")
@@ -94,13 +93,13 @@ class Groups:
             names.remove(group.name)
 
     def place_alone(self, spec: RunSpec, residents: Residents, now: float) -> Placed:
-        """Nodes of its own, for a job whose shared order can't be certified. Raises: PoolsFull."""
+        """Gives the job nodes of its own if no shared order can be certified. Raises: PoolsFull."""
         job = spec.to_job(self.spec.pools.to_pools())
         group = alone(self._cluster(list(self.by_name), residents, now), job).group
         return Placed(group=replace(group, name=self._new_name()), why="alone: no shared order is certified")
 
     def rearranged(self, drained: Drained, residents: Residents, now: float, max_moves: int) -> Moves | None:
-        """What the policy would move, among the groups that jobs brought about; None: nothing that pays."""
+        """Returns the moves that the policy wants, among groups formed for jobs; None if no move pays."""
         names = [name for name in self.by_name if name not in self.spec.groups and not drained.get(name)]
         cluster = self._cluster(names, residents, now)
         change = POLICIES[self.spec.policy](0).rearrange(cluster, now, max_moves)
@@ -115,11 +114,11 @@ class Groups:
         return Moves(targets=tuple(targets), gain_dollars=change.gain_dollars)
 
     def put(self, group: Group) -> None:
-        """The group as it is from now on."""
+        """Replaces the group of this name."""
         self.by_name[group.name] = group
 
     def remove(self, job: str, name: str) -> Group:
-        """A job's group without it, gone if it was made for its jobs and has none left."""
+        """Removes a job from a group, and the group if it was formed for its jobs and has none left."""
         if self.leaving.get(job) == name:
             del self.leaving[job]
         group = self.by_name[name]
@@ -131,7 +130,7 @@ class Groups:
         return rest
 
     def of(self, job: str) -> Group:
-        """The group that a running job shall be in."""
+        """Returns the group that a running job is in, or moves to."""
         return next(
             group
             for name, group in self.by_name.items()
@@ -145,7 +144,7 @@ class Groups:
         return f"group-{number}"
 
     def _cluster(self, names: Collection[str], residents: Residents, now: float) -> Cluster:
-        """What the policies look at: groups of these names, and of the pools what the others leave."""
+        """Builds what the policies see: the named groups, and the pools without the others' nodes."""
         seen = [self._stay(self.by_name[name]) for name in names]
         others = [group for name, group in self.by_name.items() if name not in names and group.members]
         cluster = Cluster(_without(self._pools(), others), pause_s=self.spec.move_pause_s)
@@ -158,7 +157,7 @@ class Groups:
         return cluster
 
     def _pools(self) -> Pools:
-        """As large as the file says, or as the hosts that live have nodes; never less than is in use."""
+        """Returns the pools, limited by the file and by living hosts, but at least what is in use."""
         pools, groups = self.spec.pools.to_pools(), list(self.by_name.values())
         used = {
             "rollout": sum(group.num_rollout_nodes for group in groups if group.members),
@@ -175,7 +174,7 @@ class Groups:
         return replace(group, members=tuple(stay))
 
     def _joined(self, placed: Group, job: str) -> Group:
-        """The group as it is, with the job as the policy has placed it, whose view numbers nodes anew."""
+        """Adds the job to the real group, and maps back the nodes that the policy's view numbers anew."""
         group = self.by_name[placed.name]
         stay = self._stay(group)
         known = sorted({node for each in stay.members for node in each.rollout_nodes})
@@ -192,7 +191,7 @@ class Groups:
         )
 
     def _is_too_large(self, group: Group) -> bool:
-        """Whether a group of the cluster's file would have more nodes than that says."""
+        """Whether a group of the cluster's file would have more nodes than the file gives it."""
         fixed = self.spec.groups.get(group.name)
         return fixed is not None and group.num_rollout_nodes > fixed.num_rollout_nodes
 
@@ -200,18 +199,19 @@ class Groups:
         pools = self.spec.pools.to_pools()
         if spec.group not in self.by_name:
             known = ", ".join(self.by_name) or "none; leave `group` out, and the policy makes one"
-            raise JobRefused(f"{spec.name}: no group {spec.group!r}; there are {known}")
+            raise JobRefused(f"{spec.name}: no group {spec.group!r}; the groups are {known}")
         group = self.by_name[spec.group]
         missing = [node for node in spec.pins if node >= group.num_rollout_nodes]
         if missing:
             raise JobRefused(
-                f"{spec.name}: rollout nodes {missing}: group {group.name} has 0 to "
-                f"{group.num_rollout_nodes - 1}"
+                f"{spec.name}: rollout nodes {missing}: group {group.name} has rollout nodes "
+                f"{_range(group.num_rollout_nodes)}; choose among these"
             )
         closed = [node for node in (*(f"rollout-{pin}" for pin in spec.pins), "train") if node in drained]
         if closed:
             raise JobRefused(
-                f"{spec.name}: {', '.join(closed)} of group {group.name} is drained; undo it or wait"
+                f"{spec.name}: {', '.join(closed)} of group {group.name} is drained; "
+                "run `rose sched drain --undo`, or choose others"
             )
         if len(group.members) >= pools.max_residents:
             raise JobRefused(
@@ -227,12 +227,16 @@ class Groups:
         return group
 
 
+def _range(num_nodes: int) -> str:
+    return f"0-{num_nodes - 1}" if num_nodes > 1 else "0"
+
+
 def _names(group: Group) -> list[str]:
     return [member.job.name for member in group.members]
 
 
 def _without(pools: Pools, groups: Collection[Group]) -> Pools:
-    """The pools without these groups' nodes."""
+    """Returns the pools without these groups' nodes."""
     rollout, train = pools.rollout, pools.train
     if rollout.num_nodes is not None:
         used = sum(group.num_rollout_nodes for group in groups)

@@ -1,8 +1,4 @@
-"""What the scheduler knows of a job, and what it keeps of it across its own restarts.
-
-Owns: the record and its JSON. Promises: a record that was written can be read by the next scheduler.
-Never: decides.
-"""
+"""A job's record: what the scheduler knows of the job and keeps across its own restarts, as JSON."""
 
 from enum import StrEnum
 from typing import Any
@@ -13,7 +9,7 @@ from rose.scheduler.cluster.model import Phase
 
 
 class JobState(StrEnum):
-    """A job's way: running (from its submission on, through crashes), then one of the others for good."""
+    """A job is running from its submission on, through crashes, and then one of the others for good."""
 
     RUNNING = "running"
     CANCELLING = "cancelling"
@@ -39,7 +35,7 @@ class PermitRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NextPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a running job goes at its next boundary between two iterations; it is a member there already."""
+    """The place to which a running job moves after its iteration. The job is a member there already."""
 
     group: str
     rollout_nodes: tuple[int, ...]
@@ -59,9 +55,9 @@ class MoveRecord(msgspec.Struct, kw_only=True):
     is_warm: bool
     """The process has gone on, with its state in host memory; else it was started anew from a checkpoint."""
     pause_s: float | None = None
-    """From the end of the iteration before to the first request there; None: that has not come yet."""
+    """Time from the end of the last iteration to the first request in the new group; None before that."""
     left_s: float | None = None
-    """When the pause began, until it ends; of the job's `clock`."""
+    """When the pause began, on the job's `clock`; None once it has ended."""
 
 
 class JobRecord(msgspec.Struct, kw_only=True):
@@ -70,24 +66,24 @@ class JobRecord(msgspec.Struct, kw_only=True):
     spec: dict[str, Any]
     group: str
     rollout_nodes: tuple[int, ...]
-    """In the group."""
+    """Their numbers in the group."""
     why: str
-    """Of the candidate."""
+    """Why the job was placed here."""
     submitted_by: str
     """Client and number of the call, so that asking again is not a second job."""
     number: int
-    """In the order of submission."""
+    """Counts submissions."""
     state: JobState = JobState.RUNNING
     attempt: int = 0
     """0: never started."""
     host: str | None = None
-    """Whose runner has its process; None: nobody's, it waits for nodes."""
+    """The host whose runner has the job's process; None while the job waits for nodes."""
     is_leaving: bool = False
-    """Its process ends, for the job goes on on another host."""
+    """The process is ending because the job continues on another host."""
     num_done: int = 0
     """Iterations that are safe."""
     num_crashes: int = 0
-    """Since the last iteration that was completed."""
+    """Crashes since the last completed iteration."""
     num_restarts: int = 0
     note: str = ""
     """Why it is in this state."""
@@ -98,16 +94,16 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """It is being moved."""
     moves: list[MoveRecord] = msgspec.field(default_factory=list)
     spent_s: float = 0.0
-    """What completed iterations have taken, crashes and pauses included: see Resident's bank."""
+    """The time that completed iterations took, crashes and pauses included. See `Resident.bank_s`."""
     since_s: float | None = None
     """When the iteration that it is in began; None: the job has never been started."""
     clock: str = ""
 
     def to_row(self) -> bytes:
-        """For the channel."""
+        """Encodes the record for the channel."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_row(cls, row: bytes) -> "JobRecord":
-        """What `to_row` gave."""
+        """Decodes a row of `to_row`."""
         return msgspec.json.decode(row, type=cls)

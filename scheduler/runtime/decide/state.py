@@ -1,7 +1,7 @@
-"""What the scheduler knows, what it keeps across its own restarts, and what it is about to say.
+"""The scheduler's state: jobs, groups, permits, and the changes and answers since the last commit.
 
-Owns: jobs, groups, permits, and the batch of changes and answers since the last commit. Promises: a state
-made from the rows of all commits is the one that made them. Pure: takes ``now``. Never: decides, or does I/O.
+A state restored from the rows of all commits equals the one that wrote them. Pure: takes ``now``; decides
+nothing and does no I/O.
 """
 
 import time
@@ -32,7 +32,7 @@ class State:
     """All jobs of one cluster."""
 
     def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, clock: str) -> None:
-        """``rows``: what an earlier scheduler has committed. ``clock``: the name of that of ``now``."""
+        """``rows``: what earlier schedulers committed. ``clock``: names the clock of every ``now``."""
         self.cluster = cluster
         self.clock = clock
         self.groups = Groups(cluster)
@@ -41,12 +41,12 @@ class State:
         self.specs: dict[str, RunSpec] = {}
         self.drained: dict[str, list[str]] = {}
         self._nodes: dict[str, tuple[int, int]] = {}
-        """Of each group, for rollout and for training; kept when it is gone."""
+        """For each group, its rollout and training nodes; kept when the group is gone."""
         self.hosts = Hosts()
         self.meter = Meter(now)
         self.progress: dict[str, tuple[int, int]] = {}
         self.past: dict[str, list[list[int]]] = {}
-        """By job, the response lengths of its last rollouts."""
+        """For each job, the response lengths of its last rollouts."""
         self._batch = Batch()
         self._dirty: set[str] = set()
         self._dirty_groups: set[str] = set()
@@ -85,7 +85,7 @@ class State:
                     permits.ask(member.job.name, record.waiting.phase, record.waiting.iteration)
 
     def _adopt(self, name: str, record: JobRecord) -> None:
-        """A job of an earlier scheduler, where it was placed."""
+        """Takes over a job of an earlier scheduler, where it was placed."""
         spec = parse_config(record.spec, RunSpec, f"job {name} of the channel")
         self.jobs[name], self.specs[name] = record, spec
         if record.state.is_over:
@@ -121,30 +121,30 @@ class State:
         self._dirty_groups.add(group)
 
     def keep(self, key: str, row: bytes) -> None:
-        """A row of the next batch that is neither."""
+        """Adds a row that belongs to neither to the next batch."""
         self._batch.rows[key] = row
 
     def forget_past(self, job: str) -> None:
-        """Of an earlier job of this name."""
+        """Forgets the response lengths of an earlier job of this name."""
         if self.past.pop(job, None) is not None:
             self._batch.rows[f"past:{job}"] = None
 
     def settle(self) -> None:
-        """Nodes that groups use get hosts, and those that they don't use lose theirs."""
+        """Gives hosts to the nodes that groups use, and takes them from all others."""
         if self.hosts.settle(self.groups.by_name):
             self.keep("homes:", msgspec.json.encode(self.hosts.homes))
         self.groups.offered = {kind: self.hosts.total(kind) for kind in POOL_PHASES}
 
     def hosts_of(self, group: str, rollout_nodes: tuple[int, ...]) -> list[str] | None:
-        """Of a member's nodes, that of its process first; None: some of the nodes have none."""
+        """Returns the hosts of a member's nodes, its process's first; None if a node has no host."""
         return self.hosts.of_job(group, rollout_nodes, self.groups.by_name[group].num_train_nodes)
 
     def certify(self, group: Group) -> Certificate:
-        """Of the order in which its members would follow each other. Raises: CertificateError."""
+        """Certifies the order in which the members would follow each other. Raises: CertificateError."""
         return certify(group, self.permits_in(group.name).order_for(group))
 
     def reserve(self, job: str, group: Group, certificate: Certificate, why: str, now: float) -> None:
-        """A running job's next place: taken and certified from now on. The group has it as a member."""
+        """Reserves a running job's next place in ``group``, which already has the job as a member."""
         record = self.jobs[job]
         [member] = [each for each in group.members if each.job.name == job]
         record.next_place = NextPlace(group=group.name, rollout_nodes=member.rollout_nodes, why=why)
@@ -153,7 +153,7 @@ class State:
         self.changed(job)
 
     def form(self, group: Group, certificate: Certificate, now: float) -> None:
-        """The group has these members from now on, in the order that is certified."""
+        """Puts the group into effect: its members, in the certified order."""
         self.groups.put(group)
         nodes = (group.num_rollout_nodes, group.num_train_nodes)
         self._nodes[group.name] = nodes
@@ -164,7 +164,7 @@ class State:
         self.changed_group(group.name)
 
     def take_batch(self) -> Batch:
-        """What has changed since the last call."""
+        """Returns the changes and answers since the last call."""
         batch, self._batch = self._batch, Batch()
         for name in self._dirty:
             batch.rows[f"job:{name}"] = self.jobs[name].to_row()
@@ -174,15 +174,15 @@ class State:
         return batch
 
     def permits_of(self, job: str) -> GroupPermits:
-        """Of the job's group."""
+        """Returns the permits of the job's group."""
         return self.permits_in(self.jobs[job].group)
 
     def permits_in(self, group: str) -> GroupPermits:
-        """A group's permits."""
+        """Returns a group's permits."""
         return self.permits.setdefault(group, GroupPermits(self.cluster.lease_s, self.clock))
 
     def residents(self, now: float) -> dict[str, Resident]:
-        """The jobs that run, as policies see them. A job that named its group stays there."""
+        """Returns the running jobs as policies see them. A job that named its group is not moved."""
         pools, found = self.cluster.pools.to_pools(), {}
         for name, record in self.jobs.items():
             if not record.state.is_over:
@@ -247,7 +247,7 @@ class State:
         return self.hosts.by_name[host].log_folder if host is not None else ""
 
     def unknown(self, job: str) -> str:
-        return f"no job {job!r}; there are {', '.join(self.jobs) or 'none'}"
+        return f"no job {job!r}; the jobs are: {', '.join(self.jobs) or 'none'}"
 
     def answer(
         self, client: str, seq: int, error: str | None = None, body: dict[str, Any] | None = None
@@ -255,7 +255,7 @@ class State:
         self.send(client, Answer(seq=seq, error=error, body=body if body is not None else {}))
 
     def order(self, order: Start | Stop) -> None:
-        """To the runner that has the job's process."""
+        """Sends an order to the runner that has the job's process."""
         host = self.jobs[order.job].host
         if host is not None:
             self.send(self.hosts.by_name[host].client, order)

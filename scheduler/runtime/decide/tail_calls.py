@@ -1,8 +1,8 @@
-"""What rollouts report of their progress, and when the rest of one should move onto fewer of its nodes.
+"""Answers progress reports of rollouts, and decides when a rollout's tail should move onto fewer nodes.
 
-Owns: the jobs' past response lengths and the thresholds chosen from them. Promises: a job is told to move
-only where a replay of the group's past predicts a gain and the tail still ends within its certified time;
-its nodes go on only after it says that it has moved. Pure: takes ``now``. Never: moves anything itself.
+Owns the jobs' past response lengths and the thresholds chosen from them. A job is told to move only if a
+replay of the group's past predicts a gain and the tail still ends within its certified time. The freed nodes
+go to other jobs only after the job says that it has moved. Pure: takes ``now``.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ NUM_PAST = NUM_PASSES
 
 
 class _Choice(NamedTuple):
-    """A job's threshold, and for which group: what pays hangs on who is there to use the nodes."""
+    """A job's threshold, and the group that it was chosen for: the gain depends on who can use the nodes."""
 
     certificate: Certificate
     present: frozenset[str]
@@ -28,7 +28,7 @@ class _Choice(NamedTuple):
 
 
 class TailCalls:
-    """On one state."""
+    """Answers Report and Moved calls."""
 
     def __init__(self, state: State, permits: PermitCalls) -> None:
         self._state = state
@@ -37,7 +37,7 @@ class TailCalls:
         """Dropped when a member of the group has new lengths."""
 
     def report(self, client: str, call: Report, now: float) -> None:
-        """Progress; the answer says where to move, if to move."""
+        """Records progress. The answer names the nodes to move to, if the tail should move."""
         refusal = self._permits.why_not(call.job, call.attempt)
         if refusal is not None:
             self._state.answer(client, call.seq, refusal)
@@ -49,7 +49,7 @@ class TailCalls:
         self._state.answer(client, call.seq, body={"keep": list(keep)} if keep is not None else {})
 
     def moved(self, client: str, call: Moved, now: float) -> None:
-        """The tail runs on fewer nodes: the others may go on."""
+        """The tail runs on fewer nodes now, so other jobs may use the rest."""
         refusal = self._permits.why_not(call.job, call.attempt)
         if refusal is None:
             permits = self._state.permits_of(call.job)

@@ -3,11 +3,13 @@
 Owns: what the two YAML files have beyond those of `rose sched explain`. Promises: as there. Never: places.
 """
 
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rose.config import Section
+from rose.config import Section, parse_config, read_yaml
+from rose.errors import ConfigError
 from rose.scheduler.cluster.groups import PAUSE_S
 from rose.scheduler.cluster.spec import JobSpec, PoolsSpec
 from rose.scheduler.group.tail import RolloutSpeed
@@ -22,6 +24,13 @@ phases:
   rollout: {nodes: 1, seconds: 120, memory_gb: 276}
   train: {nodes: 1, seconds: 100, memory_gb: 240, after: [rollout]}
 """
+
+
+LEAST = (
+    "{name: math-7b, command: [python, train.py], max_tokens: 8192, iterations: 500, "
+    "phases: {rollout: {seconds: 120}, train: {seconds: 100}}}"
+)
+"""The least file of a job, on one line."""
 
 
 class TailSpec(Section):
@@ -97,6 +106,19 @@ class RunSpec(JobSpec):
             if self.rollout_nodes is not None
             else tuple(range(self.phases["rollout"].nodes))
         )
+
+
+def read_job(path: Path) -> tuple[dict[str, Any], RunSpec]:
+    """A job's file as it was written, and as it was understood. Raises: ConfigError."""
+    content = read_yaml(path, RunSpec)
+    try:
+        return content, parse_config(content, RunSpec, str(path))
+    except ConfigError as error:
+        required = [name for name, field in RunSpec.model_fields.items() if field.is_required()]
+        missing = [name for name in required if name not in content]
+        if not missing or not str(error).startswith(f"{path}: {missing[0]}: missing"):
+            raise
+        raise ConfigError(f"{path}: {', '.join(missing)} missing; the least job is {LEAST}") from error
 
 
 class GroupSpec(Section):

@@ -5,69 +5,71 @@ import signal
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import CHROMEDRIVER, CHROMIUM, Browser
 from http_calls import wait_answers
 from served_cluster import ServedCluster
 
 from rose.node.checks import free_port
 from rose.scheduler.runtime.channel.messages import Cancel
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: sudo apt-get install chromium")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or CHROMEDRIVER is None,
+    reason="no browser: sudo apt-get install chromium chromium-driver",
+)
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 
 
-@pytest.mark.asyncio
-async def test_the_page_follows_jobs_and_says_when_the_scheduler_is_gone(tmp_path: Path) -> None:
+def test_the_page_follows_jobs_and_says_when_the_scheduler_is_gone(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     groups = {"main": {"num_rollout_nodes": 2}, HOSTILE: {}}
     with ServedCluster(tmp_path, http=address, groups=groups) as cluster:
         wait_answers(f"http://{address}/")
-        async with Browser(tmp_path) as browser:
-            await browser.open(f"http://{address}/")
-            await browser.wait_for("#newcomer", "rose sched submit job.yaml")
+        with Browser(tmp_path) as browser:
+            browser.open(f"http://{address}/")
+            browser.wait_for("#newcomer", "rose sched submit job.yaml")
 
             for node, name in enumerate(("long-a", "long-b")):
                 spec = {"rollout_nodes": [node], "rollout_s": 3600.0, "train_s": 1200.0}
                 assert cluster.submit(name, **spec).error is None
-            await _sees_two_sharing(browser)
+            _sees_two_sharing(browser)
 
             assert cluster.submit("short", group=HOSTILE).error is None
-            await browser.wait_for("[data-job=short] [data-label=State]", "^done")
-            assert "3 of 3" in await browser.text("[data-job=short] [data-label=Iterations]")
-            await browser.wait_for("[data-job=short] .name", "^short\ngroup <img src=x")
-            assert await browser.value("document.querySelectorAll('img').length") == 0
+            browser.wait_for("[data-job=short] [data-label=State]", "^done")
+            assert "3 of 3" in browser.text("[data-job=short] [data-label=Iterations]")
+            browser.wait_for("[data-job=short] .name", "^short\ngroup <img src=x")
+            assert browser.value("document.querySelectorAll('img').length") == 0
             cluster.ask(Cancel, job="long-b")
-            await browser.wait_for("[data-job=long-b] [data-label=State]", "^cancelled")
-            await browser.wait_for("[data-tile='Jobs running']", "1\n1 done, 1 cancelled")
+            browser.wait_for("[data-job=long-b] [data-label=State]", "^cancelled")
+            browser.wait_for("[data-tile='Jobs running']", "1\n1 done, 1 cancelled")
             assert browser.errors == []
 
             scheduler = cluster.status()["scheduler_pid"]
             os.kill(scheduler, signal.SIGSTOP)
             try:
-                await browser.wait_for("#alert", r"scheduler can't be reached since .* \(.* ago\)")
-                assert "long-a" in await browser.text("#jobs"), "what was last heard is kept"
+                browser.wait_for("#alert", r"scheduler can't be reached since .* \(.* ago\)")
+                assert "long-a" in browser.text("#jobs"), "what was last heard is kept"
             finally:
                 os.kill(scheduler, signal.SIGCONT)
-            await browser.wait_for("#live", "^live")
-            await browser.wait_for("#alert", "^$")
+            browser.wait_for("#live", "^live")
+            browser.wait_for("#alert", "^$")
             assert browser.errors == []
 
             cluster.server.stop()
-            await browser.wait_for("#alert", "own server can't be reached since")
+            browser.wait_for("#alert", "own server can't be reached since")
 
 
-async def _sees_two_sharing(browser: Browser) -> None:
+def _sees_two_sharing(browser: Browser) -> None:
     for name in ("long-a", "long-b"):
-        await browser.wait_for(f"[data-job={name}] [data-label=State]", "^running")
-        await browser.wait_for(f"[data-job={name}] [data-label=Now]", "^holds rollout")
+        browser.wait_for(f"[data-job={name}] [data-label=State]", "^running")
+        browser.wait_for(f"[data-job={name}] [data-label=Now]", "^holds rollout")
     bars = "[...document.querySelectorAll('[data-group=main] svg[data-node] .bar')].map((b) => b.dataset.job)"
-    assert sorted(await browser.value(bars)) == ["long-a", "long-a", "long-b", "long-b"]
+    assert sorted(browser.value(bars)) == ["long-a", "long-a", "long-b", "long-b"]
     rects = "[...document.querySelectorAll('[data-node=rollout-0] rect')]"
-    track, bar = await browser.value(f"{rects}.map((rect) => rect.getBoundingClientRect().width)")
+    track, bar = browser.value(f"{rects}.map((rect) => rect.getBoundingClientRect().width)")
     assert bar / track == pytest.approx(3600 / 4800, rel=0.02), "as long as its part of the cycle"
-    assert "rollout 25 %, training 50 %" in await browser.text("[data-group=main] [data-bubbles]")
-    assert "certified 1.00×" in await browser.text("[data-job=long-a] [data-label=SLO]")
+    assert "rollout 25 %, training 50 %" in browser.text("[data-group=main] [data-bubbles]")
+    assert "certified 1.00×" in browser.text("[data-job=long-a] [data-label=SLO]")
     # Two H20 nodes and one H800 node, against two of each.
-    assert "$71.84/h" in await browser.text("[data-tile='Cost now']")
-    assert "$114.08/h" in await browser.text("[data-tile='Every job solo']")
+    assert "$71.84/h" in browser.text("[data-tile='Cost now']")
+    assert "$114.08/h" in browser.text("[data-tile='Every job solo']")

@@ -156,8 +156,15 @@ def test_a_job_that_keeps_crashing_fails_and_says_so(shared: ServedCluster) -> N
 
 
 def test_a_command_that_does_not_exist_fails_the_job_alone(shared: ServedCluster) -> None:
-    shared.submit("none", group="none", command=["/no/such/program"], max_restarts=0)
-    assert "127" in shared.wait_state("none", "failed")["note"]
+    shared.submit("none", group="none", command=["/no/such/program"])
+    job = shared.wait_state("none", "failed")
+    assert "can't start ['/no/such/program']" in job["note"] and job["attempt"] == 1, "at once"
+    assert "No such file or directory: '/no/such/program'" in Path(job["log"]).read_text()
+    assert "No such file or directory: '/no/such/program'" in " ".join(
+        shared.command("status").stdout.split()
+    )
+    shared.submit("nowhere", group="none", folder="/no/such/folder")
+    assert "No such file or directory: '/no/such/folder'" in shared.wait_state("nowhere", "failed")["note"]
     shared.submit("some", group="none")
     shared.wait_state("some", "done")
 

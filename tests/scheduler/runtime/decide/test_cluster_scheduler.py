@@ -152,7 +152,7 @@ def test_cancelling_a_job_frees_its_nodes_when_its_process_is_gone(scheduler: Sc
     answers = scheduler.call(Exited, job="a", attempt=1, exit_status=-15, client="runner")
     assert only(Granted, answers).job == "b"
     assert scheduler.job("a")["state"] == "cancelled"
-    assert "no job 'x'; there are a, b" in error_of(scheduler.call(Cancel, job="x"))
+    assert "no job 'x'; the jobs are: a, b" in error_of(scheduler.call(Cancel, job="x"))
 
 
 def test_a_drained_node_takes_no_jobs_until_that_is_undone(scheduler: Scheduler) -> None:
@@ -199,8 +199,8 @@ def test_a_job_that_names_no_group_is_placed_by_the_policy() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"group": "other"}, "no group 'other'; there are main"),
-        ({"rollout_nodes": [3]}, "rollout nodes [3]: group main has 0 to 0"),
+        ({"group": "other"}, "no group 'other'; the groups are main"),
+        ({"rollout_nodes": [3]}, "rollout nodes [3]: group main has rollout nodes 0; choose among these"),
         ({"rollout_nodes": [0, 1]}, "expected 1 different numbers from 0"),
         ({"group": None, "rollout_nodes": [0]}, "of which group?"),
         ({"slo": 1.0}, "slo 1 allows no slowdown"),

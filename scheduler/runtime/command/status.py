@@ -1,0 +1,109 @@
+"""`rose sched status` and `rose sched explain --job`: what a running scheduler says of its jobs.
+
+The table fits a terminal of 80 columns: a job's details stand in indented lines below its row.
+"""
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rose.scheduler.runtime.channel.messages import Status
+from rose.scheduler.runtime.command.connection import ask, channel_parser, connect, print_json
+
+HEADER = ("JOB", "STATE", "GROUP", "ITERATIONS", "NOW")
+MIN_NOW = 20
+"""Columns for what a job does now: longer names of jobs and groups are cut first."""
+
+
+def status(argv: Sequence[str]) -> int:
+    """``rose sched status [JOB]``."""
+    parser = channel_parser(
+        "status", "Shows every job, what it does now and what it waits for.", "rose sched status --json"
+    )
+    parser.add_argument("job", nargs="?", help="show this job alone")
+    parser.add_argument("--json", action="store_true", help="print everything that is known, as JSON")
+    arguments = parser.parse_args(argv)
+    with connect(arguments.channel) as client:
+        body = ask(client, Status(seq=client.next_seq(), job=arguments.job))
+    if arguments.json:
+        print_json(body)
+    else:
+        print("\n".join(status_lines(body["jobs"], shutil.get_terminal_size().columns)))
+    return 0
+
+
+def status_lines(jobs: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """A row for each job in at most `width` columns, and indented lines for its details."""
+    if not jobs:
+        return ["no jobs; submit one with: rose sched submit JOB.yaml"]
+    rows = [HEADER, *map(_row, jobs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER) - 1)]
+    max_name = max(8, (width - MIN_NOW - widths[1] - widths[3] - 2 * len(widths)) // 2)
+    widths[0], widths[2] = min(widths[0], max_name), min(widths[2], max_name)
+    room = max(MIN_NOW, width - sum(widths) - 2 * len(widths))
+    lines = []
+    for row, job in zip(rows, [None, *jobs], strict=True):
+        head = "".join(f"{_cut(cell, size):<{size}}  " for cell, size in zip(row, widths, strict=False))
+        first, *more = textwrap.wrap(row[-1], room) or [""]
+        lines.append(f"{head}{first}".rstrip())
+        lines += [" " * len(head) + each for each in more]
+        for detail in _details(job) if job is not None else ():
+            lines += textwrap.wrap(detail, width, initial_indent="  ", subsequent_indent="    ")
+    return lines
+
+
+def _row(job: Mapping[str, Any]) -> tuple[str, ...]:
+    return job["name"], job["state"], job["group"], "{} of {}".format(*job["iterations"]), _now(job)
+
+
+def _cut(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"
+
+
+def _now(job: Mapping[str, Any]) -> str:
+    if job["is_over"]:
+        return ""
+    if job["holds"] is not None:
+        progress = "" if job["progress"] is None else ", {} of {} responses".format(*job["progress"])
+        return f"runs {job['holds']}{progress}"
+    if job["waits_for"] is not None:
+        behind = f", held by {', '.join(job['behind'])}" if job["behind"] else ", not yet due"
+        return f"waits for {job['waits_for']} nodes{behind}"
+    return "waits for a host" if job["host"] is None else "between two phases"
+
+
+def _details(job: Mapping[str, Any]) -> Iterator[str]:
+    if job["restarts"]:
+        yield f"started again {job['restarts']} time{'s' if job['restarts'] > 1 else ''}"
+    if job["host"] not in (None, "local"):
+        yield f"on host {job['host']}"
+    for move in job["moves"]:
+        pause = f"paused {move['pause_s']:.1f} s" if move["pause_s"] is not None else "on its way"
+        yield f"moved from {move['from']['group']} to {move['to']['group']} ({pause})"
+    if job["moving_to"] is not None:
+        yield f"moves to {job['moving_to']} after this iteration"
+    if job["note"]:
+        yield job["note"]
+
+
+def explain_running(job: str, channel: str, *, as_json: bool) -> int:
+    """``rose sched explain --job JOB``."""
+    with connect(channel) as client:
+        [found] = ask(client, Status(seq=client.next_seq(), job=job))["jobs"]
+    shown = ("name", "state", "group", "rollout_nodes", "why", "moving_to", "moves")
+    if as_json:
+        print_json({key: found[key] for key in shown})
+        return 0
+    nodes = ", ".join(map(str, found["rollout_nodes"]))
+    print(f"{job} is {found['state']} in {found['group']}, on rollout nodes {nodes}: {found['why']}")
+    for move in found["moves"]:
+        pause = f"{move['pause_s']:.1f} s" if move["pause_s"] is not None else "not over yet"
+        start = "warm" if move["is_warm"] else "cold"
+        print(
+            f"  before iteration {move['iteration']} from {move['from']['group']} to {move['to']['group']}, "
+            f"{start} start, pause {pause}: {move['why']}"
+        )
+    if found["moving_to"] is not None:
+        print(f"  moves to {found['moving_to']} when its iteration {found['iterations'][0]} is done")
+    return 0

@@ -1,0 +1,71 @@
+"""The table that `rose sched status` prints."""
+
+from typing import Any
+
+from rose.scheduler.runtime.command.status import status_lines
+
+JOB: dict[str, Any] = {
+    "name": "math-7b",
+    "state": "running",
+    "is_over": False,
+    "host": "local",
+    "group": "group-1",
+    "iterations": [3, 500],
+    "restarts": 0,
+    "holds": None,
+    "waits_for": None,
+    "behind": [],
+    "progress": None,
+    "moving_to": None,
+    "moves": [],
+    "note": "",
+}
+
+
+def test_a_job_takes_one_line_that_says_what_it_does() -> None:
+    jobs = [
+        {**JOB, "holds": "rollout", "progress": [12, 64]},
+        {**JOB, "name": "code-32b", "waits_for": "train", "behind": ["math-7b"]},
+        {**JOB, "name": "x", "host": None},
+        {**JOB, "name": "old", "state": "done", "is_over": True, "iterations": [500, 500]},
+    ]
+    assert status_lines(jobs, 80) == [
+        "JOB       STATE    GROUP    ITERATIONS  NOW",
+        "math-7b   running  group-1  3 of 500    runs rollout, 12 of 64 responses",
+        "code-32b  running  group-1  3 of 500    waits for train nodes, held by math-7b",
+        "x         running  group-1  3 of 500    waits for a host",
+        "old       done     group-1  500 of 500",
+    ]
+
+
+def test_what_went_wrong_and_every_move_stand_below_the_job() -> None:
+    ends = {"from": {"group": "group-2"}, "to": {"group": "group-1"}}
+    moves = [{**ends, "pause_s": 2.125}, {**ends, "pause_s": None}]
+    job = {**JOB, "restarts": 2, "host": "b", "moves": moves, "moving_to": "main", "note": "lease ran out"}
+    assert [line.strip() for line in status_lines([job], 80)[2:]] == [
+        "started again 2 times",
+        "on host b",
+        "moved from group-2 to group-1 (paused 2.1 s)",
+        "moved from group-2 to group-1 (on its way)",
+        "moves to main after this iteration",
+        "lease ran out",
+    ]
+
+
+def test_the_table_fits_80_columns_whatever_the_names() -> None:
+    job = {
+        **JOB,
+        "name": "n" * 64,
+        "group": "g" * 64,
+        "state": "cancelling",
+        "waits_for": "rollout",
+        "behind": ["b" * 20, "c" * 20],
+        "note": f"attempt 4 ended with status 127: can't start ['{'p' * 90}']",
+    }
+    lines = status_lines([job], 80)
+    assert max(map(len, lines)) <= 80
+    assert "nnn…" in lines[1], "a name that is cut says so"
+
+
+def test_without_jobs_it_says_how_to_submit_one() -> None:
+    assert status_lines([], 80) == ["no jobs; submit one with: rose sched submit JOB.yaml"]
