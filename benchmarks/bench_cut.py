@@ -253,7 +253,7 @@ def _our_victims(uses: list[PositionUse], needed: int) -> int:
 
 def _stock_victims(uses: list[PositionUse], sequences: list[_Sequence], needed: int) -> int:
     """The request with the most blocks, again and again, until enough slabs are empty."""
-    left = {use.slab: set(use.request_ids) for use in uses if not use.is_pinned}
+    left = {use.position: set(use.request_ids) for use in uses if not use.is_pinned}
     order = sorted(range(len(sequences)), key=lambda number: -len(sequences[number].blocks))
     aborted = 0
     while sum(not users for users in left.values()) < needed and aborted < len(order):

@@ -76,8 +76,8 @@ def _measure(
             f"{FLOOR} P50": _added(bare, direct, 50),
             f"{FLOOR} P99": _added(bare, direct, 99),
             "direct P99": percentile_ms(direct, 99),
-            "P99 without waits": _added(calm[0], calm[-1], 99),
-            f"{FLOOR} P99 without waits": _added(calm[1], calm[-1], 99),
+            "P99 without waits": calm_added_ms(calm[0], calm[-1]),
+            f"{FLOOR} P99 without waits": calm_added_ms(calm[1], calm[-1]),
             "% that waited": 100 * (1 - len(calm[0]) / count),
             **_account(samples[0]).as_peers(),
             "sent late, P99": percentile_ms(late, 99),
@@ -93,6 +93,11 @@ def _is_calm(sample: Sample) -> bool:
 
 def _added(through: Sequence[float], direct: Sequence[float], percent: float) -> float:
     return percentile_ms(through, percent) - percentile_ms(direct, percent)
+
+
+def calm_added_ms(through: Sequence[float], direct: Sequence[float]) -> float | None:
+    """Returns the P99 that the way adds for requests without waits; None where every request waited."""
+    return _added(through, direct, 99) if through and direct else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

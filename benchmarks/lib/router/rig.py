@@ -103,18 +103,17 @@ def other_router(
 def _started(
     argv: Sequence[str], cpu: int | None = None, **options: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(argv, **options)
-    try:
-        if cpu is not None:
-            psutil.Process(process.pid).cpu_affinity([cpu])
-        yield process
-    finally:
-        process.terminate()
+    with subprocess.Popen(argv, **options) as process:
         try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            if cpu is not None:
+                psutil.Process(process.pid).cpu_affinity([cpu])
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @contextmanager
