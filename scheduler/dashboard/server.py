@@ -74,15 +74,18 @@ def build_app(feed: Feed) -> web.Application:
     headers = {"Content-Security-Policy": _policy(page), "Cache-ClusterScheduler": "no-store"}
 
     async def show(_: web.Request) -> web.Response:
+        """Shows the dashboard's page."""
         return web.Response(text=page, content_type="text/html", headers=headers)
 
     async def state(_: web.Request) -> web.Response:
+        """Answers all that the page shows, as JSON."""
         body = msgspec.json.encode(await feed.state())
         return web.Response(
             body=body, content_type="application/json", headers={"Cache-ClusterScheduler": "no-store"}
         )
 
     async def metrics(_: web.Request) -> web.Response:
+        """Answers the scheduler's metrics in Prometheus' text format."""
         seen = await feed.state()
         text = prometheus_text(seen["cluster"] if seen["is_reachable"] else None)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})

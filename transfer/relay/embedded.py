@@ -43,6 +43,7 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
     log = ChangeLog()
 
     async def write(request: web.Request) -> web.Response:
+        """Stores an object; it is visible when its last byte has arrived."""
         name, is_replacing = request.match_info["key"], request.query.get("replace") == "1"
         store.require_room(name, request.content_length or 0)
         data = await request.read()
@@ -54,22 +55,27 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
         return web.Response(status=204, headers={_MISSED_HEADER: ",".join(missed)})
 
     async def read(request: web.Request) -> web.Response:
+        """Reads one object."""
         data = store.objects.get(request.match_info["key"])
         return web.Response(status=404) if data is None else web.Response(body=data)
 
     async def remove(request: web.Request) -> web.Response:
+        """Removes the objects whose keys the JSON list names."""
         for name in await request.json():
             store.remove(name)
         return web.Response(status=204)
 
     async def names(request: web.Request) -> web.Response:
+        """Lists the keys that start with a prefix."""
         return web.json_response(store.names(request.query.get("prefix", "")))
 
     async def read_all(request: web.Request) -> web.Response:
+        """Reads every object whose key starts with a prefix."""
         found = {name: store.objects[name] for name in store.names(request.query.get("prefix", ""))}
         return web.json_response({name: b64encode(data).decode() for name, data in found.items()})
 
     async def changes(request: web.Request) -> web.Response:
+        """Answers when an object under a prefix was written since the last look, or the time is over."""
         prefixes, seen = request.query.getall("prefix", []), request.query.get("seen")
         if seen is None:
             return web.json_response([log.position, None])

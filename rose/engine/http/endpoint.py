@@ -74,12 +74,14 @@ async def get_status(
 
 @router.post("/rl_step")
 async def post_rl_step(body: RlStep, request: Request) -> RlStep:
+    """Begins an RL step: the rollout budget is computed again and may grow."""
     _control(request).begin_rl_step(body.step)
     return body
 
 
 @router.post("/gate")
 async def post_gate(body: GateChange, request: Request) -> GateChange:
+    """Changes the gate's mode and the TPOT target while the engine runs."""
     try:
         _control(request).set_gate(body.mode, body.tpot_target_ms)
     except ConfigError as error:
@@ -89,6 +91,7 @@ async def post_gate(body: GateChange, request: Request) -> GateChange:
 
 @router.post("/weights")
 async def post_weights(body: WeightUpdate, request: Request) -> WeightUpdated:
+    """Loads a staged checkpoint; an error leaves the old weights in place."""
     control = _control(request)
     if control.role is not Role.ROLLOUT:
         raise HTTPException(409, "weights of a serving engine are not updated through rose")
@@ -102,6 +105,7 @@ async def post_weights(body: WeightUpdate, request: Request) -> WeightUpdated:
 
 @router.post("/activate")
 async def post_activate(request: Request) -> ActivationChange:
+    """Loads the rollout model's weights onto the device again."""
     control = _rollout_control(request)
     try:
         return await control.activate()
@@ -111,6 +115,7 @@ async def post_activate(request: Request) -> ActivationChange:
 
 @router.post("/deactivate")
 async def post_deactivate(request: Request) -> ActivationChange:
+    """Frees the rollout model's weights and KV; its requests end."""
     control = _rollout_control(request)
     try:
         return await control.deactivate()
@@ -129,6 +134,7 @@ def _rollout_control(request: Request) -> EngineControl:
 
 @router.post("/profile")
 async def post_profile(request: Request) -> Profile:
+    """Measures step times and stores the profile that the gate reads."""
     control = _control(request)
     if not control.is_active:
         raise HTTPException(409, f"nothing to profile: {INACTIVE}")
