@@ -1,7 +1,7 @@
 """The router's settings.
 
-Owns: RouterConfig, the worker specification, turning bad input into one clear line.
-Promises: read-only once built; every error names the file or flag, the key and the fix.
+Owns: RouterConfig, WorkerSpec, JobSpec, and the one-line errors of bad input.
+Promises: settings are read-only once built. Every error names the file or flag, the key and the fix.
 Never does: start anything.
 """
 
@@ -24,7 +24,7 @@ class _Settings(BaseModel):
 
 
 class WorkerSpec(_Settings):
-    """One rollout engine: its address and what GPU it is on."""
+    """One rollout engine: its address and the kind and number of its GPUs."""
 
     url: str
     kind: WorkerKind = WorkerKind.DEDICATED
@@ -40,35 +40,43 @@ class WorkerSpec(_Settings):
 
     @property
     def id(self) -> str:
-        """host:port, which names the worker everywhere."""
+        """Returns host:port, which names the worker everywhere."""
         return urlsplit(self.url).netloc
 
 
 def _has_good_port(parts: SplitResult) -> bool:
     try:
-        return parts.port != 0  # none at all is the scheme's own
+        return parts.port != 0  # without a port the scheme's own is used
     except ValueError:
         return False
 
 
 class JobSpec(_Settings):
-    """What one RL job may have."""
+    """The limits of one RL job."""
 
-    weight: float = Field(default=1.0, gt=0, description="its part of the generated tokens under contention")
-    max_in_flight: int | None = Field(default=None, ge=1, description="concurrent turns")
-    max_serving_gpus: int | None = Field(default=None, ge=0, description="N_serving (ROSE §4)")
-    max_queued: int | None = Field(default=None, ge=1, description="instead of max_queued_per_job")
+    weight: float = Field(
+        default=1.0, gt=0, description="part of the generated tokens under contention, relative to other jobs"
+    )
+    max_in_flight: int | None = Field(default=None, ge=1, description="most concurrent turns")
+    max_serving_gpus: int | None = Field(
+        default=None, ge=0, description="most serving GPUs that it may borrow: N_serving (ROSE §4)"
+    )
+    max_queued: int | None = Field(
+        default=None, ge=1, description="most waiting turns; default max_queued_per_job"
+    )
 
 
 class RouterConfig(_Settings):
-    """Everything a user can set. Times are in seconds."""
+    """All settings. Times are in seconds."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=8100, ge=0, le=65535, description="0: any free port")
     workers: tuple[WorkerSpec, ...] = ()
 
     policy: str = Field(default="paper", pattern="^(paper|cost|turnwise|pinned)$")
-    run_id: str | None = Field(default=None, description="only workers with weights of this training run")
+    run_id: str | None = Field(
+        default=None, description="the only training run; workers with weights of others are refused"
+    )
     version_mode: VersionMode = VersionMode.LATEST
     max_lag: int = Field(default=1, ge=0, description="for version_mode max-lag")
     turns_per_gpu: int = Field(default=16, ge=1, description="concurrent turns on one GPU (ROSE §4.3)")
@@ -79,44 +87,69 @@ class RouterConfig(_Settings):
     max_fingerprints: int = Field(default=8192, ge=1)
 
     jobs: dict[str, JobSpec] = Field(default_factory=dict, description="limits by X-Rose-Job")
-    job_idle_s: float = Field(default=60.0, gt=0, description="a job without work is forgotten then")
+    job_idle_s: float = Field(
+        default=60.0, gt=0, description="a job without work is forgotten after this time"
+    )
     max_body_bytes: int = Field(default=256 * 2**20, ge=1024, description="larger bodies are answered 413")
-    body_s: float = Field(default=60.0, gt=0, description="time for a client's body to arrive; then 408")
+    body_s: float = Field(
+        default=60.0, gt=0, description="time for a client's body to arrive; later ones are answered 408"
+    )
     idle_s: float = Field(
         default=75.0, gt=0, description="a connection without a whole request head is closed"
     )
     max_queued_per_job: int = Field(default=4096, ge=1, description="more are answered 429")
-    deadline_s: float = Field(default=3600.0, gt=0, description="a turn's time, queueing included; then 504")
-    stall_s: float = Field(default=2.0, gt=0, description="no token for so long: reroute (ROSE §4.3)")
-    first_token_s: float = Field(default=60.0, gt=0, description="the same before the first token")
+    deadline_s: float = Field(
+        default=3600.0, gt=0, description="most time for a turn, queueing included; then 504"
+    )
+    stall_s: float = Field(
+        default=2.0, gt=0, description="a turn without a token for this long is rerouted (ROSE §4.3)"
+    )
+    first_token_s: float = Field(
+        default=60.0, gt=0, description="the same before the first token, and for requests forwarded whole"
+    )
     stream_interval: int = Field(
-        default=14, ge=1, description="most tokens per chunk from a worker; a killed one takes so many along"
+        default=14,
+        ge=1,
+        description="most tokens per chunk from a worker; a killed worker loses up to this many",
     )
     max_failures: int = Field(default=5, ge=1, description="worker errors per turn; then 502")
-    avoid_s: float = Field(default=1.0, ge=0, description="a worker that failed gets no new turn for so long")
+    avoid_s: float = Field(
+        default=1.0, ge=0, description="a worker that failed gets no new turn for this long"
+    )
 
     heartbeat_s: float = Field(default=0.5, gt=0)
-    lost_after_s: float = Field(default=2.5, gt=0, description="no sign of life for so long: dead")
-    telemetry_max_age_s: float = Field(default=2.0, gt=0, description="older shares: paper instead of cost")
+    lost_after_s: float = Field(
+        default=2.5, gt=0, description="a worker without a sign of life for this long is dead"
+    )
+    telemetry_max_age_s: float = Field(
+        default=2.0, gt=0, description="with older shares policy cost decides as paper"
+    )
     kv_window_s: float = Field(default=3600.0, gt=0, description="window of serving's KV usage (ROSE §4)")
-    lease_s: float = Field(default=10.0, ge=0, description="serving GPUs keep prefix KV so long (ROSE §4.1)")
+    lease_s: float = Field(
+        default=10.0, ge=0, description="serving GPUs keep prefix KV for this long (ROSE §4.1)"
+    )
     drain_s: float = Field(default=30.0, ge=0, description="time for turns in flight on SIGTERM")
 
     otlp_endpoint: str | None = Field(
         default=None, description="collector of traces, e.g. http://127.0.0.1:4318/v1/traces (extra: otel)"
     )
 
-    api_key: str | None = Field(default=None, description="asked of clients on /v1")
-    admin_key: str | None = Field(default=None, description="asked on /admin and /workers")
-    worker_api_key: str | None = Field(default=None, description="sent to workers on /v1 (their --api-key)")
-    rose_key: str | None = Field(default=None, description="sent to workers on /rose/v1")
+    api_key: str | None = Field(default=None, description="key that clients must send")
+    admin_key: str | None = Field(
+        default=None,
+        description="key that /admin and /workers require; needed to change workers if any key is set",
+    )
+    worker_api_key: str | None = Field(
+        default=None, description="key sent to workers on /v1 (their --api-key)"
+    )
+    rose_key: str | None = Field(default=None, description="key sent to workers on /rose/v1")
 
 
 def parse_worker(text: str) -> WorkerSpec:
-    """URL[,dedicated|serving][,gpus=N].
+    """Parses URL[,dedicated|serving][,gpus=N].
 
     Raises:
-        ConfigError: names the part that is wrong.
+        ConfigError: a part is wrong; the message names it.
     """
     url, *rest = text.split(",")
     fields: dict[str, Any] = {"url": url}
@@ -130,10 +163,10 @@ def parse_worker(text: str) -> WorkerSpec:
 
 
 def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> RouterConfig:
-    """Check the router's settings and add the environment's keys (a key given explicitly wins).
+    """Checks settings and adds the environment's keys, over which explicit ones win.
 
     Raises:
-        ConfigError: names `source`, the key and what is wrong with it.
+        ConfigError: a setting is wrong; the message names `source` and the key.
     """
     found = {
         "api_key": settings.router_api_key,

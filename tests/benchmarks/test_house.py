@@ -102,5 +102,5 @@ def test_a_traced_turn_goes_from_the_service_to_the_wire() -> None:
         trip = asyncio.run(trace_turn(worker))
     called = set().union(*trip.called.values())
     assert "http/service.py" in trip.called
-    assert "turn/wire.py" in called
+    assert "turn/attempt/wire.py" in called
     assert trip.most_returns()[1] >= 1

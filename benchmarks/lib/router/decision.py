@@ -30,7 +30,7 @@ def decision(count: int, is_queued: bool) -> Figure:
         worker.take_status(RoutingStatus(), 0.0)
         worker.seen(0.0)
         workers[worker.id] = worker
-    placement, jobs = Places(lambda: workers, PaperPolicy(), JobAccounts(config)), JobAccounts(config)
+    placement, jobs = Places(workers, PaperPolicy(), JobAccounts(config)), JobAccounts(config)
     job = jobs.get("job", 0.0)
     places: list[Place] = []
     took: list[float] = []

@@ -18,7 +18,8 @@ from rose.scheduler.rollout.placing.sessions import Fingerprints, Held, SessionK
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, Policy, TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
-from rose.scheduler.rollout.turn.places import Place, Places, Waiter, probably_cached
+from rose.scheduler.rollout.turn.places import Place, Places, Waiter
+from rose.scheduler.rollout.turn.trajectories import probably_cached
 from rose.scheduler.rollout.workers.worker import Worker
 from sim.rollout.engine import Engine, Run
 from sim.rollout.prompts import Prompts
@@ -87,7 +88,7 @@ class Simulation:
         self._busy_s: dict[str, float] = {}
         self._add_engines(seed)
         self._jobs = JobAccounts(self._config)
-        self._placement = Places(self.members, policy, self._jobs)
+        self._placement = Places(self._workers, policy, self._jobs)
         self._sessions = SessionTable(self._config.max_sessions)
         drawn = trajectories(scenario, seed)
         self._trajectories = [_Trajectory(steps) for steps in drawn]

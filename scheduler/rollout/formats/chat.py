@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 from rose.errors import RoseError
 from rose.scheduler.rollout.formats.bodies import Json, TokenIds, encode
-from rose.scheduler.rollout.formats.chunks import Chunk
 from rose.scheduler.rollout.formats.completions import Call, Single, checked_n, child_body, usage_of
-from rose.scheduler.rollout.formats.events import CHAT_PATH
+from rose.scheduler.rollout.formats.events import CHAT_PATH, Chunk
 from rose.scheduler.rollout.formats.resume import Accumulated
 
 _RENDERING = frozenset(

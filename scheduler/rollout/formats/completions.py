@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds
-from rose.scheduler.rollout.formats.chunks import Chunk
+from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.resume import Accumulated, known_prompt, text_offsets
 
 _WHOLE_ONLY = ("use_beam_search", "echo", "prompt_embeds", "kv_transfer_params", "ec_transfer_params")

@@ -11,8 +11,8 @@ from itertools import accumulate
 from typing import Any
 
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds
-from rose.scheduler.rollout.formats.chunks import Chunk
 from rose.scheduler.rollout.formats.completions import Call, Single, fan_out, usage_of
+from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.resume import Accumulated, Span
 
 _SAMPLING = frozenset(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from rose.scheduler.rollout.formats.bodies import Json, TokenIds
-from rose.scheduler.rollout.formats.chunks import Chunk
-from rose.scheduler.rollout.formats.events import COMPLETIONS_PATH
+from rose.scheduler.rollout.formats.events import COMPLETIONS_PATH, Chunk
+from rose.scheduler.rollout.formats.salt import salted
 from rose.types import WeightVersion
 
 _DEFAULT_MAX_TOKENS = 16
@@ -179,10 +179,10 @@ class Accumulated:
     def finish(self, reason: str | None, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
-    def next_body(self) -> Json:
+    def next_body(self, version: WeightVersion | None = None) -> Json:
         """Returns the next attempt's body: the request, or its continuation from prompt + generated
         tokens."""
-        body = dict(self.request)
+        body = salted(dict(self.request), version)
         if not self.token_ids:
             return body
         body |= self._continued(self.so_far())

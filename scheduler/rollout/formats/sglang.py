@@ -9,8 +9,8 @@ Never does: I/O.
 from collections.abc import Mapping
 
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json
-from rose.scheduler.rollout.formats.chunks import Chunk
 from rose.scheduler.rollout.formats.completions import Call, Single, fan_out, usage_of
+from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.generate import TOKEN_PREFIX, sampling, version_of, weight_versions
 
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

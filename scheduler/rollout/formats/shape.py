@@ -1,6 +1,6 @@
 """What every path through which clients ask for tokens provides.
 
-Owns: Format.
+Owns: Format and Sink.
 Promises: all paths run as completions or chats; they differ only in their requests and answers.
 Never does: I/O.
 """
@@ -8,8 +8,8 @@ Never does: I/O.
 from typing import Protocol
 
 from rose.scheduler.rollout.formats.bodies import Json
-from rose.scheduler.rollout.formats.chunks import Chunk
 from rose.scheduler.rollout.formats.completions import Call, Single
+from rose.scheduler.rollout.formats.events import Chunk
 
 
 class Format(Protocol):
@@ -34,3 +34,13 @@ class Format(Protocol):
 
     def stream_usage(self, call: Call, model: str | None) -> Json | None:
         """Returns the usage event; None if the client did not ask for one."""
+
+
+class Sink(Protocol):
+    """Receives a streamed answer while it is generated."""
+
+    async def chunk(self, single: Single, chunk: Chunk, model: str | None) -> None:
+        """Takes a chunk that was just added to the single's generation."""
+
+    async def end(self, single: Single, model: str | None) -> None:
+        """Takes the end of one choice."""

@@ -10,7 +10,7 @@ from aiohttp import web
 from rose.errors import NoWorkerError, RoseError, WorkerError
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, encode
 from rose.scheduler.rollout.placing.versions import VersionGone
-from rose.scheduler.rollout.turn.aborts import JobAborted
+from rose.scheduler.rollout.turn.accounts import JobAborted
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded, QueueFull
 
 SERVER_NAME = "rose-router"

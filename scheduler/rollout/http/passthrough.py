@@ -17,12 +17,11 @@ from rose.errors import RoseError
 from rose.scheduler.rollout.formats.bodies import Json, encode
 from rose.scheduler.rollout.formats.salt import salted
 from rose.scheduler.rollout.http.errors import error_event, http_status
-from rose.scheduler.rollout.turn.aborts import abortable
+from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind, abort_ending, error_ending
+from rose.scheduler.rollout.turn.attempt.progress import probed
 from rose.scheduler.rollout.turn.dataplane import DataPlane
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
-from rose.scheduler.rollout.turn.endings import Ending, EndKind, abort_ending, error_ending
 from rose.scheduler.rollout.turn.journey import Journey, Route
-from rose.scheduler.rollout.turn.progress import probed
 from rose.scheduler.rollout.turn.records import CANCELLED, FINISHED
 from rose.scheduler.rollout.turn.traces import PARENT_HEADER
 from rose.scheduler.rollout.workers.registry import openai_headers
@@ -49,7 +48,7 @@ class Passthrough:
         Raises:
             RoseError: what Dispatcher.place and Rerouting.after raise.
         """
-        async with abortable(self._plane.jobs.get(route.job, time.monotonic())):
+        async with self._plane.jobs.abortable(route.job, time.monotonic()):
             return await self._forward(request, body, route)
 
     async def _forward(self, request: web.Request, body: Json, route: Route) -> web.StreamResponse:

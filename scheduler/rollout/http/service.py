@@ -19,8 +19,8 @@ from rose.http import JOB_HEADER, RUN_HEADER
 from rose.scheduler.rollout.formats import chat, completions
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, encode, parse
 from rose.scheduler.rollout.formats.chat import Chat, ChatParsed
-from rose.scheduler.rollout.formats.chunks import Chunk
 from rose.scheduler.rollout.formats.completions import Call, Completions, Single
+from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.generate import TokenGenerate
 from rose.scheduler.rollout.formats.sglang import SglangGenerate
 from rose.scheduler.rollout.formats.shape import Format

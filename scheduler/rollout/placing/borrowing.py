@@ -1,14 +1,13 @@
 """Which job may use which serving GPU.
 
-Owns: the assignment of serving GPUs to jobs and the window over their KV usage.
-Promises: at most one job per serving GPU, and none that has no use for its models; no job above its
-N_serving; the GPUs with the lowest recent KV usage go first; what a job has, it keeps, until another is
-entitled to it.
+Owns: the assignment of serving GPUs to jobs, and the window over their KV usage.
+Promises: a serving GPU has at most one job, which can use its models. No job exceeds its N_serving. GPUs with
+the lowest recent KV usage are assigned first. A job keeps its GPUs until another job is entitled to them.
 Never does: I/O, read a clock.
 
 Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the
-lowest recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Ours: jobs
-whose bounds exceed what is there share it by weight.
+lowest recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Sharing the
+GPUs by weight where the bounds exceed their number is an addition.
 """
 
 from collections import Counter, deque
@@ -30,27 +29,27 @@ class Borrower:
     max_serving_gpus: int | None = None
     """N_serving; None: as many as there are."""
     models: AbstractSet[str | None] | None = None
-    """That its turns are for; None: any will do."""
+    """The models that its turns ask for; None: any will do."""
 
     def can_use(self, each: "Lendable") -> bool:
-        """Whether it serves a model that this job has turns for."""
+        """Whether the GPU serves a model that this job has turns for."""
         return self.models is None or each.models is None or not self.models.isdisjoint(each.models)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lendable:
-    """A serving GPU (or several that run one engine)."""
+    """A serving GPU, or several that run one engine."""
 
     worker: str
     gpus: int = 1
     kv_usage: float = 0.0
     """Serving's mean use of its KV memory over the window, 0 to 1."""
     models: Collection[str] | None = None
-    """That it serves; None: it does not say."""
+    """The models that it serves; None: it does not say."""
 
 
 class UsageWindow:
-    """The mean of a value over a sliding window, in buckets: memory is bounded."""
+    """The mean of a value over a sliding window, kept in a bounded number of buckets."""
 
     def __init__(self, window_s: float) -> None:
         self._bucket_s = window_s / _NUM_BUCKETS
@@ -67,7 +66,7 @@ class UsageWindow:
             self._buckets.popleft()
 
     def mean(self) -> float:
-        """0 while nothing is known."""
+        """Returns the mean; 0 while nothing is known."""
         means = [total / count for _, total, count in self._buckets]
         return sum(means) / len(means) if means else 0.0
 
@@ -75,12 +74,12 @@ class UsageWindow:
 def assign(
     borrowers: Sequence[Borrower], lendables: Sequence[Lendable], held: Mapping[str, str]
 ) -> dict[str, str]:
-    """Worker -> job, NOBODY where none may have it. `held`: the assignment so far."""
+    """Returns worker -> job, NOBODY where no job may have it. `held`: the assignment so far."""
     owners: dict[str, str] = {}
     given = {each.job: 0 for each in borrowers}
     for able, group in _by_models(borrowers, lendables):
         left = _entitlements(able, group, given)
-        for each in group:  # a job that must give some back keeps the idlest
+        for each in group:  # a job that has to give some back keeps the idlest
             job = held.get(each.worker, NOBODY)
             if left.get(job, 0) >= each.gpus:
                 owners[each.worker] = job
@@ -98,9 +97,9 @@ def assign(
 def _by_models(
     borrowers: Sequence[Borrower], lendables: Sequence[Lendable]
 ) -> list[tuple[list[Borrower], list[Lendable]]]:
-    """GPUs that serve the same models, the idlest first, and the jobs that can use them.
+    """Returns groups of GPUs that serve the same models, idlest first, with the jobs that can use them.
 
-    Those that the fewest can use come first: who can use others too has its part by then.
+    Groups that the fewest jobs can use come first, so that jobs with a choice get their part elsewhere.
     """
     groups: dict[frozenset[str] | None, list[Lendable]] = {}
     for each in sorted(lendables, key=_idlest):
@@ -121,13 +120,12 @@ def lend_idle(
     owners: Mapping[str, str],
     busy: AbstractSet[str],
 ) -> dict[str, str]:
-    """Worker -> job for now. What its owner leaves idle goes to a job whose turns wait.
+    """Returns worker -> job for now, with GPUs that their owners leave idle lent to jobs whose turns wait.
 
-    `waiting`: jobs with turns for which there was no place, and as their models those of these turns.
-    `entitled`: what `assign` gave. `owners`: who has each GPU now. `busy`: workers on which their owner has
-    turns running.
+    `waiting`: jobs with turns that found no place, with the models of these turns. `entitled`: the result of
+    `assign`. `owners`: who has each GPU now. `busy`: workers on which their owner has turns running.
 
-    Who is entitled to a GPU gets it back as soon as it waits; the other's turns there run to their ends.
+    A job gets a GPU that it is entitled to back as soon as it waits; other turns there run to their end.
     """
     lent = dict(owners)
     held: Counter[str] = Counter()
@@ -141,7 +139,7 @@ def lend_idle(
         held[job] += each.gpus
         lent[each.worker] = job
 
-    for each in by_usage:  # one that its owner's waiting turns can't run on may stand in the way of its bound
+    for each in by_usage:  # a GPU that its owner's waiting turns can't use counts against the owner's bound
         owner = by_job.get(lent[each.worker])
         if owner is not None and each.worker not in busy and not owner.can_use(each):
             hand(each, NOBODY)
@@ -167,9 +165,9 @@ def _fits(borrower: Borrower, gpus: int) -> bool:
 def _entitlements(
     borrowers: Sequence[Borrower], lendables: Sequence[Lendable], given: dict[str, int]
 ) -> dict[str, int]:
-    """GPUs of these per job: by weight, none above its bound, what one can't use goes to the others.
+    """Returns how many of these GPUs each job is entitled to: by weight, within its bound.
 
-    `given`: of others, to which these are added.
+    `given`: the GPUs of other groups by job, to which these are added.
     """
     before = {each.job: given[each.job] for each in borrowers}
     for each in lendables:

@@ -1,9 +1,9 @@
-"""Places by cost: where does this turn finish soonest, counting what it does to the others there?
+"""Placement by cost: the worker where the turn finishes soonest, counting what it costs the turns there.
 
 Owns: the score and its fallback.
-Promises: pure; without a fresh share of every worker in question it is the paper's policy, because a score is
-worth no more than the share in it.
-Never does: estimate speeds, shares or cached tokens (speed.py, worker.py, sessions.py).
+Promises: the policy is pure. Without a fresh share of every worker in question it is the paper's policy,
+because a score is only as good as its share.
+Never does: estimate speeds, shares or cached tokens (workers/speed.py, workers/worker.py, sessions.py).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -14,18 +14,18 @@ from rose.scheduler.rollout.placing.versions import VersionRule
 from rose.scheduler.rollout.placing.views import Speed, TurnView, WorkerView, of_model
 
 MIN_SHARE = 0.02
-"""A share of zero would make every score infinite, and the least of them meaningless."""
+"""A share of zero would make every score infinite, so that none would be the least."""
 _PREFIX_WEIGHT = 4.0
-"""What a missing prefix costs is certain, all else is foreseen. The least of many guesses is most often too
-low: turns left their KV for gains that did not come. Simulated with weight 1, two to four times as many
-tokens were prefilled again, for phases no shorter; from 8 on phases get longer."""
+"""The cost of a missing prefix is certain, while everything else is a forecast, and the lowest of many
+forecasts is mostly too low. Simulated with weight 1, turns left their KV for gains that did not come: two to
+four times as many tokens were prefilled again, for phases no shorter. From weight 8 on phases get longer."""
 
 
 def cost_s(turn: TurnView, worker: WorkerView, speed: Speed) -> float:
-    """Seconds until the turn's end on this worker, plus those by which its neighbours end later.
+    """Returns the seconds until the turn's end on this worker, plus those by which its neighbours end later.
 
-    Needs the worker's share. (missing prefix, weighed + prefill ahead of it + decoding) / share, then the
-    neighbours: each waits for this prefill, and decodes in a batch that is larger by one.
+    The worker's share must be known. The turn takes (weighted missing prefix + prefill ahead + decoding) /
+    share; each neighbour waits for this prefill and decodes in a batch that is larger by one.
     """
     assert worker.share is not None
     neighbours = worker.in_flight
@@ -38,10 +38,10 @@ def cost_s(turn: TurnView, worker: WorkerView, speed: Speed) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostPolicy:
-    """The worker with the least cost; the paper's choice without any speed, or with a share missing or old.
+    """Picks the worker with the least cost, or as the paper does if speeds are unknown or a share is stale.
 
-    A worker whose own speed isn't known yet counts as the slowest known one of its model: else it would get
-    no turn to show it.
+    A worker of unknown speed counts as the slowest known one of its model; otherwise it would get no turns to
+    show its speed.
     """
 
     versions: VersionRule = field(default_factory=VersionRule)

@@ -1,9 +1,9 @@
 """Fairness among jobs: deficit round-robin over their queues.
 
 Owns: the queues, the deficits, Jain's index.
-Promises: while several jobs wait, each gets service in proportion to its weight, whatever its queue's length
-and its turns' sizes; a job that can't be placed now holds up nobody; order within a job is kept.
-Never does: know what an item is, or place it: the caller says what can be placed.
+Promises: while several jobs wait, each gets service in proportion to its weight, whatever the length of its
+queue and the size of its turns. A job that can't be placed holds up no other. Order within a job is kept.
+Never does: know what an item is, or place it; the caller says what can be placed.
 """
 
 import itertools
@@ -17,11 +17,11 @@ Item = TypeVar("Item")
 Place = TypeVar("Place")
 
 _QUANTUM = 256.0
-"""Tokens a job of weight 1 may get ahead per round: small against a turn, so that jobs alternate."""
+"""The tokens that a job of weight 1 earns per round. It is small against a turn, so that jobs alternate."""
 
 
 def jain(values: Iterable[float]) -> float:
-    """Jain's fairness index of service per entitlement: 1 if all are equal, 1/n if one gets everything."""
+    """Returns Jain's fairness index: 1 if all values are equal, 1/n if one job gets everything."""
     given = list(values)
     squares = sum(value * value for value in given)
     return sum(given) ** 2 / (len(given) * squares) if squares else 1.0
@@ -29,7 +29,7 @@ def jain(values: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class _Found(Generic[Item, Place]):
-    """An item that can be placed. Not frozen: one is made for each turn that waits."""
+    """An item that can be placed. It is not frozen, because one is made for each waiting turn."""
 
     number: int
     kind: str | None
@@ -44,7 +44,7 @@ class _Queue(Generic[Item]):
     weight: float
     deficit: float = 0.0
     entries: dict[str | None, deque[tuple[int, Item, float]]] = field(default_factory=dict)
-    """By kind: the item's number, the item, its cost. Of all kinds together the lowest number goes first."""
+    """Kind -> (number, item, cost). The lowest number of all kinds goes first."""
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
@@ -52,7 +52,7 @@ class _Queue(Generic[Item]):
     def first(
         self, place: Callable[[Item], Place | None], may_go: Callable[[str | None], bool]
     ) -> _Found[Item, Place] | None:
-        """The first item that can be placed."""
+        """Returns the first item that can be placed."""
         first: _Found[Item, Place] | None = None
         for kind, entries in self.entries.items():
             if not may_go(kind):
@@ -83,7 +83,7 @@ def _anything(_kind: str | None) -> bool:
 
 
 class FairQueue(Generic[Item]):
-    """Items of several jobs. The first job in `_queues` is the one whose visit lasts."""
+    """Items of several jobs. The first job in `_queues` is the one being visited."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, _Queue[Item]] = OrderedDict()
@@ -100,7 +100,7 @@ class FairQueue(Generic[Item]):
         return len(queue) if queue is not None else 0
 
     def kinds(self) -> dict[str, list[str | None]]:
-        """What kinds of items each job waits with."""
+        """Returns the kinds of items that each job is waiting with."""
         return {job: list(queue.entries) for job, queue in self._queues.items()}
 
     def push(
@@ -113,7 +113,8 @@ class FairQueue(Generic[Item]):
         is_first: bool = False,
         kind: str | None = None,
     ) -> None:
-        """Queue an item; `cost` in tokens. `is_first`: ahead of the job's others. `kind`: see take()."""
+        """Queues an item; `cost` is in tokens. `is_first`: ahead of the job's other items. `kind`: see
+        take()."""
         if weight <= 0:
             raise ValueError(f"weight of job {job}: want more than 0, got {weight}")
         queue = self._queues.setdefault(job, _Queue(weight))
@@ -125,7 +126,7 @@ class FairQueue(Generic[Item]):
             entries.append((number, item, cost))
 
     def remove(self, job: str, item: Item) -> None:
-        """Take an item out, if it is still there."""
+        """Takes an item out, if it is still there."""
         queue = self._queues.get(job)
         if queue is None:
             return
@@ -135,24 +136,24 @@ class FairQueue(Generic[Item]):
         self._drop_if_empty(job)
 
     def settle(self, job: str, difference: float) -> None:
-        """A served item cost so many tokens more than was said; a job that waits still pays for it."""
+        """Charges a job for tokens beyond the announced cost, if the job is waiting."""
         if (queue := self._queues.get(job)) is not None:
             queue.deficit -= difference
 
     def take(
         self, place: Callable[[Item], Place | None], may_go: Callable[[str | None], bool] = _anything
     ) -> tuple[Item, Place] | None:
-        """The next item in turn that can be placed, taken out; None if there is none.
+        """Takes out the next item in fair order that can be placed; None if there is none.
 
-        `place` says where an item would go, None for nowhere now. `may_go`: whether any item of a kind could
-        go anywhere; a long queue of those that can't isn't looked at.
+        `place` returns where an item would go, None for nowhere. `may_go` says whether any item of a kind
+        could be placed, so that a long queue of others is skipped.
         """
         candidates = list(self._candidates(place, may_go))
         if not candidates:
             return None
         won = min(candidates, key=lambda c: (c.rounds, c.position))
         for other in candidates:
-            # Visits go round: who comes after the winner has had one visit less.
+            # Visits go round, so that jobs behind the winner have had one visit less.
             visits = won.rounds if other.position <= won.position else won.rounds - 1
             queue = self._queues[other.job]
             queue.deficit += max(0, visits) * _QUANTUM * queue.weight
@@ -167,21 +168,21 @@ class FairQueue(Generic[Item]):
     def _candidates(
         self, place: Callable[[Item], Place | None], may_go: Callable[[str | None], bool]
     ) -> Iterator[_Candidate[Item, Place]]:
-        """Each job's first placeable item and how many more visits the job needs to afford it."""
+        """Yields each job's first placeable item and how many more visits the job needs to afford it."""
         for position, (job, queue) in enumerate(self._queues.items()):
             if (found := queue.first(place, may_go)) is None:
                 continue
             rounds = max(0, math.ceil((found.cost - queue.deficit) / (_QUANTUM * queue.weight)))
-            # The first job is being visited already: its next visit comes after all others'.
+            # The first job is being visited now; its next visit comes after those of all others.
             behind = len(self._queues) if position == 0 and rounds > 0 else position
             yield _Candidate(job, found, rounds, behind)
 
     def _visit(self, job: str) -> None:
-        """TurnView the circle until this job is first."""
+        """Moves the circle on until this job is first."""
         while next(iter(self._queues)) != job:
             self._queues.move_to_end(next(iter(self._queues)))
 
     def _drop_if_empty(self, job: str) -> None:
-        # A job that doesn't wait saves nothing up.
+        # A job that isn't waiting accumulates no deficit.
         if not self._queues[job].entries:
             del self._queues[job]

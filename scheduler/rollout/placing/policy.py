@@ -1,8 +1,8 @@
 """Where a rollout turn runs: the paper's rule and its two baselines (ROSE §4.3, §6.4).
 
-Owns: the rules of placement, as pure functions of views. The rule with a cost model is in cost.py.
-Promises: the same inputs give the same answer; time is an argument; nothing is changed.
-Never does: I/O, counting, queueing (dispatch.py holds the turns for which no worker was picked).
+Owns: the placement rules, as pure functions of views. cost.py has the rule with a cost model.
+Promises: equal inputs give equal answers; time is an argument; nothing is changed.
+Never does: I/O, counting, queueing (turn/dispatch.py holds the turns for which no worker was picked).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -15,7 +15,7 @@ from rose.scheduler.rollout.placing.views import TurnView, WorkerKind, WorkerVie
 def usable(
     turn: TurnView, workers: Sequence[WorkerView], versions: VersionRule, now: float
 ) -> list[WorkerView]:
-    """Workers of the turn's model with room that may take this job's work now."""
+    """Returns the workers of the turn's model that have room and may take the job's work now."""
     return [
         w
         for w in versions.admits(turn, of_model(turn.model, workers))
@@ -27,19 +27,20 @@ def usable(
 
 
 def least_loaded(workers: Iterable[WorkerView]) -> str | None:
-    """Ties by name; None if there is none."""
+    """Returns the worker with the least load, the first by name among equals; None if there is none."""
     return min(((w.load, w.id) for w in workers), default=(0.0, None))[1]
 
 
 def constraints(turn: TurnView, now: float) -> Hashable:
-    """What decides whether a turn that may go anywhere can be placed at all."""
+    """Returns everything that decides whether a turn without affinity can be placed."""
     avoided = tuple(sorted(worker for worker, until in turn.avoid_until.items() if until > now))
     return (turn.job, turn.model, turn.run_id, turn.pinned_version, avoided)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnwisePolicy:
-    """Least-loaded dedicated, else least-loaded eligible serving, else queue; blind to where KV lies.
+    """Least-loaded dedicated worker, else least-loaded eligible serving one, else queue. It ignores cached
+    KV.
 
     Source: ROSE §6.4, "turn-wise routing" without affinity.
     """
@@ -55,10 +56,10 @@ class TurnwisePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperPolicy:
-    """Affine worker, else least-loaded dedicated, else least-loaded eligible serving, else queue.
+    """Affine worker, else least-loaded dedicated one, else least-loaded eligible serving one, else queue.
 
-    Source: ROSE §4.3. Ours beyond it: the version filter, and leaving a worker alone for a moment
-    after it failed this turn.
+    Source: ROSE §4.3. The version filter, and avoiding a worker for a moment after it failed the turn, are
+    additions.
     """
 
     versions: VersionRule = field(default_factory=VersionRule)
@@ -71,22 +72,23 @@ class PaperPolicy:
 
 
 def prefer_affine(turn: TurnView, found: Sequence[WorkerView]) -> str | None:
-    """The paper's order among usable workers."""
+    """Picks the affine worker if it is usable, else as prefer_dedicated."""
     if turn.affine is not None and any(w.id == turn.affine for w in found):
         return turn.affine
     return prefer_dedicated(found)
 
 
 def prefer_dedicated(found: Sequence[WorkerView]) -> str | None:
+    """Picks the least-loaded dedicated worker, else the least-loaded one."""
     dedicated = least_loaded(w for w in found if w.kind is WorkerKind.DEDICATED)
     return dedicated if dedicated is not None else least_loaded(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedPolicy:
-    """The baseline: a trajectory stays on the worker of its first turn, and waits for it when it is full.
+    """The baseline: a trajectory stays on the worker of its first turn, and waits when that is full.
 
-    Source: ROSE §6.4. The first turns are spread evenly over all workers, whatever their kind.
+    Source: ROSE §6.4. First turns are spread evenly over all workers, whatever their kind.
     """
 
     versions: VersionRule = field(default_factory=VersionRule)

@@ -1,9 +1,9 @@
 """Which trajectory a request belongs to, and where its last turn ran.
 
-Owns: the session key of a request, the affinity table, the fingerprints of finished turns.
-Promises: all tables are bounded (least recently used entries leave first); trajectories of different models
-are different ones, whatever their clients call them.
-Never does: I/O. Losing an entry costs a prefix-cache hit, never a wrong answer.
+Owns: the session keys of requests, the affinity table, the fingerprints of finished turns.
+Promises: all tables are bounded (least recently used entries leave first); losing an entry costs a prefix-
+cache hit, never a wrong answer. Equal session keys for different models are different trajectories.
+Never does: I/O.
 """
 
 import itertools
@@ -31,21 +31,21 @@ class Held:
     num_tokens: int
     version: WeightVersion | None
     until: float
-    """When its lease ends."""
+    """The time at which its lease ends."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """Where a trajectory's turns ran, and the weights of its first."""
+    """Where a trajectory's turns ran, and the weights of its first turn."""
 
     worker: str
-    """Of its last turn."""
+    """The worker of the last turn."""
     first_version: WeightVersion | None
     holders: OrderedDict[str, Held] = field(default_factory=OrderedDict)
-    """Worker -> what it holds, the last few."""
+    """Worker -> the KV that it holds, for the last few workers."""
 
     def cached_tokens(self, worker: str, version: WeightVersion | None, now: float) -> int:
-        """Prompt tokens whose KV the worker should still hold, made by weights of `version`."""
+        """Returns the prompt tokens whose KV, made by weights of `version`, the worker should still hold."""
         held = self.holders.get(worker)
         if held is None or held.version != version or held.until <= now:
             return 0
@@ -53,7 +53,7 @@ class Session:
 
 
 class SessionTable:
-    """Session key and model -> Session, bounded."""
+    """The sessions by key and model."""
 
     def __init__(self, max_sessions: int) -> None:
         self._max_sessions = max_sessions
@@ -114,15 +114,15 @@ class Fingerprints:
         self._entries: OrderedDict[tuple[int, int], tuple[str, tuple[int, int]]] = OrderedDict()
         """(length, digest) -> its session and its stride."""
         self._by_stride: dict[int, dict[int, dict[int, set[int]]]] = {}
-        """Whole strides -> their digest -> length -> digests."""
+        """The number of whole strides -> their digest -> length -> digests."""
         self._strides: list[int] = []
-        """Its keys in order."""
+        """The keys of `_by_stride` in order."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def record(self, prefix: bytes, key: str, model: str | None = None) -> None:
-        """File a finished turn, as `prefix_of` gives it."""
+        """Files a finished turn by the prefix that `prefix_of` gives."""
         entry, stride = _digests(prefix, _seed(model))
         if entry not in self._entries:
             strides, digest = stride
@@ -150,7 +150,7 @@ class Fingerprints:
             self._strides.remove(strides)
 
     def find(self, prefix: bytes, model: str | None = None) -> str | None:
-        """The session whose filed prefix is the longest that this one begins with."""
+        """Returns the session with the longest filed prefix that this prefix begins with."""
         found, hashed = None, 0
         digest, view = xxhash.xxh3_64(seed=_seed(model)), memoryview(prefix)
         for strides in self._strides:
@@ -186,7 +186,7 @@ def _seed(model: str | None) -> int:
 
 
 def _digests(prefix: bytes, seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """((length, digest) of the whole, (count, digest) of its whole strides)."""
+    """Returns (length, digest) of the prefix, and (count, digest) of its whole strides."""
     strides = len(prefix) // _STRIDE_BYTES
     digest = xxhash.xxh3_64(prefix[: strides * _STRIDE_BYTES], seed=seed)
     stride = (strides, digest.intdigest())
@@ -195,12 +195,13 @@ def _digests(prefix: bytes, seed: int) -> tuple[tuple[int, int], tuple[int, int]
 
 
 def prefix_of(prompt: str | TokenIds) -> bytes:
-    """The bytes by which prompts are compared; a prompt that continues another begins with the other's."""
+    """Returns the bytes by which prompts are compared. A prompt that continues another begins with its
+    bytes."""
     return prompt.encode() if isinstance(prompt, str) else prompt.prefix()
 
 
 def explicit_key(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
-    """The session key that the client sent, if any: header first, then the body's session_id."""
+    """Returns the session key that the client sent, if any: a header, or else the body's session_id."""
     for name in SESSION_HEADERS:
         if key := headers.get(name):
             return key
@@ -218,7 +219,7 @@ class SessionKeys:
     def key(
         self, explicit: str | None, prompt: str | TokenIds, index: int, count: int, model: str | None = None
     ) -> str:
-        """Request `index` of the `count` that one call was fanned out to."""
+        """Returns the key of request `index` of the `count` requests of one call."""
         if explicit is not None:
             return explicit if count == 1 else f"{explicit}#{index}"
         found = self.fingerprints.find(prefix_of(prompt), model)

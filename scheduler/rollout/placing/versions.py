@@ -1,8 +1,8 @@
 """Which weights a turn may run on.
 
-Owns: the three modes of versions, as a pure filter of workers; what was the newest of each training run.
-Promises: a version that is gone is an error, never an endless wait.
-Never does: choose among the workers it admits (policy.py).
+Owns: the three version modes, as a pure filter of workers; the newest version of each training run.
+Promises: a version that no worker holds any more is an error, never an endless wait.
+Never does: choose among the workers that it admits (policy.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,41 +15,41 @@ from rose.types import WeightVersion
 
 
 class VersionGone(NoWorkerError):
-    """The version that a session is pinned to is on no registered worker, and versions only grow."""
+    """No registered worker holds the version that a session is pinned to, and versions only grow."""
 
 
 class VersionMode(StrEnum):
     LATEST = "latest"
     PINNED = "pinned"
-    """Every turn of a session on the weights of its first turn."""
+    """Every turn of a session runs on the weights of its first turn."""
     MAX_LAG = "max-lag"
 
 
 class NewestVersions:
-    """The newest version of each training run that any worker has run, in all and for each model.
+    """The newest version of each training run that any worker has held, overall and for each model.
 
-    It outlives the workers: one that starts anew has base weights or an old checkpoint, and while no other is
-    left to compare with, nothing else says that these are too old. Numbers of a new run id begin anew. By
-    model, because a model that nobody trains would otherwise wait for another's weights.
+    It outlives the workers, because a restarted worker has base weights or an old checkpoint, and without
+    other workers nothing else shows that these are too old. It is kept by model, because turns for a model
+    that is not trained would otherwise wait for another model's weights.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._by_model: dict[str, dict[str, int]] = {}
         self._unnamed: dict[str, int] = {}
-        """Of workers that don't say what they serve: it may be any model, so `_by_model` has these, too."""
+        """The versions of workers that don't say what they serve. `_by_model` holds these as well."""
 
     @property
     def numbers(self) -> Mapping[str, int]:
-        """Run id -> number, as it is from now on; not to be changed."""
+        """Run id -> newest number, as a live mapping that callers must not change."""
         return self._numbers
 
     def of(self, model: str | None) -> Mapping[str, int]:
-        """The same of the workers that serve a model; None: of all."""
+        """Returns the newest numbers among the workers that serve a model; None: among all workers."""
         return self._numbers if model is None else self._by_model.get(model, self._unnamed)
 
     def heard(self, version: WeightVersion, models: Iterable[str] | None = None) -> None:
-        """A worker runs this version; `models`: what it serves, None if it doesn't say."""
+        """Notes a worker's version. `models`: what the worker serves; None if it does not say."""
         _grow(self._numbers, version)
         if models is None:
             for numbers in (self._unnamed, *self._by_model.values()):
@@ -59,7 +59,7 @@ class NewestVersions:
                 _grow(self._by_model.setdefault(model, dict(self._unnamed)), version)
 
     def forget(self, run_id: str) -> None:
-        """The run has ended, or begins anew under its old id. Raises: KeyError."""
+        """Forgets a run that has ended or starts again under its old id. Raises: KeyError."""
         del self._numbers[run_id]
         for numbers in (self._unnamed, *self._by_model.values()):
             numbers.pop(run_id, None)
@@ -72,34 +72,34 @@ def _grow(numbers: dict[str, int], version: WeightVersion) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRule:
-    """Which weights a turn may run on. A worker that reports no version has base weights: older than any."""
+    """A version mode. A worker without a version has base weights, which are older than any version."""
 
     mode: VersionMode = VersionMode.LATEST
     max_lag: int = 0
     known: NewestVersions = field(default_factory=NewestVersions)
-    """What any worker has run, also one that is gone."""
+    """The versions that any worker has held, including workers that are gone."""
 
     def admits(self, turn: TurnView, workers: Sequence[WorkerView]) -> list[WorkerView]:
-        """The live ones among the workers of its model whose weights this turn may use.
+        """Returns the live workers, among those of the turn's model, whose weights the turn may use.
 
-        "Newest" is per model and training run, since the run began: numbers of different runs don't compare.
+        The newest version is that of a model and training run; numbers of different runs can't be compared.
 
         Raises:
-            VersionGone: the pinned version is on no registered worker.
+            VersionGone: no registered worker holds the pinned version.
         """
         if self.mode is VersionMode.PINNED and turn.pinned_version is not None:
             holders = [w for w in workers if w.weight_version == turn.pinned_version]
             if not holders:
                 held = sorted({str(w.weight_version) for w in workers})
                 needs = f"session {turn.session} needs weights {turn.pinned_version}"
-                raise VersionGone(f"{needs}, workers hold {held}")
+                raise VersionGone(f"{needs}, but workers hold {held}; begin a new session")
             return [w for w in holders if w.alive]
         alive = [w for w in workers if w.alive]
         if turn.run_id is not None:
             alive = [w for w in alive if w.weight_version is None or w.weight_version.run_id == turn.run_id]
         newest = self._newest_numbers(alive, turn)
         if not newest:
-            return alive  # no trainer has published anything yet
+            return alive  # nothing has been published yet
         lag = self.max_lag if self.mode is VersionMode.MAX_LAG else 0
         return [w for w in alive if w.weight_version is not None and _lag(w.weight_version, newest) <= lag]
 

@@ -1,8 +1,8 @@
 """What a placement policy sees: the turn, and each worker at this moment.
 
-Owns: TurnView, WorkerView, Speed, who serves a model, and the protocol of a policy.
-Promises: plain values that both the service and the simulator fill in.
-Never does: decide, or read a clock.
+Owns: TurnView, WorkerView, Speed, which workers serve a model, and the protocol of a policy.
+Promises: plain values, which both the service and the simulator fill in.
+Never does: decide, read a clock.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from rose.types import WeightVersion
 
 NOBODY = ""
-"""`owner` of a serving GPU that no job has borrowed."""
+"""The `owner` of a serving GPU that no job has borrowed."""
 DEFAULT_JOB = "default"
 
 
@@ -26,27 +26,27 @@ class WorkerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnView:
-    """One request for generation within a trajectory."""
+    """A turn as policies see it: one rollout request of a trajectory."""
 
     session: str
     job: str = DEFAULT_JOB
     model: str | None = None
-    """Only workers that serve it; None: any will do."""
+    """The model it asks for; None: any will do."""
     affine: str | None = None
-    """The worker that ran the session's previous turn and most likely still holds its prefix KV."""
+    """The worker of the session's previous turn, which probably still holds its prefix KV."""
     run_id: str | None = None
-    """Only weights of this training run; None: of any."""
+    """The training run whose weights it asks for; None: any will do."""
     pinned_version: WeightVersion | None = None
     avoid_until: Mapping[str, float] = field(default_factory=dict)
-    """Workers that just failed, stalled or aborted this very turn: none of them before the given time."""
+    """Workers that just failed, stalled or aborted this turn, and until when it avoids them."""
     prompt_tokens: int = 0
     expected_tokens: float = 0.0
-    """Tokens that it will probably generate."""
+    """The number of tokens that it will probably generate."""
     cached_tokens: Mapping[str, float] = field(default_factory=dict)
-    """Prompt tokens that each worker probably still holds; workers that are not named hold none."""
+    """The prompt tokens that each worker probably still holds; other workers hold none."""
 
     def missing_tokens(self, worker: str) -> float:
-        """Prompt tokens that the worker would have to prefill."""
+        """Returns the prompt tokens that the worker would have to prefill."""
         return max(0.0, self.prompt_tokens - self.cached_tokens.get(worker, 0.0))
 
 
@@ -56,20 +56,20 @@ class Speed:
 
     prefill_s_per_token: float
     step_s: float
-    """A decode step's fixed part."""
+    """The fixed part of a decode step."""
     step_s_per_turn: float
-    """What each turn in the batch adds to it."""
+    """The part that each turn in the batch adds to a decode step."""
 
     def decode_s(self, num_turns: float) -> float:
-        """Time per token with so many turns in the batch."""
+        """Returns the time per token with `num_turns` in the batch."""
         return self.step_s + self.step_s_per_turn * num_turns
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerView:
-    """What the policy may know about a worker. Policies only read it.
+    """A worker as policies see it; they only read it.
 
-    Not frozen: that makes building one five times as dear, and every decision needs one per worker.
+    It is not frozen, because building frozen ones takes five times as long and decisions need one per worker.
     """
 
     id: str
@@ -78,23 +78,23 @@ class WorkerView:
     in_flight: int
     cap: int
     eligible: bool = True
-    """Serving GPUs: the SLO gate admits rollout work and no memory pressure is on."""
+    """For serving GPUs: the SLO gate admits rollout work, and there is no memory pressure."""
     owner: str | None = None
-    """Serving GPUs: the one job that has borrowed it, or NOBODY. None: open to every job."""
+    """For serving GPUs: the job that has borrowed it, or NOBODY; None: every job may use it."""
     models: Collection[str] | None = None
-    """Names of those that it serves; None: it does not say, and may serve any."""
+    """The names of the models that it serves; None: it does not say, and may serve any."""
     weight_version: WeightVersion | None = None
     load: float = 0.0
     not_before: float = 0.0
-    """It failed or stalled a turn: none for it before this time."""
+    """It gets no turn before this time, because it failed or stalled one."""
     share: float | None = None
-    """Of the GPU's time, what rollouts can get; None: not known."""
+    """The share of the GPU's time that rollouts can get; None: unknown."""
     share_until: float = float("inf")
-    """From this time on the share is stale."""
+    """The time from which on the share is stale."""
     speed: Speed | None = None
-    """None: not enough seen yet."""
+    """None: too few turns have run yet."""
     pending_prefill_tokens: float = 0.0
-    """Of turns on it that still wait for their first token."""
+    """The prompt tokens of turns on it that still wait for their first token."""
 
     @property
     def has_room(self) -> bool:
@@ -110,7 +110,7 @@ _SomeWorker = TypeVar("_SomeWorker", bound=_SaysModels)
 
 
 def of_model(model: str | None, workers: Sequence[_SomeWorker]) -> Sequence[_SomeWorker]:
-    """The workers that serve it, or don't say what they serve. `model`: None: any will do."""
+    """Returns the workers that may serve the model, or all workers if `model` is None."""
     if model is None:
         return workers
     return [w for w in workers if w.models is None or model in w.models]
@@ -118,11 +118,11 @@ def of_model(model: str | None, workers: Sequence[_SomeWorker]) -> Sequence[_Som
 
 class Policy(Protocol):
     def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
-        """The worker for this turn; None: queue it.
+        """Returns the id of a worker for this turn; None if the turn has to wait.
 
         Raises:
-            VersionGone: no registered worker can ever take it.
+            VersionGone: no registered worker can ever take the turn.
         """
 
     def likeness(self, turn: TurnView, now: float) -> Hashable:
-        """Turns that are alike can be placed or none of them can: saves asking for each one in a queue."""
+        """Returns a key; if one turn can't be placed, no other turn with the same key can."""

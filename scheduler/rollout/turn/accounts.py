@@ -1,20 +1,27 @@
 """The accounts of the RL jobs that use the router: what each may have, and what it has had.
 
-Owns: JobAccount, JobAccounts.
+Owns: JobAccount, JobAccounts, JobAborted.
 Promises: a job that nobody configured has the default limits. The account of a job without work is closed
 after `job_idle_s`, but the limits that an operator set for the job are kept.
 Never does: place turns, I/O, read a clock.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+from rose.errors import RoseError
 from rose.scheduler.rollout.placing.borrowing import Borrower
 from rose.scheduler.rollout.router_config import JobSpec, RouterConfig
 
 _SMOOTHING = 0.1
 _FIRST_GUESS_TOKENS = 256.0
 """The expected tokens of a turn before any turn has ended."""
+
+
+class JobAborted(RoseError):
+    """An operator ended the job's turns."""
 
 
 class JobAccount:
@@ -93,6 +100,25 @@ class JobAccounts:
             self.revision += 1
         job.last_active = now
         return job
+
+    @asynccontextmanager
+    async def abortable(self, name: str, now: float) -> AsyncIterator[None]:
+        """Lets an abort of the job end what runs inside, wherever it waits. Raises: JobAborted."""
+        job, clock = self.get(name, now), asyncio.timeout(None)
+
+        def abort() -> None:
+            clock.reschedule(asyncio.get_running_loop().time())
+
+        job.aborts.add(abort)
+        try:
+            async with clock:
+                yield
+        except TimeoutError:
+            if clock.expired():
+                raise JobAborted(f"job {job.name} was aborted") from None
+            raise
+        finally:
+            job.aborts.discard(abort)
 
     def asked(self, job: JobAccount, model: str | None) -> None:
         """Notes that a turn of the job asks for this model; None: for any."""

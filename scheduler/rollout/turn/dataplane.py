@@ -17,13 +17,13 @@ from rose.scheduler.rollout.placing.versions import VersionMode, VersionRule
 from rose.scheduler.rollout.placing.views import Policy
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.accounts import JobAccounts
-from rose.scheduler.rollout.turn.attempt import AttemptParts
+from rose.scheduler.rollout.turn.attempt.attempt import AttemptParts
+from rose.scheduler.rollout.turn.attempt.wire import Wire
 from rose.scheduler.rollout.turn.dispatch import Dispatcher
 from rose.scheduler.rollout.turn.records import TurnRecords
 from rose.scheduler.rollout.turn.rerouting import Rerouting
 from rose.scheduler.rollout.turn.runner import TurnRunner
 from rose.scheduler.rollout.turn.trajectories import Trajectories
-from rose.scheduler.rollout.turn.wire import Wire
 from rose.scheduler.rollout.workers.registry import Registry
 
 POLICIES: Mapping[str, Callable[..., Policy]] = {
@@ -51,8 +51,9 @@ class DataPlane:
         self.dispatcher = Dispatcher(
             self.registry, policy, self.jobs, self.trajectories, config.max_queued_per_job
         )
+        self.dispatcher.pins_versions = config.version_mode is VersionMode.PINNED
         parts = AttemptParts(config=config, http=http, wire=self.wire, records=self.records)
-        self.turns = TurnRunner(parts, self.jobs, self.dispatcher, self.rerouting, self._pins_versions)
+        self.turns = TurnRunner(parts, self.jobs, self.dispatcher, self.rerouting)
 
     def _workers_changed(self) -> None:
         self.dispatcher.pump()
@@ -60,12 +61,10 @@ class DataPlane:
     def _rule(self, mode: VersionMode, max_lag: int) -> VersionRule:
         return VersionRule(mode=mode, max_lag=max_lag, known=self.registry.newest)
 
-    def _pins_versions(self) -> bool:
-        return self.versions.mode is VersionMode.PINNED
-
     def set_versions(self, mode: VersionMode, max_lag: int) -> None:
         """Places turns by another version rule from now on."""
         self.versions = self._rule(mode, max_lag)
+        self.dispatcher.pins_versions = mode is VersionMode.PINNED
         self.dispatcher.set_policy(POLICIES[self.config.policy](versions=self.versions))
 
     def abort(self, job_name: str | None) -> int:

@@ -45,7 +45,9 @@ class Dispatcher:
         self._trajectories = trajectories
         self._max_queued_per_job = max_queued_per_job
         self._clock = clock
-        self._places = Places(registry.members, policy, jobs)
+        self._places = Places(registry.members(), policy, jobs)
+        self.pins_versions = False
+        """Whether an attempt has to end when its worker receives other weights."""
 
     @property
     def num_queued(self) -> int:

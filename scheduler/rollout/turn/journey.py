@@ -58,8 +58,3 @@ class Journey:
     """Tokens that arrived together with the first one."""
     served_model: str | None = None
     """The model's name as the last worker gave it."""
-
-    def received(self, num_tokens: int) -> None:
-        """Notes the arrival of tokens; only the first arrival changes anything."""
-        if self.first_token_at is None:
-            self.first_token_at, self.num_first_tokens = time.monotonic(), num_tokens

@@ -15,7 +15,6 @@ from operator import attrgetter
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.borrowing import Lendable, assign, lend_idle
 from rose.scheduler.rollout.placing.fairness import FairQueue
-from rose.scheduler.rollout.placing.sessions import Session
 from rose.scheduler.rollout.placing.views import NOBODY, Policy, TurnView, WorkerKind, WorkerView, of_model
 from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
 from rose.scheduler.rollout.workers.worker import Worker
@@ -23,8 +22,6 @@ from rose.scheduler.rollout.workers.worker import Worker
 _EXPIRE_EVERY_S = 1.0
 
 _models = attrgetter("models")
-
-Members = Callable[[], Mapping[str, Worker]]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +38,19 @@ class Place:
     ahead_tokens: float
     """Prompt tokens of other turns that the worker prefills first."""
     is_prefilled: bool = False
+    num_tokens: int = 0
+    """Tokens generated on it so far."""
+    last_token_at: float | None = None
+
+    def received(self, num_tokens: int, now: float, began: float) -> None:
+        """Notes tokens that arrived at `now`, in a stream that began at `began`."""
+        worker, before = self.worker, self.last_token_at
+        if before is None:
+            self.first_token(now - began)
+        is_paced = before is not None and before > worker.updated_at
+        worker.made_tokens(num_tokens, now, now - before if before is not None and is_paced else None)
+        self.last_token_at = now
+        self.num_tokens += num_tokens
 
     def first_token(self, took_s: float) -> None:
         """Notes the end of the prefill, `took_s` after it began."""
@@ -70,18 +80,11 @@ class Waiter:
         self.done(outcome)
 
 
-def probably_cached(session: Session | None, members: Mapping[str, Worker], now: float) -> dict[str, float]:
-    """Returns how many prompt tokens of a session's next turn each worker probably has cached."""
-    if session is None:
-        return {}
-    known = [members[worker] for worker in session.holders if worker in members]
-    return {w.id: session.cached_tokens(w.id, w.weight_version, now) * w.cache_trust for w in known}
-
-
 class Places:
     """Lives on one thread."""
 
-    def __init__(self, members: Members, policy: Policy, jobs: JobAccounts) -> None:
+    def __init__(self, members: Mapping[str, Worker], policy: Policy, jobs: JobAccounts) -> None:
+        """`members`: the workers by id, as they are from now on."""
         self._members = members
         self._policy = policy
         self._jobs = jobs
@@ -111,7 +114,7 @@ class Places:
         """
         if self.is_paused or not job.may_start or (len(self._queue) and self._is_waited_for(turn.model)):
             return None
-        members = self._members()
+        members = self._members
         self._jobs.asked(job, turn.model)
         self._lend(members, now)
         picked = self._policy.pick(turn, [worker.view() for worker in members.values()], now)
@@ -152,7 +155,7 @@ class Places:
         """Places every turn that can be placed, in fair order."""
         if self.is_paused or not len(self._queue):
             return
-        members = self._members()
+        members = self._members
         self._lend(members, now)
         self._place(members, now)
         if len(self._queue) and self._lend_idle(members):
@@ -204,7 +207,7 @@ class Places:
 
     def lend_anew(self, now: float) -> None:
         """Chooses the serving GPUs again by their recent usage, as at the beginning of an RL step."""
-        members = self._members()
+        members = self._members
         self._lent_to = ()
         for worker in members.values():
             worker.lend(None)

@@ -14,7 +14,7 @@ from rose.scheduler.rollout.turn.counters import Counters
 from rose.scheduler.rollout.turn.journey import Journey, Route
 from rose.scheduler.rollout.turn.latencies import Latencies
 from rose.scheduler.rollout.turn.traces import open_traces
-from rose.scheduler.rollout.turn.trajectories import Trajectories
+from rose.scheduler.rollout.turn.trajectories import Trajectories, about_tokens
 from rose.scheduler.rollout.workers.models import Catalogue
 from rose.scheduler.rollout.workers.worker import Worker
 
@@ -38,7 +38,13 @@ class TurnRecords:
     def begin(self, route: Route, single: Single, num_singles: int) -> Journey:
         """Begins one of the single requests of a call."""
         session = self._trajectories.key(single, num_singles, route)
-        return self._traced(Journey(session=session, route=route, max_tokens=single.generation.max_tokens))
+        journey = Journey(
+            session=session,
+            route=route,
+            prompt_tokens=about_tokens(single.prompt),
+            max_tokens=single.generation.max_tokens,
+        )
+        return self._traced(journey)
 
     def begin_whole(self, route: Route) -> Journey:
         """Begins a request that goes to a worker whole: it has its client's session, or one of its own."""
@@ -53,8 +59,16 @@ class TurnRecords:
             journey.span = self.traces.begin(route.job, journey.session, route.trace_parent)
         return journey
 
-    def finished(self, single: Single, journey: Journey, worker: Worker) -> None:
-        """Remembers where a turn finished. Called before its client learns of it and sends the next one."""
+    def finished(
+        self,
+        single: Single,
+        journey: Journey,
+        worker: Worker,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+    ) -> None:
+        """Finishes a turn and remembers where, before its client learns of it and sends the next one."""
+        single.generation.finish(finish_reason, stop_reason)
         self._trajectories.ended(single, journey, worker)
         self._jobs.get(journey.route.job, time.monotonic()).turn_ended(single.generation.num_tokens)
 

@@ -10,8 +10,8 @@ import time
 
 from rose.errors import WorkerError
 from rose.scheduler.rollout.router_config import RouterConfig
+from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind
 from rose.scheduler.rollout.turn.counters import Counters
-from rose.scheduler.rollout.turn.endings import Ending, EndKind
 from rose.scheduler.rollout.turn.journey import Journey, Refused
 from rose.scheduler.rollout.workers.worker import Worker
 

@@ -9,16 +9,14 @@ Never does: parse clients' HTTP (http/service.py), choose workers (placing/polic
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from rose.errors import RoseError, WorkerError
 from rose.scheduler.rollout.formats.completions import Call, Single
-from rose.scheduler.rollout.turn.aborts import abortable
+from rose.scheduler.rollout.formats.shape import Sink
 from rose.scheduler.rollout.turn.accounts import JobAccounts
-from rose.scheduler.rollout.turn.attempt import Attempt, AttemptParts, Sink
-from rose.scheduler.rollout.turn.counters import Counters
+from rose.scheduler.rollout.turn.attempt.attempt import Attempt, AttemptParts
+from rose.scheduler.rollout.turn.attempt.endings import EndKind
 from rose.scheduler.rollout.turn.dispatch import Dispatcher
-from rose.scheduler.rollout.turn.endings import EndKind
 from rose.scheduler.rollout.turn.journey import Journey, Route
 from rose.scheduler.rollout.turn.records import CANCELLED, FINISHED
 from rose.scheduler.rollout.turn.rerouting import Rerouting
@@ -34,15 +32,12 @@ class TurnRunner:
         jobs: JobAccounts,
         dispatcher: Dispatcher,
         rerouting: Rerouting,
-        pins_versions: Callable[[], bool],
     ) -> None:
-        """`pins_versions`: whether an attempt ends when its worker receives other weights."""
         self._parts = parts
         self._records = parts.records
         self._jobs = jobs
         self._dispatcher = dispatcher
         self._rerouting = rerouting
-        self._pins_versions = pins_versions
 
     async def complete(self, call: Call, route: Route, sink: Sink | None) -> str | None:
         """Runs all single requests of a call and returns the model's name.
@@ -52,7 +47,7 @@ class TurnRunner:
         Raises:
             RoseError: the first error of any single request; the others are cancelled.
         """
-        async with abortable(self._jobs.get(route.job, time.monotonic())):
+        async with self._jobs.abortable(route.job, time.monotonic()):
             if len(call.singles) == 1:  # the common case needs no task of its own
                 return await self._run(call.singles[0], 1, route, sink)
             try:
@@ -82,42 +77,40 @@ class TurnRunner:
 
     async def _attempt_until_finished(self, single: Single, journey: Journey, sink: Sink | None) -> None:
         generation = single.generation
-        while not generation.is_exhausted:
-            _begin_epoch(single, self._records.counters, is_streamed=sink is not None)
-            before = generation.num_tokens
-            journey.prompt_tokens = about_tokens(single.prompt) + before
+        while True:
             first_version = generation.spans[0].weight_version if generation.spans else None
             place = await self._dispatcher.place(journey, first_version)
-            version = place.worker.weight_version if self._pins_versions() else None
+            version = place.worker.weight_version if self._dispatcher.pins_versions else None
             try:
                 ending = await Attempt(self._parts, single, place, journey, sink, version).run()
             finally:
-                self._dispatcher.release(place, generation.num_tokens - before)
+                self._dispatcher.release(place, place.num_tokens)
             if ending.kind is EndKind.FINISHED:
                 return
             self._rerouting.after(ending, place.worker, journey)
-        generation.finish("length", None)
+            if generation.is_exhausted:  # only the finish was lost
+                generation.finish("length", None)
+                return
+            self._begin_next(single, journey, is_streamed=sink is not None)
 
+    def _begin_next(self, single: Single, journey: Journey, *, is_streamed: bool) -> None:
+        """Prepares the next attempt: it resumes where the last one was cut, or starts again.
 
-def _begin_epoch(single: Single, counters: Counters, *, is_streamed: bool) -> None:
-    """Prepares the next attempt: it resumes where the last one was cut, or starts again.
-
-    Raises:
-        WorkerError: the turn has to start again, but its client has been sent tokens.
-    """
-    generation, num_tokens = single.generation, single.generation.num_tokens
-    if is_streamed and num_tokens and generation.must_restart:
-        raise WorkerError(
-            "the worker was lost after tokens were streamed; the state of stop strings, structured output and"
-            " parsers can't be carried to another worker, so send the request again"
-        )
-    restarts = generation.num_restarts
-    generation.begin()
-    if not num_tokens:
-        return
-    if generation.num_restarts > restarts:
-        counters.restarted += 1
-        counters.tokens_dropped += num_tokens
-    else:
-        counters.resumed += 1
-        counters.tokens_kept += num_tokens
+        Raises:
+            WorkerError: the turn has to start again, but its client has been sent tokens.
+        """
+        generation, num_tokens = single.generation, single.generation.num_tokens
+        if is_streamed and num_tokens and generation.must_restart:
+            raise WorkerError(
+                "the worker was lost after tokens were streamed; the state of stop strings, structured output"
+                " and parsers can't be carried to another worker, so send the request again"
+            )
+        restarts, counters = generation.num_restarts, self._records.counters
+        generation.begin()
+        if generation.num_restarts > restarts:
+            counters.restarted += 1
+            counters.tokens_dropped += num_tokens
+        elif num_tokens:
+            counters.resumed += 1
+            counters.tokens_kept += num_tokens
+        journey.prompt_tokens = about_tokens(single.prompt) + generation.num_tokens

@@ -6,15 +6,22 @@ Never does: place turns (places.py), I/O.
 """
 
 import time
+from collections.abc import Mapping
 
 from rose.scheduler.rollout.formats.bodies import TokenIds
 from rose.scheduler.rollout.formats.completions import Single
-from rose.scheduler.rollout.placing.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
+from rose.scheduler.rollout.placing.sessions import (
+    Fingerprints,
+    Held,
+    Session,
+    SessionKeys,
+    SessionTable,
+    prefix_of,
+)
 from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.journey import Journey, Route
-from rose.scheduler.rollout.turn.places import probably_cached
 from rose.scheduler.rollout.workers.registry import Registry
 from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import WeightVersion
@@ -88,6 +95,14 @@ class Trajectories:
         served = {model for worker in self._registry.workers() for model in worker.models or ()}
         for model in (None, *served):
             self.sessions.forget(session, model)
+
+
+def probably_cached(session: Session | None, members: Mapping[str, Worker], now: float) -> dict[str, float]:
+    """Returns how many prompt tokens of a session's next turn each worker probably has cached."""
+    if session is None:
+        return {}
+    known = [members[worker] for worker in session.holders if worker in members]
+    return {w.id: session.cached_tokens(w.id, w.weight_version, now) * w.cache_trust for w in known}
 
 
 def about_tokens(prompt: str | TokenIds) -> int:

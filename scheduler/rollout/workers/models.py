@@ -1,9 +1,9 @@
-"""Which models there are behind the router, and which one a request is for.
+"""Which models are behind the router, and which one a request is for.
 
-Owns: the catalogue of what each registered worker has said it serves.
-Promises: a look-up takes the same time for any number of workers. What a lost worker served stays known: its
-turns wait for it. Names of models come from workers alone, never from clients.
-Never does: ask workers (registry.py), place turns (policy.py).
+Owns: the catalogue of the models that each registered worker serves.
+Promises: a look-up takes the same time for any number of workers. The models of a lost worker stay known,
+since turns wait for it. Names come only from workers, never from clients.
+Never does: ask workers (registry.py), place turns (placing/policy.py).
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json
 
 Contexts = Mapping[str, int | None]
-"""Model name -> its context in tokens, None where that is not said; the worker's default is the first."""
+"""Model name -> its context in tokens, None if unknown. The first model is the worker's default."""
 
 
 class ModelCard(BaseModel):
-    """A model as a worker's /v1/models shows it. Unknown fields are kept and shown."""
+    """One model in a worker's /v1/models. Unknown fields are kept and shown."""
 
     model_config = ConfigDict(extra="allow")
     id: str
@@ -28,20 +28,20 @@ class ModelCard(BaseModel):
 
 
 class ModelCards(BaseModel):
-    """GET /v1/models, as far as it is used."""
+    """The answer to GET /v1/models, as far as the router uses it."""
 
     data: list[ModelCard]
 
 
 class Catalogue:
-    """What each registered worker serves, as it said last. Changed only on the router's event loop."""
+    """The models of each registered worker, as it last reported them. Lives on the router's event loop."""
 
     def __init__(self) -> None:
         self._by_worker: dict[str, Contexts | None] = {}
         self._contexts: dict[str, int | None] = {}
         self._defaults: tuple[str, ...] = ()
         self._removed: set[str] = set()
-        """What only workers served that were removed since."""
+        """Models that were served only by workers that were removed since."""
 
     def __contains__(self, model: object) -> bool:
         return model in self._contexts
@@ -51,33 +51,33 @@ class Catalogue:
         return sorted(self._contexts)
 
     def take(self, worker_id: str, models: Contexts | None) -> None:
-        """A worker says what it serves; None: it does not say."""
+        """Notes what a worker serves; None: it does not say."""
         self._by_worker[worker_id] = models
         self._derive()
         self._removed -= self._contexts.keys()
 
     def forget(self, worker_id: str) -> None:
-        """The worker was removed."""
+        """Forgets a worker that was removed."""
         models = self._by_worker.pop(worker_id, None)
         self._derive()
         self._removed |= (models or {}).keys() - self._contexts.keys()
 
     def is_removed(self, model: str) -> bool:
-        """Whether it was served, by workers that are no longer registered."""
+        """Whether only workers that are no longer registered served this model."""
         return model in self._removed
 
     def default(self) -> str | None:
-        """The model of a request that names none; None: no worker has said what it serves.
+        """Returns the model of a request that names none; None if no worker says what it serves.
 
         Raises:
-            BadRequest: workers would take different ones.
+            BadRequest: workers have different defaults.
         """
         if len(self._defaults) > 1:
-            raise BadRequest(f"model: several are served here, name one of {', '.join(self.names)}")
+            raise BadRequest(f"model: several are served here; name one of {', '.join(self.names)}")
         return self._defaults[0] if self._defaults else None
 
     def context(self, model: str | None) -> int | None:
-        """The longest context that any worker has for the model; None: not known."""
+        """Returns the longest context that any worker has for the model; None if it is unknown."""
         return self._contexts.get(model) if model is not None else None
 
     def _derive(self) -> None:

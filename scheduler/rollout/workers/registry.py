@@ -1,9 +1,9 @@
-"""The set of rollout workers: who is there, and how they are.
+"""The set of rollout workers, and the heartbeats that watch them.
 
-Owns: membership at run time, the heartbeats, what they tell of models and of each run's newest weights.
-Promises: a worker that shows no sign of life for `lost_after_s` is dead, and what runs on it is told at once.
-One that is alive has been asked which models it serves.
-Never does: place turns (policy.py), keep a worker's state (worker.py).
+Owns: membership at run time, the heartbeats, the models and the newest weights of each run that they report.
+Promises: a worker without a sign of life for `lost_after_s` is dead, and whatever runs on it is told at once.
+A worker is asked for its models before it becomes alive.
+Never does: place turns (placing/policy.py), keep a worker's state (worker.py).
 """
 
 import asyncio
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 _NO_ROSE_ROUTES = (404, 405, 501)
 _CLOCK_S = 0.01
-"""The event loop's timers may be early by so much."""
+"""The event loop's timers may fire this much too early."""
 _UPDATING_S = 0.05
-"""Between heartbeats of a worker that changes its weights: turns wait for its new version."""
+"""The time between heartbeats of a worker that changes its weights, for whose new version turns wait."""
 _MODELS_EVERY_S = 5.0
-"""Adapters are loaded while engines run, and turns that name one may go to each that has it."""
+"""Engines load adapters while they run, so the models are asked for this often."""
 
 
 class Registry:
-    """The set of workers and one heartbeat task for each."""
+    """All workers, each with a heartbeat task."""
 
     def __init__(
         self, config: RouterConfig, http: aiohttp.ClientSession, changed: Callable[[], None]
@@ -48,23 +48,24 @@ class Registry:
         self.newest = NewestVersions()
         self.catalogue = Catalogue()
         self._name = f"router-{uuid.uuid4().hex}"
-        """Engines wait until those who ask by name know of new weights: tokens are tagged by what we know."""
+        """Engines wait until followers with a name know of new weights, because the router tags tokens
+        with versions."""
 
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
 
     def members(self) -> Mapping[str, Worker]:
-        """All workers by id; not to be changed."""
+        """Returns all workers by id, as a live mapping that callers must not change."""
         return self._workers
 
     def get(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 
     def add(self, spec: WorkerSpec) -> Worker:
-        """Register a worker and start its heartbeat; it takes turns once it answered one.
+        """Registers a worker and starts its heartbeat. It gets turns once it has answered one.
 
         Raises:
-            ValueError: a worker of that address is registered already.
+            ValueError: a worker with this address is registered already.
         """
         if spec.id in self._workers:
             raise ValueError(f"worker {spec.id} is registered already")
@@ -75,10 +76,10 @@ class Registry:
         return worker
 
     def remove(self, worker_id: str) -> None:
-        """Forget a worker; its attempts are rerouted.
+        """Removes a worker, whose attempts are rerouted.
 
         Raises:
-            KeyError: no such worker.
+            KeyError: there is no such worker.
         """
         worker = self._workers.pop(worker_id)
         self._heartbeats.pop(worker_id).cancel()
@@ -101,15 +102,15 @@ class Registry:
             await asyncio.sleep(max(0.0, every_s - (time.monotonic() - started)))
 
     async def beat(self, worker: Worker) -> None:
-        """Ask one worker how it is, and take down the answer or its absence."""
+        """Asks one worker for its status, and notes the answer or its absence."""
         try:
             status = await self._ask_status(worker)
             if status is not None:
                 worker.take_status(status, time.monotonic())
-            if not worker.is_alive:  # before it gets turns: it may not be the engine that it was
+            if not worker.is_alive:  # before it gets turns, since it may be another engine than before
                 self._take_models(worker, await self._ask_models(worker))
             worker.seen(time.monotonic())
-            # Others may go on with the version before while this worker still changes to its next one.
+            # While this worker changes its weights, others may go on with the previous version.
             if worker.weight_version is not None and worker.view().alive:
                 self.newest.heard(worker.weight_version, worker.models)
             if time.monotonic() - worker.models_asked_at > _MODELS_EVERY_S:
@@ -122,11 +123,11 @@ class Registry:
                 worker.has_rose_routes = True
 
     async def refresh_models(self) -> None:
-        """Ask all live workers which models they serve."""
+        """Asks all live workers which models they serve."""
         await asyncio.gather(*(self._refresh(worker) for worker in self.workers() if worker.is_alive))
 
     async def _refresh(self, worker: Worker) -> None:
-        """What it said before stands while it says nothing else."""
+        """Asks a worker for its models, and keeps the known ones if there is no answer."""
         try:
             if cards := await self._ask_models(worker):
                 self._take_models(worker, cards)
@@ -134,7 +135,7 @@ class Registry:
             logger.warning("no models worker=%s error=%s", worker.id, type(error).__name__)
 
     def _take_models(self, worker: Worker, cards: list[ModelCard]) -> None:
-        """No card: it does not say."""
+        """Notes a worker's models; no cards mean that it does not say."""
         worker.cards = cards
         models = {card.id: card.max_model_len for card in cards} if cards else None
         if models != worker.models and self._workers.get(worker.id) is worker:
@@ -143,7 +144,7 @@ class Registry:
             self.catalogue.take(worker.id, models)
 
     def model_cards(self) -> list[Json]:
-        """Each model once, as the first worker that serves it shows it; those of lost workers, too."""
+        """Returns each model once, as the first worker that serves it shows it, lost workers included."""
         cards: dict[str, Json] = {}
         for worker in self._workers.values():
             for card in worker.cards:
@@ -151,7 +152,7 @@ class Registry:
         return list(cards.values())
 
     async def _ask_models(self, worker: Worker) -> list[ModelCard]:
-        """The cards it shows; none where it doesn't have that route, or another shape of it."""
+        """Returns the worker's models; none if it lacks the route or answers in another shape."""
         worker.models_asked_at = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=self._config.lost_after_s)
         url, headers = f"{worker.spec.url}/v1/models", openai_headers(self._config)
@@ -165,14 +166,15 @@ class Registry:
             return []
 
     def _patience_s(self, worker: Worker) -> float:
-        """The time to wait for an answer: until the worker counts as lost, and not for a second such time."""
+        """Returns how long to wait for an answer: until the worker counts as lost, but not twice that
+        long."""
         if worker.last_seen is None:
             return self._config.lost_after_s
         left_s = worker.last_seen + self._config.lost_after_s - time.monotonic()
         return max(self._config.heartbeat_s, left_s + _CLOCK_S)
 
     async def _ask_status(self, worker: Worker) -> RoutingStatus | None:
-        """The worker's status; None from a stock vLLM, which only has /health."""
+        """Returns the worker's status; None from a stock vLLM, which only has /health."""
         timeout = aiohttp.ClientTimeout(total=self._patience_s(worker))
         if worker.has_rose_routes:
             url = f"{worker.spec.url}/rose/v1/status"

@@ -1,8 +1,8 @@
-"""How fast a worker is, learned from the turns that ran on it.
+"""How fast a worker is, as learned from the turns that ran on it.
 
-Owns: SpeedEstimate, a running fit of the two parts of a decode step and of the prefill's rate.
-Promises: bounded memory, recent turns count most; times are those of a whole GPU (wall time x share), so that
-an estimate made under load holds in quiet.
+Owns: SpeedEstimate, a running fit of the two parts of a decode step and of the prefill rate.
+Promises: memory is bounded and recent turns count most. Times are those of a whole GPU (wall time x share),
+so that an estimate made under load also holds without load.
 Never does: I/O, read a clock.
 """
 
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from rose.scheduler.rollout.placing.views import Speed
 
 _FORGET = 0.98
-"""Weight left to an observation after one more: about the last 50 count."""
+"""The weight of an observation relative to the next one, so that about the last 50 count."""
 _MIN_DECODES = 8
 _MIN_PREFILLS = 3
 _MIN_PREFILL_TOKENS = 64
-"""Shorter prefills tell of the fixed cost of a step, not of the rate."""
+"""Shorter prefills show the fixed cost of a step rather than the rate."""
 
 
 @dataclass(slots=True)
 class SpeedEstimate:
-    """Least squares of seconds per token over turns in the batch; the mean rate of prefills."""
+    """Fits seconds per token to the turns in the batch by least squares, and averages the prefill rate."""
 
     num_decodes: int = 0
     num_prefills: int = 0
@@ -32,10 +32,10 @@ class SpeedEstimate:
     _prefill_s: float = 0.0
     _prefill_tokens: float = 0.0
     _known: Speed | None = None
-    """The fit, until something new was seen: it is asked for with every turn."""
+    """The cached fit, which every turn asks for; None after a new observation."""
 
     def saw_decode(self, s_per_token: float, num_turns: int, share: float) -> None:
-        """One stretch of decoding with `num_turns` in the batch."""
+        """Adds a stretch of decoding with `num_turns` in the batch."""
         x, y = float(num_turns), s_per_token * share
         self.num_decodes += 1
         self._known = None
@@ -46,7 +46,7 @@ class SpeedEstimate:
         self._xy = _FORGET * self._xy + x * y
 
     def saw_prefill(self, first_token_s: float, tokens: float, share: float) -> None:
-        """A first token came after so long; `tokens` were to prefill, those ahead of it included."""
+        """Adds a prefill of `tokens`, those of turns ahead included, which took `first_token_s`."""
         if tokens < _MIN_PREFILL_TOKENS:
             return
         self.num_prefills += 1
@@ -55,7 +55,7 @@ class SpeedEstimate:
         self._prefill_tokens = _FORGET * self._prefill_tokens + tokens
 
     def speed(self) -> Speed | None:
-        """None until enough was seen."""
+        """Returns the fit; None until there are enough observations."""
         if self.num_decodes < _MIN_DECODES or self.num_prefills < _MIN_PREFILLS:
             return None
         if self._known is None:
@@ -67,7 +67,7 @@ class SpeedEstimate:
         variance = self._xx / self._weight - mean_x * mean_x
         slope = 0.0
         if variance > 1e-9:
-            # Neither part can be negative, whatever the noise says.
+            # Neither part can be negative, whatever the noise suggests.
             slope = (self._xy / self._weight - mean_x * mean_y) / variance
             slope = min(max(slope, 0.0), mean_y / max(mean_x, 1e-9))
         return Speed(

@@ -1,10 +1,10 @@
-"""The stall clock of what runs on a worker.
+"""The stall clock of whatever runs on a worker.
 
 Owns: Watch.
-Promises: running out is a TimeoutError, at once when the worker is lost or gets weights that won't do; while
-the worker's weights are being changed, only the deadline counts. A router that was itself held up takes that
-for no silence of a worker's.
-Never does: know what a stall means for the worker (attempt.py, dataplane.py).
+Promises: a watch that runs out raises TimeoutError, at once if the worker is lost or receives unsuitable
+weights. While the worker's weights change, only the deadline counts. A delay of the router itself is not
+taken for silence of a worker.
+Never does: know what a stall means for the worker (turn/rerouting.py).
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from typing import Any, Protocol, Self
 from rose.types import WeightVersion
 
 HELD_UP_S = 0.25
-"""A clock that rings so much too late was not looked at: what the worker sent meanwhile has not been read."""
+"""A timer that fires this late shows that the router was delayed and has not read what the worker sent."""
 
 
 class Watched(Protocol):
-    """Has the clocks that are to be told when it is lost, or its weights change."""
+    """A worker that tells its watches when it is lost or its weights change."""
 
     watches: "set[Watch]"
 
@@ -30,18 +30,18 @@ class Watched(Protocol):
 
 
 class Watch:
-    """The stall clock of something that runs on a worker; runs out at once when the worker is lost.
+    """A stall clock. It runs out at once when the worker is lost.
 
-    Use: `async with watch:` around it all, which raises TimeoutError, and `watch.allow(seconds)` whenever
-    there was progress: cheap, as the timer is not set anew each time.
+    `async with watch:` encloses the work and raises TimeoutError. `watch.allow(seconds)` notes progress; it
+    is cheap, as it seldom sets a new timer.
     """
 
     def __init__(
         self, worker: Watched, deadline: float = math.inf, version: WeightVersion | None = None
     ) -> None:
-        """`deadline`: monotonic time at which it runs out whatever is allowed.
+        """`deadline`: the monotonic time at which the watch runs out, whatever is allowed.
 
-        `version`: it also runs out when the worker gets other weights than these; None: any will do.
+        `version`: the watch also runs out when the worker receives other weights; None: it accepts any.
         """
         self.worker = worker
         self.deadline = deadline
@@ -66,14 +66,14 @@ class Watch:
         await self._timeout.__aexit__(*exc_info)
 
     def allow(self, seconds: float) -> None:
-        """So long from now until the time is out, whatever was allowed before."""
+        """Lets the watch run out in `seconds` from now, whatever was allowed before."""
         self._is_paused = False
         if self.worker.is_updating:
             seconds = math.inf
         self._set(min(self._loop.time() + seconds, self.deadline))
 
     def pause(self) -> None:
-        """No clock but the deadline until the next allow()."""
+        """Stops the clock until the next allow(); only the deadline counts."""
         self._is_paused = True
         self._set(self.deadline)
 
@@ -101,12 +101,12 @@ class Watch:
             self._timer = self._loop.call_at(self._until, self._look)
 
     def worker_updating(self) -> None:
-        """Its steps are held back: no clock but the deadline until they go on."""
+        """Stops the clock while the worker's steps are held back for new weights."""
         self._set(self.deadline)
         self._check_version()
 
     def worker_updated(self, seconds: float) -> None:
-        """It goes on, and has so long to make its next token."""
+        """Starts the clock again; the worker has `seconds` to make its next token."""
         if not self._is_paused:
             self.allow(seconds)
         self._check_version()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.scheduler.rollout.formats.bodies import TokenIds
-from rose.scheduler.rollout.formats.chunks import Chunk
+from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.resume import Accumulated, must_restart
 from rose.types import WeightVersion
 from tests.scheduler.rollout.scripted_worker import expected_tokens

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rose.scheduler.rollout.turn.boundary import num_unfinished
+from rose.scheduler.rollout.turn.attempt.boundary import num_unfinished
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 from yarl import URL
 
-from rose.scheduler.rollout.turn import wire as wire_module
-from rose.scheduler.rollout.turn.wire import Wire, WorkerConnection
+from rose.scheduler.rollout.turn.attempt import wire as wire_module
+from rose.scheduler.rollout.turn.attempt.wire import Wire, WorkerConnection
 
 pytestmark = pytest.mark.asyncio
 
