@@ -3,7 +3,7 @@
 Owns: the shape of the events as far as the router uses it, cutting the stream into events, and Chunk, what an
 event adds to an answer.
 Promises: the echo of a long prompt is never parsed, and not copied where it is known already.
-Never does: judge what an event means (turn/attempt.py).
+Never does: judge what an event means (turn/attempt/).
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -3,7 +3,7 @@
 Owns: Worker: its health, load, speed, share of the GPU and weights.
 Promises: a worker that stalled or came back is on probation (one turn at a time) until it makes a token. What
 runs on a worker is told at once when the worker is lost.
-Never does: send requests (registry.py, turn/attempt.py), place turns (placing/policy.py).
+Never does: send requests (registry.py, turn/attempt/), place turns (placing/policy.py).
 """
 
 import logging

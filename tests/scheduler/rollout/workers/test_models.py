@@ -64,7 +64,7 @@ async def test_a_request_without_a_model_is_400_where_several_are_served(
         body = EVERY_PATH.get(path, {"prompt": "hi"})
         status, answer = await client.post(path, body)
         assert status == 400
-        assert answer["error"]["message"] == "model: several are served here, name one of a, b"
+        assert answer["error"]["message"] == "model: several are served here; name one of a, b"
         assert not a.requests and not b.requests
 
 
