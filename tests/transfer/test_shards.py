@@ -15,7 +15,7 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.checkpoint import checkpoint_state_hash, read_checkpoint, write_checkpoint
 from rose.transfer.format.manifest import Manifest, pack_body, unpack_body
-from rose.transfer.format.partition import buckets_of
+from rose.transfer.format.partition import held_buckets
 from rose.transfer.format.shard_plan import Box
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.publish.torch_source import TensorShard
@@ -236,7 +236,7 @@ def test_a_late_joiner_and_an_engine_of_another_parallel_size_get_their_shards(t
     assert late.advance()
     check_holds(late, trainer, PLANS[1:3])
     layout = trainer.publishers[0].layout
-    assert late.mirror.planes.held == buckets_of(layout, [plan.boxes() for plan in PLANS[1:3]])
+    assert late.mirror.planes.held == held_buckets(layout, PLANS[1:3])
     odd = plan_of("odd", SHAPES, {"0.q": Box(start=(3, 5), stop=(9, 7))}).model_copy(
         update={"whole": ["1.down"]}
     )

@@ -281,9 +281,10 @@ def main() -> None:
         signal.signal(number, _stop)
     try:
         args.staging.mkdir(parents=True, exist_ok=True)
-        follow(args, Settings.from_environment().key)
     except OSError as error:
         parser.error(f"--staging {args.staging}: {error.strerror}")
+    try:
+        follow(args, Settings.from_environment().key)
     except (RoseError, ValueError) as error:
         parser.error(str(error))
 

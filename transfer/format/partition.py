@@ -39,11 +39,7 @@ def cut_by_holdings(tensors: Iterable[TensorSpec], ranks: Sequence[Holdings]) ->
 
 def held_buckets(layout: Layout, plans: Sequence[ShardPlan]) -> frozenset[int]:
     """Returns the buckets that contain anything of what these plans' ranks hold."""
-    return buckets_of(layout, [plan.boxes() for plan in plans])
-
-
-def buckets_of(layout: Layout, ranks: Sequence[Holdings]) -> frozenset[int]:
-    """Returns the buckets that contain anything of what these ranks hold."""
+    ranks = [plan.boxes() for plan in plans]
     held = {
         part
         for part in layout.parts
