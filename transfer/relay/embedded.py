@@ -79,11 +79,7 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
         prefixes, seen = request.query.getall("prefix", []), request.query.get("seen")
         if seen is None:
             return web.json_response([log.position, None])
-        timeout_ms = request.query.get("timeout_ms", "")
-        if not timeout_ms.isdecimal():
-            raise web.HTTPBadRequest(text=f"timeout_ms must be a whole number >= 0, got {timeout_ms!r}")
-        timeout_s = min(int(timeout_ms) / 1000, _MAX_WAIT_S)
-        return web.json_response(await log.wait(prefixes, seen, timeout_s))
+        return web.json_response(await log.wait(prefixes, seen, _timeout_s(request)))
 
     async def end_waits(app: web.Application) -> None:
         log.close()
@@ -98,6 +94,13 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
     app.router.add_get("/v1/keys", names)
     app.router.add_get("/v1/changes", changes)
     return app
+
+
+def _timeout_s(request: web.Request) -> float:
+    timeout_ms = request.query.get("timeout_ms", "")
+    if not timeout_ms.isdecimal():
+        raise web.HTTPBadRequest(text=f"timeout_ms must be a whole number >= 0, got {timeout_ms!r}")
+    return min(int(timeout_ms) / 1000, _MAX_WAIT_S)
 
 
 class _Peers:
