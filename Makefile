@@ -8,11 +8,12 @@ CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
 DELTA_LIBRARY ?= rose/librose_delta_cuda.so
 
-.PHONY: help setup demo test lint style formatting cxx types contracts names docs format bench cuda clean
+.PHONY: help setup demo test test-fast lint style formatting cxx types contracts names docs format bench cuda clean
 
 help:
 	@echo "make demo       run the main job on this machine (rose demo)"
 	@echo "make test       run the tests"
+	@echo "make test-fast  run the tests that need neither vLLM engines nor Mooncake"
 	@echo "make lint       style, formatting, types, import contracts, names in prose, the site's links"
 	@echo "make format     rewrite the files as lint wants them"
 	@echo "make docs       build the documentation into site/ (strict, offline)"
@@ -29,6 +30,9 @@ demo: setup
 
 test: setup
 	@$(PYTHON_BIN) -m pytest $(ARGS)
+
+test-fast: setup
+	@$(PYTHON_BIN) -m pytest -m "not vllm and not mooncake" $(ARGS)
 
 lint: style formatting cxx types contracts names docs
 

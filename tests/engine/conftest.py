@@ -13,6 +13,22 @@ from shared_gpu import SharedGpu
 from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.types import Role
 
+LAST = ("test_worker_death.py", "test_tensor_parallel.py")
+"""Files that run after all others of this folder: one that kills engines of the shared pair, for whose
+successors nobody need wait then, and one with engines of its own."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves the tests of ``LAST`` behind the other tests of this folder."""
+    folder = Path(__file__).parent
+    places = [at for at, item in enumerate(items) if folder in item.path.parents]
+    ordered = sorted(
+        (items[at] for at in places),
+        key=lambda item: LAST.index(item.path.name) + 1 if item.path.name in LAST else 0,
+    )
+    for at, item in zip(places, ordered, strict=True):
+        items[at] = item
+
 
 @pytest.fixture(scope="session")
 def engines_dir() -> Iterator[Path]:
