@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rose.admission.board import MAGIC, Word
 from rose.engine.hooks import patches
+from rose.engine.settings import EngineSettings
 from rose.errors import BoardError, ConfigError
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
@@ -47,6 +48,21 @@ def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_p
         patches._check_parallelism(EngineArgs(model, pipeline_parallel_size=2))
     with pytest.raises(ConfigError, match="--nnodes 2: a slab pool is on one host"):
         patches._check_parallelism(EngineArgs(model, tensor_parallel_size=2, nnodes=2))
+
+
+@pytest.mark.parametrize(
+    ("pool", "given", "expected"),
+    [(None, None, None), (None, 8192, 8192), ("p", None, 512), ("p", 8192, 512), ("p", 256, 256)],
+)
+def test_only_a_rollout_engine_in_a_pool_has_a_lower_token_limit_per_step(
+    monkeypatch: pytest.MonkeyPatch, pool: str | None, given: int | None, expected: int | None
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="rose-test-") as folder:
+        monkeypatch.setenv("ROSE_RUNTIME_DIR", folder)
+        args = EngineArgs(folder, max_num_batched_tokens=given, additional_config={})
+        with start_daemon("p", num_slabs=2, slab_bytes=1 << 20, headroom_slabs=1, runtime_dir=Path(folder)):
+            patches._apply(EngineSettings(role=Role.ROLLOUT, pool=pool), args)
+    assert args.max_num_batched_tokens == expected
 
 
 @pytest.mark.parametrize("role", Role)

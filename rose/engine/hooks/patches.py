@@ -136,12 +136,13 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     # CPUs that compute. It leaves a class alone, and one rank needs no queues.
     engine_args.distributed_executor_backend = UniProcExecutor if num_ranks == 1 else RanksExecutor
     if settings.role is Role.ROLLOUT:
-        engine_args.max_num_batched_tokens = min(
-            engine_args.max_num_batched_tokens or settings.chunk_tokens, settings.chunk_tokens
-        )
         engine_args.weight_transfer_config = WeightTransferConfig(backend="rose")
     if settings.pool is not None:
         engine_args.kv_cache_memory_bytes = _bytes_per_rank(settings.pool, num_ranks, backend)
+        if settings.role is Role.ROLLOUT:
+            # The gate fits steps of this size into serving's slack. A dedicated engine has no such limit.
+            given = engine_args.max_num_batched_tokens
+            engine_args.max_num_batched_tokens = min(given or settings.chunk_tokens, settings.chunk_tokens)
 
 
 def _check_parallelism(engine_args: Any) -> int:
