@@ -1,4 +1,4 @@
-"""Scheduling of rollout turns (rollout/) and, later, of whole RL jobs."""
+"""Scheduling of rollout turns (rollout/) and of whole RL jobs (all other folders)."""
 
 if not __name__.startswith("rose."):
     raise ImportError(

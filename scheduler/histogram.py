@@ -1,9 +1,4 @@
-"""Counts by upper bound, as Prometheus has them.
-
-Owns: Histogram.
-Promises: adding a value costs a binary search; counts only grow.
-Never does: know what is counted.
-"""
+"""Counts by upper bound, as Prometheus has them. Adding a value costs a binary search."""
 
 import bisect
 import itertools
@@ -20,13 +15,13 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float) -> None:
-        """One more."""
+        """Counts one more value."""
         self._counts[bisect.bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     @property
     def sum(self) -> float:
-        """Of all values."""
+        """The sum of all values."""
         return self._sum
 
     def buckets(self) -> list[tuple[str, int]]:

@@ -1,8 +1,7 @@
-"""`rose sched agent`: a host offers its nodes to the cluster scheduler of another one, and runs jobs on them.
+"""`rose sched agent`: offers this host's nodes to a scheduler on another host, and runs jobs on them.
 
-Owns: the runner of this host. Promises: jobs start and end here as the scheduler orders, each in a process
-group of its own; while this process lives the scheduler hears of it, and when it ends, so do its jobs.
-Never: decides.
+Owns this host's runner. Jobs start and end as the scheduler orders, each in a process group of its own. The
+process sends heartbeats while it lives, and when it ends, its jobs end too.
 """
 
 import logging

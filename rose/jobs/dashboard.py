@@ -1,7 +1,7 @@
 """The dashboard's process beside `rose sched serve`.
 
-Owns: that process. Promises: an address that can't be used is refused before anything starts; after that,
-whatever becomes of the page, the scheduler and its jobs don't notice. Never: answers a request.
+An address that can't be used is refused before anything starts. After that, the scheduler and its jobs don't
+notice what happens to the dashboard.
 """
 
 import logging
@@ -15,13 +15,13 @@ from rose.scheduler.dashboard.address import Address
 logger = logging.getLogger(__name__)
 
 RESTART_S = 5.0
-"""Between two starts: one that dies at once must not keep a core busy."""
+"""The time between two starts, so that a dashboard that dies at once does not keep a core busy."""
 NICE = 10
-"""Behind the scheduler and the jobs wherever they want the same core."""
+"""The scheduler and the jobs come first where they want the same core."""
 
 
 class DashboardProcess:
-    """Under its supervisor. ``check`` starts it again, whatever ended it."""
+    """The supervised process. ``check`` starts it again, whatever ended it."""
 
     def __init__(self, http: str, channel: str) -> None:
         """Starts nothing. Raises: ConfigError if nothing can listen on ``http``."""
@@ -33,7 +33,7 @@ class DashboardProcess:
         self._started_s = 0.0
 
     def check(self) -> None:
-        """Has it run, unless it was started less than RESTART_S ago. Raises nothing."""
+        """Starts the process if it has ended, at most once per RESTART_S. Raises nothing."""
         if self._process is not None and self._process.is_alive():
             return
         if self._process is not None:

@@ -1,8 +1,7 @@
-"""`rose sched profile`: measures what a job's phases take, and writes that into its file.
+"""`rose sched profile`: measures how long a job's phases take, and writes the times into its file.
 
-Owns: the command, and the file that it writes. Promises: bad input is refused before anything runs, nothing
-is written but after a whole run, and no file is overwritten. Never: runs the job (solo_run.py), nor judges
-the figures (rose.scheduler.runtime.job.profile).
+Bad input is refused before anything runs. The file is written only after a whole run, and no file is
+overwritten. solo_run.py runs the job, and rose.scheduler.runtime.job.profile computes the figures.
 """
 
 import json
@@ -57,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _output(given: Path | None, job: Path) -> Path:
-    """Raises: ConfigError before minutes are spent on measuring."""
+    """Checks the output path before minutes are spent on measuring. Raises: ConfigError."""
     output = given if given is not None else job.with_name(f"{job.stem}.profiled.yaml")
     if output.exists():
         raise ConfigError(f"{output}: exists; remove it, or choose another with --output")

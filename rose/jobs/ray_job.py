@@ -1,11 +1,9 @@
 """A job with a Ray instance of its own: ``python -m rose.jobs.ray_job --num-cpus 2 -- COMMAND ...``.
 
-Owns: one Ray head, its ports, its folder and its token. Promises: the command finds it by ``RAY_ADDRESS``,
-and shares it with nobody, whatever this user has set for Ray; both are in the session that this process
-leads, and Ray ends with the command; the exit status is the command's. Never: imports ray, or touches another
-instance.
-
-So a crash or a full object store of one job is none of another's. Source: WEAVE §5.1, fault isolation.
+Owns one Ray head, its ports, its folder and its token. The command finds it by ``RAY_ADDRESS`` and shares it
+with nobody, whatever the user has set for Ray. Both run in the session that this process leads, and Ray ends
+with the command, whose exit status is returned. Thus a crash or a full object store of one job does not
+affect another. Source: WEAVE §5.1, fault isolation.
 """
 
 import argparse
@@ -31,7 +29,7 @@ from rose.node.signals import StopOnSignals
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""For Ray's processes, once the command has ended."""
+"""The time that Ray's processes have to end after the command."""
 POLL_S = 0.05
 LOOPBACK = "127.0.0.1"
 
@@ -60,7 +58,7 @@ def start_ray(arguments: argparse.Namespace, folder: str, environment: Mapping[s
 
 
 def end_others() -> None:
-    """All processes of our own session but this one."""
+    """Ends all other processes of our own session."""
     deadline = time.monotonic() + GRACE_S
     signum = signal.SIGTERM
     while others := [pid for pid in watcher.group_members(os.getpid()) if pid != os.getpid()]:
@@ -75,7 +73,7 @@ def end_others() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command beside its Ray, until either has to end."""
+    """Runs the command beside its Ray until the command or this process ends."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if find_spec("ray") is None:

@@ -1,8 +1,8 @@
 """A host's runner: starts and ends the processes of whole RL jobs, as the cluster scheduler orders.
 
-Owns: one process group per attempt, its job file and its log, and the host memory of jobs that are over.
-Promises: a job's death is reported when all of its process group is gone, so that its nodes are free indeed;
-when the runner itself dies, the watchers end all jobs. Never: decides who runs.
+Owns one process group per attempt, its job file and its log, and the jobs' cached state in host memory. A
+job's death is reported when its whole process group is gone, so that its nodes are really free. When the
+runner itself dies, the watchers end all jobs.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ from rose.scheduler.runtime.job.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-"""How late a job's death is noticed at most."""
+"""The longest time until a job's death is noticed."""
 GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL of a job that is told to end."""
+"""The time between SIGTERM and SIGKILL for a job that is told to end."""
 BEAT_S = 1.0
-"""Of an agent; the scheduler's `host_lease_s` is many of these."""
+"""The time between an agent's heartbeats; the scheduler's `host_lease_s` is many times longer."""
 START_FAILED_STATUS = 127
-"""What a shell reports for a command that could not be run."""
+"""The status that a shell reports for a command that could not be run."""
 _NEVER_STARTS = (FileNotFoundError, NotADirectoryError, PermissionError)
 """Other errors, such as too few processes or too little memory, may be gone at the next attempt."""
 
@@ -54,12 +54,12 @@ class _Attempt:
     number: int
     process: ServerProcess
     kill_s: float | None = None
-    """When it gets SIGKILL, once it was told to end."""
+    """When to send SIGKILL, once the attempt was told to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A host's nodes, by kind, for groups to use."""
+    """The nodes that a host offers to groups, by pool."""
 
     host: str
     num_nodes: dict[Phase, int]
@@ -107,7 +107,7 @@ class Runner:
         self._beat()
 
     def pid_of(self, job: str) -> int | None:
-        """Of the leader of its process group; None: it does not run."""
+        """The pid of the job's process group leader; None if the job does not run here."""
         attempt = self._running.get(job)
         return attempt.process.pid if attempt is not None else None
 
@@ -124,7 +124,7 @@ class Runner:
         for attempt in self._running.values():
             attempt.process.stop(max(0.0, deadline - time.monotonic()))
         self._running.clear()
-        shutil.rmtree(self._cache_root, ignore_errors=True)  # nobody else's: it is this channel's
+        shutil.rmtree(self._cache_root, ignore_errors=True)  # this channel's alone
 
     def _hello(self) -> None:
         running = {name: attempt.number for name, attempt in self._running.items()}
@@ -196,7 +196,7 @@ class Runner:
         )
 
     def _log_path(self, job: str) -> Path:
-        """Of all its attempts."""
+        """The log of all attempts of a job."""
         return self._folder / "logs" / f"{job}.log"
 
     def _stop(self, order: Stop) -> None:
@@ -210,7 +210,7 @@ class Runner:
             self._forget(order.job)
 
     def _forget(self, job: str) -> None:
-        """Gives the host memory of a job back, and removes its job files."""
+        """Frees the host memory of a job, and removes its job files."""
         for folder in (self._cache_root / job, self._folder / "jobs" / job):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -238,7 +238,7 @@ class Runner:
 
 
 def _argv(spec: RunSpec) -> Sequence[str]:
-    """What leads the job's process group."""
+    """The command of the job's process group leader."""
     if spec.ray is None:
         return spec.command
     options = spec.ray.model_dump(exclude_none=True)

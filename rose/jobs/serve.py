@@ -1,8 +1,7 @@
 """`rose sched serve`: the cluster scheduler and the runner of its jobs, on one machine.
 
-Owns: the scheduler's process, the dashboard's if asked for, and the runner. Promises: a scheduler that dies
-is started again and its jobs don't notice, but for a wait; when this process ends, all of them end. Never:
-decides.
+Owns the scheduler's process, the dashboard's process if asked for, and the runner. A scheduler that dies is
+started again, and its jobs only wait a little. When this process ends, all of them end.
 """
 
 import argparse
@@ -35,10 +34,10 @@ POLL_S = 0.1
 
 
 class ScheduledNode:
-    """The scheduler under its supervisor. ``check`` starts it again when a signal has ended it."""
+    """The supervised scheduler. ``check`` starts it again when a signal has ended it."""
 
     def __init__(self, channel: str, cluster: Path | None, log_path: Path | None = None) -> None:
-        """Checks both, starts nothing. log_path: where the scheduler's log goes; None: on this terminal."""
+        """Checks both, and starts nothing. log_path: the scheduler's log; None: this terminal."""
         ChannelUrl.parse(channel)
         self._argv = [
             sys.executable,
@@ -62,7 +61,7 @@ class ScheduledNode:
 
     @property
     def scheduler_pid(self) -> int:
-        """Of the one that runs now."""
+        """The pid of the present scheduler."""
         return self._scheduler.pid
 
     def check(self) -> None:
@@ -77,7 +76,7 @@ class ScheduledNode:
         self._scheduler.start()
 
     def wait_ready(self, client: ControlClient) -> None:
-        """Until our scheduler answers: another one may have the channel, and ours then says so."""
+        """Waits until our own scheduler answers. If another one has the channel, ours ends and says so."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             self.check()
@@ -142,7 +141,7 @@ def _run(
 
 
 def cache_root(settings: Settings, channel: str, host: str = "") -> Path:
-    """By channel and host: jobs of two schedulers or agents on one machine may have the same name."""
+    """The folder of cached state, by channel and host: two schedulers may have jobs of the same name."""
     return settings.staging_root / "jobs" / f"{zlib.crc32(f'{channel}{host}'.encode()):08x}"
 
 

@@ -1,8 +1,7 @@
-"""One job alone on this machine, under a scheduler of its own, watched until its end: a profile's run.
+"""A profile's run: one job alone on this machine, under a scheduler of its own, watched until its end.
 
-Owns: that scheduler and its runner, the job's process, and samples of its memory. Promises: the job runs as
-under `rose sched serve`, with permits, working sets and a process group; all processes have ended when
-`measure` returns or raises; its log is kept. Never: judges the figures (runtime/job/profile.py does).
+The job runs as under `rose sched serve`, with permits, working sets and a process group. All processes have
+ended when `measure` returns or raises, and the job's log is kept.
 """
 
 import os
@@ -38,7 +37,7 @@ from rose.scheduler.runtime.job.spec import RunSpec
 
 GROUP = "profile"
 LOOK_S = 0.2
-"""Between two looks at the job and its memory."""
+"""The time between two looks at the job and its memory."""
 
 
 def measure(spec: RunSpec, num_iterations: int, *, timeout_s: float, settings: Settings) -> JobProfile:
@@ -79,7 +78,7 @@ class _Run:
     runner: Runner
     recording: Path
     log: Path
-    """Where the job's log will be."""
+    """Where the job's log is kept after the run."""
     samples: list[Sample] = field(default_factory=list)
 
     def to_the_end(self, timeout_s: float) -> JobProfile:
@@ -107,7 +106,7 @@ class _Run:
             self.runner.step()
 
     def _look(self) -> dict[str, Any]:
-        """What the scheduler says of the job, after a sample of its memory and a check of its phases."""
+        """Samples the job's memory, checks its phases, and returns the job's status."""
         pid = self.runner.pid_of(self.spec.name)
         if pid is not None:
             self.samples.append(Sample(at_s=time.monotonic(), resident_bytes=resident_bytes(pid)))
@@ -127,7 +126,7 @@ class _Run:
 
 
 def resident_bytes(leader_pid: int) -> int:
-    """Of all processes of a group; what they share counts in each."""
+    """The resident memory of all processes of a group; shared pages count in each of them."""
     num_pages = 0
     for pid in group_members(leader_pid):
         try:
@@ -138,7 +137,7 @@ def resident_bytes(leader_pid: int) -> int:
 
 
 def _end_of(path: str, kept: Path) -> str:
-    """The last lines of a job's log, under the name that it will have."""
+    """The last lines of a job's log, under the path at which it is kept."""
     log = Path(path)
     if not log.exists():
         return ""

@@ -1,8 +1,7 @@
 """The third pool: serving GPUs that rollouts may borrow.
 
-Owns: who gets how many. Promises: no GPU goes to two jobs, no more than the pool has; nothing else depends on
-the answer, so all of them can be taken back at any time: candidates are certified without them, and they cost
-nothing. Never: talks to the serving side (scheduler/rollout does).
+No GPU goes to two jobs. Candidates are certified without borrowed GPUs, which cost nothing, so all of them
+can be taken back at any time. scheduler/rollout talks to the serving side.
 """
 
 from collections.abc import Iterable
@@ -12,8 +11,11 @@ from rose.scheduler.cluster.pools import Pools
 
 
 def lend(groups: Iterable[Group], pools: Pools) -> dict[str, int]:
-    """Serving GPUs by job: the jobs that spend most of their iteration in rollouts come first, each gets at
-    most as many GPUs as it has rollout nodes for, as its rollout is at best halved then."""
+    """Returns the borrowed serving GPUs of each job.
+
+    Jobs that spend most of their iteration in rollouts come first. A job gets at most
+    as many GPUs as its rollout nodes have, which at best halves its rollout.
+    """
     jobs = [member.job for group in groups for member in group.members]
     left, lent = pools.num_serving_gpus, {}
     for job in sorted(jobs, key=lambda job: (-job.rollout_s / job.solo_s, job.name)):

@@ -1,8 +1,8 @@
-"""Where a job could go in a group, and what speaks against it.
+"""The places that a job could have in a group, and the constraints that refuse them.
 
-Owns: the three kinds of candidate and the constraints on them. Promises: a candidate that passed keeps every
-member's limit under its certified iteration time, every node's host memory, the residency and the pools'
-sizes. Never: chooses between them.
+Owns the three kinds of candidate. A candidate that passes keeps every member's limit under its certified
+iteration time, every node's host memory, the number of residents, and the pools' sizes. Policies choose
+between candidates.
 
 Source: WEAVE §4.2, Algorithm 1 lines 6 to 12. Where we differ: line 8 refuses memory that fits exactly (>=);
 ours lets it in, and holds rollout and training nodes to their own footprints.
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 class Constraint(StrEnum):
-    """Why a group can't take a job."""
+    """The constraint that a refused candidate breaks."""
 
     SATURATED = "saturated"
     RESIDENCY = "residency"
@@ -59,13 +59,13 @@ class Candidate:
     kind: Kind
     group: Group
     num_new_nodes: int
-    """Rollout nodes more than before."""
+    """Additional rollout nodes."""
     dollars_per_hour: float
-    """More than before."""
+    """Additional cost."""
 
 
 def own_limit_s(job: Job) -> float:
-    """What a job's SLO allows when nothing of it was used yet."""
+    """The longest iteration that a job's SLO allows before any of it is used."""
     return job.slo * job.solo_s
 
 
@@ -125,7 +125,7 @@ def rollout_load_s(group: Group) -> list[float]:
 
 
 def is_saturated(group: Group) -> bool:
-    """No slack to absorb new work. Source: WEAVE §4.2, strategy 3, Algorithm 1 line 4."""
+    """Whether the group has no slack for new work. Source: WEAVE §4.2, strategy 3, Algorithm 1 line 4."""
     return group.load_s >= group.cycle_s
 
 

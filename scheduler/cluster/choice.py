@@ -1,7 +1,4 @@
-"""The policies by their names.
-
-Owns: the table. Promises: each call makes a new policy. Never: imports OR-tools before `exact` is asked for.
-"""
+"""The policies by their names. OR-tools is imported only when `exact` is used."""
 
 import random
 from collections.abc import Callable
@@ -21,4 +18,4 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "greedy": lambda seed: Greedy(),
     "exact": lambda seed: Exact(),
 }
-"""By a seed, which only `random` needs."""
+"""Each entry makes a new policy from a seed, which only `random` needs."""

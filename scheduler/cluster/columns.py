@@ -1,8 +1,8 @@
 """Every group that a set of jobs can form, with its least cost: the columns of the exact optimum.
 
-Owns: the enumeration, level by level, of the sets that keep every limit under round-robin. Promises: none is
-missed, save those that cost as much as a set with one more job. Never: chooses. Jobs sit on one rollout node
-each, where WEAVE's Theorem 1 holds.
+Enumerates, level by level, the sets that keep every limit under round-robin. None is missed, except those
+that cost as much as a set with one more job. Each job is pinned to one rollout node, where WEAVE's Theorem 1
+holds.
 
 A set that breaks a limit stays broken when a job joins, so each level grows from the last one alone.
 """
@@ -124,7 +124,7 @@ def _grown(members: Ints, table: _Table, pools: Pools) -> Ints:
 
 
 def _dollars_per_hour(members: Ints, table: _Table, pools: Pools, num_train_nodes: int) -> Floats:
-    """With as few rollout nodes as the limits allow: the least number of blocks, over all ways to split."""
+    """The cost with the fewest rollout nodes that the limits allow, over all ways to split a set."""
     num_sets, size = members.shape
     limit_s = table.limit_s[members].min(axis=1)
     load_s, held = table.rollout_s[members], table.rollout_bytes[members]
@@ -148,7 +148,7 @@ def _dollars_per_hour(members: Ints, table: _Table, pools: Pools, num_train_node
 
 
 def _undominated(members: Ints, cost: Floats, larger: Ints, larger_cost: Floats) -> tuple[Ints, Floats]:
-    """Without the sets that have a superset of the same cost: taking that covers as much."""
+    """Drops the sets that have a superset of the same cost, which covers at least as much."""
     keys = _keys(members)
     order = np.argsort(keys)
     keep = np.ones(len(members), dtype=bool)

@@ -1,7 +1,6 @@
-"""How long an iteration of each member may take, at most, under the order in which a group is run.
+"""The longest iteration of each member under a group's order, also for jobs on several rollout nodes.
 
-Owns: the promise that admission rests on, jobs on several rollout nodes included. Promises: no schedule that
-follows the group's order exceeds it while phases keep to their worst-case times. Never: schedules.
+No schedule that follows the order exceeds it while phases keep to their worst-case times.
 
 Round-robin with every job on one rollout node: the longer of T_cycle and T_load (WEAVE Theorem 1). With a
 job on several nodes that is too short (three jobs: bound 76, optimum 78), so the period of the order itself
@@ -12,7 +11,7 @@ height 1, and the period is the largest sum of times over heights among the grap
 from rose.scheduler.cluster.model import Group
 
 _Edge = tuple[int, int, float, int]
-"""From phase, to phase, seconds between their starts, cycles between them."""
+"""An edge: from a phase, to a phase, the seconds and the cycles between their starts."""
 
 
 def promised_s(group: Group) -> tuple[float, ...]:

@@ -1,8 +1,8 @@
 """What a group will cost until its last member leaves.
 
-Owns: the walk from one departure to the next. Promises: members leave when their work is done at the pace
-that the remaining group promises, nodes are given back when nobody is pinned to them, no newcomer is
-foreseen. Never: chooses. Numbers instead of groups where it can, as a decision walks several of them.
+Walks from one departure to the next. Members leave when their work is done at the pace that the remaining
+group promises, nodes are returned when nobody is pinned to them, and no newcomer is expected. Where it can,
+it computes with numbers instead of groups, because a decision walks several of them.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from rose.scheduler.cluster.residents import Resident
 
 
 def lifetime_dollars(group: Group, residents: Sequence[Resident], now_s: float, pools: Pools) -> float:
-    """From `now_s` on; `residents` as the group's members, not yet at the group's pace."""
+    """The cost from `now_s` on. `residents` stand as the group's members, not yet at the group's pace."""
     if not residents:
         return 0.0
     if residents[0].keeps_end:
@@ -35,7 +35,7 @@ def lifetime_dollars(group: Group, residents: Sequence[Resident], now_s: float, 
 
 
 def _ends_s(group: Group, residents: Sequence[Resident], now_s: float) -> list[float]:
-    """Where each job sits on one rollout node."""
+    """The ends of jobs that are pinned to one rollout node each."""
     size = len(residents)
     train_s = [member.job.train_s_on(group.num_train_nodes) for member in group.members]
     rollout_s = [member.job.rollout_s for member in group.members]
@@ -66,7 +66,7 @@ def _ends_s(group: Group, residents: Sequence[Resident], now_s: float) -> list[f
 
 
 def _ends_by_group_s(group: Group, residents: Sequence[Resident], now_s: float) -> list[float]:
-    """The same where only the group itself knows its promises."""
+    """The ends where only the group itself knows its promises."""
     left_s = {resident.job.name: _left_s(resident, now_s) for resident in residents}
     end_s: dict[str, float] = {}
     time_s = now_s

@@ -1,8 +1,8 @@
 """The cheapest arrangement of all jobs at once, proven: what the other policies are compared with.
 
-Owns: the set partition over all groups, solved with OR-tools (the extra `cluster`). Promises: no arrangement
-under round-robin that keeps every limit costs less an hour. Never: counts moves; jobs are regrouped for free.
-It minimises dollars an hour now, so a policy that looks ahead may spend fewer dollars in all.
+Solves the set partition over all groups with OR-tools (the extra `cluster`): no arrangement under round-robin
+that keeps every limit costs less an hour. Jobs are regrouped for free. It minimises the present dollars per
+hour, so a policy that looks ahead may spend fewer dollars in all.
 
 Columns are priced in: a linear program over few columns gives every job a price, columns cheaper than their
 jobs' prices come in, until there are none. Then only columns within the gap between the program's bound and
@@ -124,7 +124,7 @@ def _cover(columns: Columns, num_jobs: int) -> list[int]:
 
 
 def _start(columns: Columns, num_jobs: int) -> set[int]:
-    """For each job a column that holds it, so that there is a solution."""
+    """Chooses a column for each job, so that there is a solution."""
     found: set[int] = set()
     order = np.argsort(columns.dollars_per_hour, kind="stable")
     for number in range(num_jobs):

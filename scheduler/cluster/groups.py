@@ -1,8 +1,7 @@
-"""Which groups run, and on which nodes: the state that policies read and plans change.
+"""Which groups run, and on which nodes: the state that policies read and the scheduler changes.
 
-Owns: groups, running jobs, free nodes, the index. Promises: a change is applied whole or refused whole, and
-what `place` put somewhere is there until it is removed. Never: chooses, or reads a clock. Not thread-safe:
-one scheduler owns it.
+Owns groups, running jobs, free nodes and the index. A change is applied whole or refused whole. Not
+thread-safe: one scheduler owns it.
 """
 
 import itertools
@@ -23,16 +22,16 @@ PAUSE_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rearrangement:
-    """A change: groups as they shall be (without members: given back), and who is paused for it."""
+    """Groups as they will be (those without members are given back), and the jobs that pause for that."""
 
     groups: tuple[Group, ...]
     moved: tuple[str, ...] = ()
     gain_dollars: float = 0.0
-    """Of the moves, until all whom they concern have left; their pauses are paid."""
+    """What the moves save until all jobs that they concern have left, pauses included."""
 
 
 class Cluster:
-    """All groups of one scheduler. `keeps_ends`: see Resident."""
+    """All groups of one scheduler. `keeps_ends`: see `Resident`."""
 
     def __init__(self, pools: Pools, *, keeps_ends: bool = False, pause_s: float = PAUSE_S) -> None:
         self.pools = pools
@@ -63,7 +62,7 @@ class Cluster:
 
     @property
     def num_free_rollout_nodes(self) -> int | None:
-        """None: no end of them."""
+        """None: unlimited."""
         return _free(self.pools.rollout, self._num_rollout_nodes)
 
     @property
@@ -71,7 +70,7 @@ class Cluster:
         return _free(self.pools.train, self._num_train_nodes)
 
     def has_nodes_for(self, change: Rearrangement) -> bool:
-        """Whether the pools are large enough for it."""
+        """Whether the pools are large enough for the change."""
         rollout, train = self._more_nodes(change)
         free, free_train = self.num_free_rollout_nodes, self.num_free_train_nodes
         return (free is None or rollout <= free) and (free_train is None or train <= free_train)
@@ -81,7 +80,7 @@ class Cluster:
         return _sum_rollout(change.groups) - _sum_rollout(old), _sum_train(change.groups) - _sum_train(old)
 
     def without(self, name: str) -> Group:
-        """A job's group if it left. Those who stay may go faster then; if not, their timetable has a hole."""
+        """Returns a job's group without it. Those who stay may go faster; else their timetable has a gap."""
         group = without(self.group_of(name), name)
         return certified(group, self.limit_s, multi_rate=True) or group if group.periods_s else group
 
@@ -132,7 +131,7 @@ class Cluster:
         return group if group.members else None
 
     def change(self, job: Job, now_s: float) -> Group:
-        """A running job has other times than before, its work in iterations stays. Its group with them."""
+        """Gives a running job other times, with the same iterations left. Returns its group."""
         group, resident = self.group_of(job.name), self.residents[job.name].at(now_s)
         factor = job.solo_s / resident.job.solo_s
         work_s = resident.work_s if self.keeps_ends else resident.work_s * factor
@@ -148,7 +147,7 @@ class Cluster:
         return changed
 
     def refresh(self, now_s: float) -> None:
-        """Bring the limits of jobs with a bank up to date; without it they are tighter than they could be."""
+        """Updates the limits of jobs with a bank, which are otherwise tighter than they need to be."""
         for group in self.groups.values():
             if any(member.job.slo_kind is SloKind.LIFETIME for member in group.members):
                 self._put(group, now_s)
@@ -169,7 +168,7 @@ class Cluster:
         self.index.put(group, residents)
 
     def check_integrity(self) -> None:
-        """Every job in one group, every count the sum of its parts."""
+        """Checks that every job is in one group, and every count is the sum of its parts."""
         placed = [member.job.name for group in self.groups.values() for member in group.members]
         assert sorted(placed) == sorted(self._group_of) == sorted(self.residents)
         assert self._num_rollout_nodes == _sum_rollout(self.groups.values())
@@ -181,7 +180,7 @@ class Cluster:
 
 
 def without(group: Group, name: str) -> Group:
-    """A group without one member and without the rollout nodes that only it used."""
+    """Returns a group without one member and without the rollout nodes that only it used."""
     stay = [k for k, member in enumerate(group.members) if member.job.name != name]
     return compact(
         replace(
@@ -193,7 +192,7 @@ def without(group: Group, name: str) -> Group:
 
 
 def compact(group: Group) -> Group:
-    """Without unused rollout nodes; a group without members has no nodes."""
+    """Returns the group without unused rollout nodes; without members it has no nodes at all."""
     used = sorted({node for member in group.members for node in member.rollout_nodes})
     if len(used) == group.num_rollout_nodes and group.members:
         return group

@@ -1,8 +1,8 @@
 """Every group as one row of numbers, so that a job is tested against all groups at once.
 
-Owns: the rows, kept with every change of a group. Promises: a group that could take a job is never filtered
-out; where every job sits on one rollout node and no job has a bank, one that couldn't never stays in. Never:
-decides: survivors are checked as groups. Times of jobs on several rollout nodes are bounds from below here.
+The rows are updated with every change of a group. A group that could take a job is never filtered out. Where
+every job is pinned to one rollout node and no job has a bank, a group that could not take it never stays in.
+Survivors are checked as groups: times of jobs on several rollout nodes are only lower bounds here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _PER_NODE = ("node_s", "node_free", "node_end_s", "node_use", "node_longest_s", 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What the rows say: which groups could take the job, where, and on new nodes."""
+    """Which groups could take the job, on which nodes, and on new nodes."""
 
     rows: npt.NDArray[np.intp]
     nodes: Flags
@@ -62,11 +62,11 @@ class GroupIndex:
         return [name for name in self._names if name is not None]
 
     def column(self, name: str) -> Floats:
-        """One number of every group."""
+        """Returns one number of every group."""
         return self._scalars[name][: self._num_rows]
 
     def node_column(self, name: str) -> Floats:
-        """One number of every rollout node of every group: [group, node]."""
+        """Returns one number of every rollout node: [group, node]."""
         return self._per_node[name][: self._num_rows]
 
     # Keeping --------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class GroupIndex:
     # Asking ---------------------------------------------------------------------------------------------
 
     def fit(self, job: Job, limit_s: float, *, prune_saturated: bool, multi_rate: bool) -> Fit:
-        """Where the job could go. `limit_s`: the longest iteration that it may be promised."""
+        """Returns where the job could go. `limit_s`: the longest iteration that it may be promised."""
         column, more = self.column, 1 + EPSILON
         own_train_s = job.train_s * job.num_train_nodes
         fits = column("num_jobs") < self._pools.max_residents

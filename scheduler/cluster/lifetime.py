@@ -1,9 +1,9 @@
 """The policy `lifetime`: the group where a job adds the fewest dollars until all its members have left.
 
-Owns: that cost as the rule for arrivals, and the few moves that pay for themselves. Promises: every candidate
-is certified; a move's pause is within the job's SLO budget and its time in the bill; a move gains at least
-`least_gain_dollars` (hysteresis), and an event sees no more moves than it is asked for. Never: changes the
-cluster. Ours; WEAVE looks at dollars an hour now, and never moves.
+Chooses by that cost for arrivals, and finds the few moves that pay for themselves. Every candidate is
+certified. A move's pause is within the job's SLO budget and is paid for. A move gains at least
+`least_gain_dollars` (hysteresis). This policy is ours: WEAVE looks at the present dollars per hour, and never
+moves jobs.
 
 An arrival is decided in two stages: the index gives every group's cost as if nobody were slowed, and the few
 cheapest are walked to the end.
@@ -69,7 +69,7 @@ class Lifetime:
                 rest = cluster.without(mover.job.name)
                 stay = [resident for resident in members if resident is not mover]
                 saved = cost - lifetime_dollars(rest, stay, now_s, cluster.pools)
-                # What a pair saves is known only when both have gone.
+                # The savings of a pair are known only when both have gone.
                 most = cost if is_pair else saved - best_gain
                 paused = mover.at(now_s).paused(cluster.pause_s)
                 if mover.stays or most <= 0 or paused.limit_s < mover.job.solo_s:
@@ -166,7 +166,7 @@ class Lifetime:
 
 
 def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Candidate:
-    """On one rollout node; the one past the last is a new one."""
+    """The candidate on one rollout node; the number past the last stands for a new node."""
     num_new = int(node == group.num_rollout_nodes)
     grown = replace(
         group,

@@ -1,7 +1,7 @@
 """What the cluster scheduler reasons about: jobs, their phases' worst-case times, groups that share nodes.
 
-Owns: the nouns of inter- and intra-group scheduling, and the formulas that follow from them alone. Promises:
-values that never change, so that a policy can try a candidate by making another group. Never: chooses.
+Owns the nouns of inter- and intra-group scheduling, and the formulas that follow from them alone. The values
+never change, so a policy tries a candidate by making another group.
 
 Source: WEAVE §4.1 and §4.2. A *node* has eight GPUs; a *group* is one set of training nodes, used by all its
 jobs, with rollout nodes of which each job is pinned to some. In one *cycle* (the papers' meta-iteration)
@@ -26,7 +26,7 @@ POOL_PHASES = (Phase.ROLLOUT, Phase.TRAIN)
 
 
 class SloKind(StrEnum):
-    """Over what a job's slowdown is held against its SLO."""
+    """What a job's SLO limits."""
 
     ITERATION = "iteration"
     """Every iteration. Source: WEAVE §4.1."""
@@ -76,7 +76,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Jobs that share `num_train_nodes` training nodes and take turns on their rollout nodes.
+    """Jobs that share `num_train_nodes` training nodes and alternate on their rollout nodes.
 
     `members` stand in cyclic order: the order in which their phases run on every node they share. In a
     multi-rate group each has a period of its own instead, `periods_s` as the members stand; empty:
@@ -111,6 +111,8 @@ class Group:
 
     @property
     def round_robin_s(self) -> float:
-        """Length of a round-robin cycle where every job sits on one rollout node; with jobs on several, only
-        a lower bound (the counterexample stands in the tests of the certificate). Source: WEAVE Theorem 1."""
+        """Length of a round-robin cycle if every job is pinned to one rollout node. Source: WEAVE Theorem 1.
+
+        With jobs on several nodes it is only a lower bound; the certificate's tests have a counterexample.
+        """
         return max(self.cycle_s, self.load_s)

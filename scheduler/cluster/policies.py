@@ -1,8 +1,8 @@
 """Where an arriving job goes: WEAVE's algorithm, and the simple policies beside it.
 
-Owns: the interface of all policies; `weave`, `random`, `greedy`, `solo`. Promises: `weave` never returns a
-candidate that breaks a limit; `random` and `greedy` look at memory alone, as the paper's do. Never: changes
-the cluster.
+Owns the interface of all policies, and `weave`, `random`, `greedy` and `solo`. `weave` never returns a
+candidate that breaks a limit; `random` and `greedy` look at memory alone, as the paper's do. No policy
+changes the cluster.
 
 WEAVE leaves ties open: ours go to the group with the first row. The paper says little about Random and
 Greedy, and their published figures could not be had from what it says; here they open a group only when none
@@ -31,18 +31,18 @@ from rose.scheduler.cluster.model import Group, Job
 
 
 class Policy(Protocol):
-    """What the scheduler asks, in production and in simulation."""
+    """The interface of all policies, in production and in simulation."""
 
     name: str
     max_moves: int
-    """At one event."""
+    """The most moves at one event."""
 
     def place(self, cluster: Cluster, job: Job, now_s: float) -> Candidate:
-        """Where the job goes. Raises PoolsFull where no pool has the nodes."""
+        """Returns where the job goes. Raises: PoolsFull if the pools lack the nodes."""
         ...
 
     def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Rearrangement | None:
-        """After every event: a better arrangement of what runs, if there is one, with so few moves."""
+        """Returns a better arrangement of the running jobs with at most so many moves, or None."""
         ...
 
 
@@ -162,7 +162,7 @@ def alone(cluster: Cluster, job: Job) -> Candidate:
 def explain(
     cluster: Cluster, job: Job, *, prune_saturated: bool, multi_rate: bool
 ) -> list[Candidate | Rejection]:
-    """What every group says to a job, in the rows' order: for people, not for deciding."""
+    """Returns every group's verdict on a job, in the order of the rows, for people."""
     verdicts: list[Candidate | Rejection] = []
     for name in cluster.index.names():
         group = cluster.groups[name]
@@ -194,7 +194,7 @@ def _with_memory(cluster: Cluster, group: Group, job: Job) -> Iterable[Candidate
 
 
 def _busy_share(group: Group) -> float:
-    """Of the group's nodes, weighted alike, over one cycle."""
+    """The busy share of the group's nodes, weighted alike, over one cycle."""
     train_s = sum(member.job.train_s_on(group.num_train_nodes) for member in group.members)
     load_s = [train_s] * group.num_train_nodes + rollout_load_s(group)
     return sum(load_s) / (len(load_s) * group.round_robin_s)

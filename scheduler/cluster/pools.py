@@ -1,7 +1,6 @@
 """The nodes that can be had: what they cost, what their hosts hold, how many there are.
 
-Owns: prices and the limits of a node. Promises: costs in dollars an hour, from nodes alone. Never: knows
-which node is whose.
+Owns the prices and the limits of a node. Costs are dollars an hour of nodes alone.
 
 Source: WEAVE Table 1 (prices) and §3 (1 to 2 TB of host memory, two to five resident jobs).
 """
@@ -34,7 +33,7 @@ H800 = Pool(name="h800", dollars_per_gpu_hour=5.28)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """What a cluster is made of.
+    """The pools of a cluster.
 
     `num_serving_gpus` may be borrowed for rollouts at no price and taken back at any time, so no certificate
     counts on them. `max_residents` is the most jobs in a group.
@@ -46,7 +45,7 @@ class Pools:
     max_residents: int = 5
 
     def dollars_per_hour(self, group: Group) -> float:
-        """What a group's nodes cost, used or not."""
+        """The cost of a group's nodes, used or not."""
         return self.price(group.num_rollout_nodes, group.num_train_nodes)
 
     def price(self, num_rollout_nodes: int, num_train_nodes: int) -> float:

@@ -1,8 +1,8 @@
 """Multi-rate groups: a period for each member, and a timetable that proves them.
 
-Owns: the search for periods and the timetable. Promises: in a timetable that is returned, no two phases ever
-meet on a node, every job's training follows its rollout, and no period is over the job's limit. Not finding
-one proves nothing. Never: chooses who shares.
+Searches for periods and a timetable. In a timetable that is returned, no two phases ever meet on a node,
+every job's training follows its rollout, and no period exceeds the job's limit. Not finding one proves
+nothing.
 
 WEAVE holds that repeating a job's phases in a cycle never pays. With several rollout nodes it does: a short
 job need not wait for a long one's cycle. Periods are whole multiples of a common one, so that two jobs meet
@@ -90,7 +90,7 @@ def slots_of(group: Group) -> tuple[Slot, ...]:
 
 
 def _could_fit(tasks: Sequence[_Task]) -> bool:
-    """Needed whatever the periods: each job alone, training in all, any two trainings in a row."""
+    """Necessary for any periods: room for each job alone, all training, any two trainings in a row."""
     if any(task.solo_s > task.limit_s for task in tasks):
         return False
     if sum(task.train_s / task.limit_s for task in tasks) > 1 + _EPSILON:
@@ -102,7 +102,7 @@ def _could_fit(tasks: Sequence[_Task]) -> bool:
 
 
 def _pairs_fit(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> bool:
-    """Needed as well: two jobs that meet every so often have room for both phases in that time."""
+    """Necessary as well: two jobs that meet have room for both phases between two meetings."""
     for (one, num), (other, other_num) in itertools.combinations(zip(tasks, nums, strict=True), 2):
         shared_s = math.gcd(num, other_num) * common_s * (1 + _EPSILON)
         if one.train_s + other.train_s > shared_s:
@@ -199,7 +199,7 @@ def _is_free(busy: Sequence[_Busy], start_s: float, length_s: float, num: int, c
         shared_s = math.gcd(num, one.num) * common_s
         after_s = (start_s - one.start_s) % shared_s
         slack_s = 1e-9 * common_s
-        # A start that rounds to just before the other's is one just after it, a whole turn later.
+        # A start that rounds to just before the other's is one just after it, a whole period later.
         if shared_s - after_s < slack_s:
             after_s = 0.0
         if after_s < one.length_s - slack_s or after_s + length_s > shared_s + slack_s:

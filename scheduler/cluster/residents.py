@@ -1,7 +1,4 @@
-"""Jobs that run: what is left of them, and how slow they may still be.
-
-Owns: a running job's remaining work and its SLO budget. Promises: values; asking at a later time changes
-nothing. Never: knows the job's group.
+"""Running jobs: their remaining work, and how slow they may still be. The values never change.
 
 The budget: every second of work done may take `slo` seconds. What a job did not use of that is its bank,
 which pays for the pauses of moves; under an SLO over the lifetime it also pays for slower iterations later.
@@ -62,9 +59,9 @@ class Resident:
         )
 
     def slowed(self, slowdown: float) -> Self:
-        """At another pace from its `since_s` on."""
+        """The same job at another pace from its `since_s` on."""
         return replace(self, slowdown=slowdown)
 
     def paused(self, pause_s: float) -> Self:
-        """Stands still for so long, at the expense of its bank."""
+        """The same job after a pause, which its bank pays for."""
         return replace(self, since_s=self.since_s + pause_s, bank_s=self.bank_s - pause_s)

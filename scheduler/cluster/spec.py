@@ -1,7 +1,7 @@
-"""What users write about pools and jobs: JOB.yaml, CLUSTER.yaml.
+"""The files that users write about pools and jobs: JOB.yaml and CLUSTER.yaml.
 
-Owns: their shape, and refusing jobs that could never run. Promises: a file that parses gives jobs that fit
-the pools' nodes, each alone; every error names the job, the constraint and the numbers. Never: places.
+A file that parses gives jobs that each fit the pools' nodes alone. Every error names the job, the constraint
+and the numbers.
 """
 
 from typing import Annotated, Self
@@ -85,7 +85,7 @@ class JobSpec(Section):
             )
 
     def to_job(self, pools: Pools) -> Job:
-        """What the scheduler reasons about. Raises ConfigError for what no node of the pools can run."""
+        """Returns the scheduler's Job. Raises: ConfigError if no node of the pools can run it."""
         rollout, train = self.phases["rollout"], self.phases["train"]
         for name, phase, pool in (("rollout", rollout, pools.rollout), ("train", train, pools.train)):
             self._check_phase(name, phase, pool)
@@ -144,7 +144,7 @@ def _spec_of(pool: Pool) -> PoolSpec:
 
 
 class PoolsSpec(Section):
-    """What the cluster is made of."""
+    """The pools of a cluster."""
 
     rollout: PoolSpec = _spec_of(H20)
     train: PoolSpec = _spec_of(H800)

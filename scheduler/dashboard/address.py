@@ -1,7 +1,6 @@
 """Where the dashboard listens.
 
-Owns: the reading of ``[HOST:]PORT``. Promises: an address that can't be meant is refused with an example.
-Never: opens a socket.
+Reads ``[HOST:]PORT``, and refuses an invalid address with an example.
 """
 
 import ipaddress

@@ -1,8 +1,8 @@
 """The scheduler's answers for all who look at once: asked seldom, kept, and never waited for long.
 
-Owns: the connection to the scheduler, the last answer, and since when there is none. Promises: however many
-look, one question at most is on its way, also to a scheduler that is not there; none while nobody looks; an
-absent scheduler is a state and no error. Never: sends anything but questions.
+Owns the connection to the scheduler, the last answer, and since when there is none. However many clients
+look, at most one question is on its way, and none while nobody looks. An absent scheduler is a state and not
+an error. Only questions are sent.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ ANSWER_S = 2.0
 ASK_AGAIN_S = 60.0
 """Questions wait in a Redis channel, and a scheduler that comes back has to answer them all."""
 NUM_ANSWERS = 40
-"""Of one connection: Redis keeps a client's answers while the client is there."""
+"""The answers per connection: Redis keeps a client's answers as long as the client is connected."""
 NUM_SHOWN_EVENTS = 100
 
 

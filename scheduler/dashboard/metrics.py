@@ -1,7 +1,7 @@
 """The cluster scheduler's numbers for Prometheus: the state view in its text format.
 
-Owns: the metrics' names. Promises: counters go back to 0 only with the scheduler's own restart; without an
-answer from the scheduler `rose_sched_up` is 0 and alone. Never: asks the scheduler (feed.py).
+Owns the metrics' names. Counters return to 0 only when the scheduler restarts. Without an answer from the
+scheduler, `rose_sched_up` is 0 and is the only metric.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """`rose sched dashboard`: the page, its JSON and the metrics, over HTTP.
 
-Owns: the routes and the process. Promises: a process of its own that only asks, so nothing that a browser
-does holds the scheduler up; every route only reads. Never: changes a job; that is for `rose sched`.
+The dashboard is a process of its own, so that nothing that a browser does holds the scheduler up. Every route
+only reads.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """``rose sched dashboard [--http [HOST:]PORT]``; serves until a stop signal."""
     parser = channel_parser(
         "dashboard",
-        "A page of a running scheduler's jobs, groups and costs; JSON and Prometheus metrics. It only reads.",
+        "Serves a page of a running scheduler's jobs, groups and costs, and JSON and Prometheus metrics.",
         "rose sched dashboard --http 8200 --channel redis://127.0.0.1:6379/0",
     )
     parser.add_argument("--http", default=DEFAULT, metavar="[HOST:]PORT", help="(default: %(default)s)")

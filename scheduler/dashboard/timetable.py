@@ -1,7 +1,7 @@
 """A running group's timetable, made again from what the scheduler says of its jobs.
 
-Owns: bars of the certified cycle, the pools' idle shares in it, and what each job is promised. Promises: the
-same certificate that let the jobs in, for the order in which they take turns now. Pure. Never: decides.
+Owns the bars of the certified cycle, the pools' idle shares in it, and what each job is promised. It computes
+the same certificate that admitted the jobs, for their present order. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ class Timetable:
 
     cycle_s: float = 0.0
     bars: Mapping[str, tuple[Bar, ...]] = field(default_factory=dict)
-    """By node, ``train`` being all training nodes: they work for one job at a time."""
+    """The bars of each node; ``train`` is all training nodes, which work for one job at a time."""
     idle_share: Mapping[str, float] = field(default_factory=dict)
-    """By pool: the part of its nodes' time that no phase uses."""
+    """For each pool, the share of its nodes' time that no phase uses."""
     promised_s: Mapping[str, float] = field(default_factory=dict)
     """The iteration that a job's SLO is held against: its longest, or the mean with a lifetime SLO."""
     problem: str | None = None
@@ -44,7 +44,7 @@ def job_of(facts: Mapping[str, Any]) -> Job:
 
 
 def timetable(name: str, facts: Mapping[str, Any], jobs: Mapping[str, Job]) -> Timetable:
-    """Of the group with these facts."""
+    """Returns the timetable of the group with these facts."""
     there = [job for job in facts["order"] if job in facts["jobs"]]
     if not there:
         return Timetable()
@@ -62,7 +62,7 @@ def _timetable(group: Group) -> Timetable:
     """Kept, for a group seldom changes between two looks."""
     try:
         found = certify(group, round_robin(group))
-    except CertificateError as error:  # the turn of a job that has left is kept empty; without it others wait
+    except CertificateError as error:  # a job that left keeps an empty place; without it others wait
         return Timetable(problem=str(error))
     bars = _bars(group, found)
     return Timetable(
@@ -80,7 +80,7 @@ def _timetable(group: Group) -> Timetable:
 
 
 def node_name(resource: int) -> str:
-    """As `rose sched drain` calls it."""
+    """The node's name in `rose sched drain`."""
     return "train" if resource == TRAIN_POOL else f"rollout-{resource}"
 
 

@@ -1,7 +1,7 @@
-"""From a scheduler's facts to what a person wants to see of a cluster: /api/v1/state.
+"""/api/v1/state: what a person wants to see of a cluster, computed from a scheduler's facts.
 
-Owns: the shape of that JSON, and its sums. Promises: plain numbers, seconds and dollars an hour; None where
-nothing is known. Pure. Never: words or formats a number; that is the page's.
+Owns the shape of that JSON and its sums: plain numbers, seconds and dollars an hour, and None where nothing
+is known. The page formats them. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def _price(prices: Mapping[str, float], num_rollout_nodes: int, num_train_nodes:
 
 
 def _cost(facts: Mapping[str, Any], jobs: Mapping[str, Job], prices: Mapping[str, float]) -> dict[str, Any]:
-    """Of groups that have jobs, as the policies reckon; an empty group of the file costs nothing."""
+    """Sums over groups that have jobs, as the policies do: an empty group of the file costs nothing."""
     used = [group for group in facts["groups"].values() if group["jobs"]]
     running = [jobs[each["name"]] for each in facts["jobs"] if not each["is_over"]]
     now = sum(_price(prices, group["num_rollout_nodes"], group["num_train_nodes"]) for group in used)

@@ -1,8 +1,8 @@
 """Whether a cyclic order keeps every job's SLO, proved by a timetable that anyone can check.
 
-Owns: certificates, and which constraints an order and its jobs' SLOs give. Promises: a certificate's
-timetable satisfies all of them in whole microseconds, with worst-case phase times; an order without such a
-timetable is refused with the job, its bound and its SLO. Never: chooses an order (search.py).
+Owns certificates, and the constraints that an order and its jobs' SLOs impose. A certificate's timetable
+satisfies all of them in whole microseconds, with worst-case phase times. An order without such a timetable is
+refused with the job, its bound and its SLO. Callers choose the order.
 
 The proof: steps that follow one another, on a resource or in a job, give start[v] >= start[u] + duration[u] -
 passes * cycle; a job's longest iteration gives start[u] >= start[v] - limit. Such a system has a solution for
@@ -25,11 +25,11 @@ from rose.scheduler.group.order import CyclicOrder
 TICKS_PER_S = 1_000_000
 """Whole numbers, so that a check is exact. Durations are rounded up."""
 SLO_TOLERANCE = 1e-6
-"""Of the limit: rounding must not refuse a group that meets its SLO to the digit."""
+"""A share of the limit: rounding must not refuse a group that meets its SLO exactly."""
 
 
 class CertificateError(RoseError):
-    """The order can't be certified: names the job, the iteration it could be promised, and its SLO."""
+    """The order can't be certified. Names the job, the iteration it could be promised, and its SLO."""
 
     def __init__(self, message: str, *, job: str, bound_s: float, limit_s: float) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class Certificate:
     bounds: Mapping[str, JobBound]
     durations_s: tuple[float, ...]
     syncs_s: tuple[float, ...]
-    """After each step, until the same job's next may start."""
+    """The time from the end of each step until the same job's next step may start."""
 
     @cached_property
     def cycle_s(self) -> float:
@@ -76,7 +76,7 @@ class Certificate:
 
     @cached_property
     def starts_s(self) -> tuple[float, ...]:
-        """Of every step, from the beginning of a pass."""
+        """The start of every step, from the beginning of a pass."""
         return tuple(ticks / TICKS_PER_S for ticks in self.starts_ticks)
 
     @property

@@ -1,8 +1,8 @@
-"""Who is next on which node: every job's place in a group's cyclic order, and how far each node is in it.
+"""Every job's place in a group's cyclic order, and how far each node is in it: who is next on which node.
 
-Owns: places, what each job asks for and has freed, the nodes' queues and guests. Promises: a node passes over
-turns that are over, were given up, or are those of a job that is gone, as soon as another one waits for it;
-nobody's turn comes out of order. Pure: `until_s` is only kept here. Never: grants, or knows epochs and pace.
+Owns the places, what each job requests and has freed, and the nodes' queues and guests. When a job waits for
+a node, the node passes over steps that are over, were given up, or belong to an absent job. No step comes out
+of order. Pure: keeps `until_s` without reading it; knows no epochs and no pace.
 """
 
 from collections.abc import Sequence
@@ -14,28 +14,28 @@ from rose.scheduler.group.order import CyclicOrder, Step
 
 @dataclass(slots=True, kw_only=True)
 class BookState:
-    """What the next scheduler needs, without times: whoever was present gets a whole lease again."""
+    """What the next scheduler needs. It holds no times: every present job gets a whole lease again."""
 
     epoch: int = 0
     positions: dict[str, int] = field(default_factory=dict)
     present: list[str] = field(default_factory=list)
     freed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     queues: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
-    """By resource, how far it is, and its guests."""
+    """For each resource, how far it is, and its guests."""
 
 
 @dataclass(slots=True)
 class Place:
-    """Where a job is. `position` counts its own steps from the start, over all hyper-cycles."""
+    """A job's place. `position` counts the job's own steps from the start, over all hyper-cycles."""
 
     name: str
     position: int
     wants: Phase | None = None
-    """What it waits for; None as well while it holds a permit."""
+    """The phase that it waits for; None also while it holds a permit."""
     freed: tuple[int, ...] = ()
-    """Of its permit's resources, those that its tail has left."""
+    """The resources of its permit that its tail has left."""
     until_s: float | None = None
-    """When it counts as gone; None: it does already."""
+    """When the job counts as absent; None if it is absent."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Queue:
 
 
 class Line:
-    """All places of one order."""
+    """The places of all jobs in one order."""
 
     def __init__(self, order: CyclicOrder) -> None:
         self.order = order
@@ -62,7 +62,7 @@ class Line:
         self._rank_of_step = tuple(ranks[index] for index in range(len(order.steps)))
 
     def state(self, epoch: int) -> BookState:
-        """For `restore`, with the book's epoch."""
+        """Returns what `restore` needs, with the book's epoch."""
         places = self.places.values()
         return BookState(
             epoch=epoch,
@@ -73,7 +73,7 @@ class Line:
         )
 
     def restore(self, state: BookState, until_s: float) -> None:
-        """From the `state` of a line of the same order. Whoever was present is so until then."""
+        """Restores the `state` of a line of the same order. Present jobs stay so until ``until_s``."""
         for key, (count, guests) in state.queues.items():
             self._queues[key].count, self._queues[key].guests = count, guests
         for name, position in state.positions.items():
@@ -89,16 +89,16 @@ class Line:
         return place
 
     def step_of(self, place: Place) -> Step:
-        """Its present or next one."""
+        """Returns the job's present or next step."""
         steps = self.order.steps_of_job[place.name]
         return self.order.steps[steps[place.position % len(steps)]]
 
     def number_of(self, place: Place) -> int:
-        """Of the same step, over all hyper-cycles and jobs."""
+        """Returns the number of that step, counted over all hyper-cycles and jobs."""
         return self._number_at(place.name, place.position)
 
     def sequence(self) -> list[str]:
-        """The jobs by the iteration that they are in: the order from here on, those that are gone last."""
+        """Returns the jobs in their order from here on, absent ones last."""
 
         def begins(name: str) -> tuple[bool, int]:
             place = self.places[name]
@@ -108,14 +108,14 @@ class Line:
         return sorted(self.places, key=begins)
 
     def resources(self) -> Sequence[int]:
-        """All that have a queue."""
+        """Returns all resources that have a queue."""
         return tuple(self._queues)
 
     def next_on(self, key: int) -> Place | None:
-        """Who is next on a resource, past turns that are over or empty; None where nobody asks for it."""
+        """Returns who is next on a resource, past steps that are over or empty; None if nobody asks."""
         queue = self._queues[key]
         if not any(self._waits_for(self.places[name], key) for name in queue.jobs):
-            return None  # empty turns stay where they are, in case their job returns before anyone needs them
+            return None  # empty steps stay, in case their job returns before anyone needs the node
         while True:
             place, position = self._following(queue)
             if place.until_s is None:
@@ -128,7 +128,7 @@ class Line:
         return place if place.position == position else None
 
     def is_first(self, place: Place) -> bool:
-        """Whether it asks for its next step and is the next in order on all that the step holds."""
+        """Whether the job requests its next step and is first in line on all resources of the step."""
         step = self.step_of(place)
         if place.wants is not step.kind:
             return False
@@ -136,13 +136,13 @@ class Line:
         return all(self._following(queue) == (place, place.position) for queue in queues)
 
     def guests_of(self, place: Place) -> tuple[str, ...]:
-        """The jobs whose tails still run on resources of its step."""
+        """Returns the jobs whose tails still run on resources of its step."""
         keys = self.step_of(place).resources
         guests = [name for key in keys for name in self._queues[key].guests if name != place.name]
         return tuple(dict.fromkeys(guests))
 
     def end(self, place: Place) -> None:
-        """Its step is over, a tail of it as well."""
+        """Ends the job's step, and its tail."""
         for queue in self._queues.values():
             if place.name in queue.guests:
                 queue.guests.remove(place.name)
@@ -154,7 +154,7 @@ class Line:
         return cycle * len(self.order.steps) + self.order.steps_of_job[name][rank]
 
     def _following(self, queue: _Queue) -> tuple[Place, int]:
-        """Whose turn it is on a resource, and at which position of that job."""
+        """Returns whose step is next on a resource, and at which position of that job."""
         cycle, slot = divmod(queue.count, len(queue.steps))
         index = queue.steps[slot]
         name = self.order.steps[index].job

@@ -1,8 +1,7 @@
 """Timetables under "starts at least so much later than": the shortest cycle, in whole ticks.
 
-Owns: the constraints of a periodic timetable and their solution. Promises: the smallest whole cycle time for
-which a timetable exists, or the proof that there is none; every start is as early as it can be. Never: knows
-jobs or phases.
+Owns the constraints of a periodic timetable and their solution: the smallest whole cycle time for which a
+timetable exists, with every start as early as possible, or the proof that there is none. It knows no jobs.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
 """The cyclic order of a group: which phase follows which on every node, repeated for ever.
 
-Owns: phases, steps and the order, and which node each step holds. Promises: values that never change; an
-order that could not run (a job without training, two rollouts in a row) is refused. Never: knows times.
+The values never change, and know no times. An order that could not run (a job without training, two rollouts
+in a row) is refused.
 
 One *hyper-cycle* is one pass through the order. In a round-robin order every job has one iteration in it; in
-a multi-rate order a short job may have several (WEAVE §4.3 holds that to be worse, which is false as soon as
-jobs sit on different rollout nodes).
+a multi-rate order a short job may have several. WEAVE §4.3 calls that worse, which is wrong as soon as jobs
+are pinned to different rollout nodes.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from rose.scheduler.cluster.model import Group, Phase
 K = TypeVar("K", str, int)
 
 TRAIN_POOL = -1
-"""The resource that all of a group's training nodes are: they work for one job at a time."""
+"""All of a group's training nodes are this one resource: they work for one job at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +67,13 @@ class CyclicOrder:
 
 
 def order_of(group: Group, iterations: Sequence[int]) -> CyclicOrder:
-    """The order in which the group's members, by index, take their turns; each turn is a whole iteration.
+    """Returns the order in which the group's members, given by index, run their iterations.
 
-    A member may take several turns. Raises: ValueError for a member without a turn.
+    A member may have several iterations. Raises: ValueError for a member without one.
     """
     missing = [m.job.name for index, m in enumerate(group.members) if index not in iterations]
     if missing:
-        raise ValueError(f"group {group.name}: the order has no turn for {', '.join(missing)}")
+        raise ValueError(f"group {group.name}: the order has no iteration of {', '.join(missing)}")
     steps = []
     for index in iterations:
         member = group.members[index]

@@ -1,9 +1,9 @@
 """How far a group is against its certified timetable, and how far ahead of it one job may run.
 
-Owns: the timetable's anchor, the earliest moment from which the group is sure to keep it. Promises, as long
-as no phase exceeds its worst case: the anchor never moves to a later time, every phase starts no later than
-anchor + timetable, and two iterations of a job start no further apart than its SLO allows. Never: grants
-anything. Pure, and all of its state is in `PaceState`.
+Owns the timetable's anchor: the earliest time from which the group is sure to keep the timetable. As long as
+no phase exceeds its worst case, the anchor never moves to a later time, every phase starts no later than
+anchor + timetable, and two iterations of a job start no further apart than its SLO allows. Pure; all of its
+state is in `PaceState`.
 
 Why jobs are held back at all: phases are mostly shorter than their worst case. A job that starts iteration n
 very early, and n + 1 at its certified time because the others then take theirs, would see one iteration
@@ -27,28 +27,28 @@ from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.certificate import Certificate
 
 MAX_PASSES_LATER = 2
-"""For a job that joins: by then it comes after all iterations that the others are in, and nobody starves."""
+"""The most passes that a job waits when it joins: by then all present iterations of the others are over."""
 ROUNDING_S = 1e-6
 """A timetable's own resolution."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PaceState:
-    """What the next scheduler needs. Times are of the clock that `now` was read from."""
+    """What the next scheduler needs. Its times are on the clock that `now` was read from."""
 
     on: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """By resource, time and number: see `_Last`."""
+    """For each resource, the time and step number of `_Last`."""
     of: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """By job, as well."""
+    """The same for each job."""
     began_s: dict[str, float] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Last:
-    """What began last on a resource, or of a job, and until when it keeps the next waiting at worst.
+    """The step that began last on a resource or of a job, and until when the next waits for it at worst.
 
-    `number` counts steps over all passes; -1: nothing yet.
+    `number` counts steps over all passes; -1: none yet.
     """
 
     time_s: float
@@ -68,13 +68,13 @@ class Pace:
             if self._order.steps[steps[0]].kind is Phase.TRAIN:
                 self._of[name].number = steps[0]  # its first pass begins with a rollout, later in the order
         self._began_s: dict[str, float] = {}
-        """When each job's latest rollout did."""
+        """When each job's latest rollout began."""
         self._awaited: dict[str, dict[str, float]] = {}
-        """By a job that may not join yet, the iterations of the others that are to end first."""
+        """For each job that may not join yet, the iterations of others that must end first."""
         self._lowest_anchor_s = self.anchor_s(now)
 
     def state(self) -> PaceState:
-        """For `restore`."""
+        """Returns what `restore` needs."""
         return PaceState(
             on={key: (last.time_s, last.number) for key, last in self._on.items()},
             of={name: (last.time_s, last.number) for name, last in self._of.items()},
@@ -83,14 +83,14 @@ class Pace:
         )
 
     def restore(self, state: PaceState, later_s: float) -> None:
-        """From `state` of a pace with the same certificate, its times so much later."""
+        """Restores the `state` of a pace with the same certificate, and adds `later_s` to its times."""
         self._on = {key: _Last(time_s + later_s, number) for key, (time_s, number) in state.on.items()}
         self._of = {name: _Last(time_s + later_s, number) for name, (time_s, number) in state.of.items()}
         self._began_s = {name: time_s + later_s for name, time_s in state.began_s.items()}
         self._gone = set(state.gone)
 
     def take_over(self, old: "Pace", job: str, number: int, started_s: float | None) -> None:
-        """A member of an earlier order is in this number since `started_s`, or it is its next one (None)."""
+        """A member of an earlier order began this step at `started_s`; None: the step is its next one."""
         ready_s = old._of[job].time_s if started_s is None else started_s
         self._gone.discard(job)
         self._of[job] = _Last(ready_s, max(-1, number - 1))
@@ -100,7 +100,7 @@ class Pace:
             self._began_s[job] = old._began_s[job]
 
     def anchor_s(self, now: float) -> float:
-        """When the timetable's first pass begins, for all that is still to start: later than now."""
+        """When the timetable's first pass begins, such that every later step can keep it."""
         anchors = [
             max(last.time_s, now) - self._planned_s(self._following(self._order.steps_on[key], last.number))
             for key, last in self._on.items()
@@ -122,7 +122,7 @@ class Pace:
     def not_before_s(self, number: int, now: float) -> float:
         """When a step may start. Only rollouts, which begin an iteration, ever wait.
 
-        None waits so long that the iteration before becomes too long.
+        No rollout waits so long that its job's present iteration becomes too long.
         """
         step = self._order.steps[number % len(self._order.steps)]
         if step.kind is Phase.TRAIN:
@@ -131,7 +131,7 @@ class Pace:
         return min(earliest_s, self._due_s(step.job))
 
     def start(self, number: int, now: float) -> None:
-        """A phase began; it may take what the certificate was made with."""
+        """A phase began. It may take its certified time."""
         self._lowest_anchor_s = min(self._lowest_anchor_s, self.anchor_s(now))
         step = self._order.steps[number % len(self._order.steps)]
         if step.kind is Phase.ROLLOUT:
@@ -139,19 +139,19 @@ class Pace:
         self._note(number, now + self._certificate.durations_s[number % len(self._order.steps)])
 
     def end(self, number: int, now: float) -> None:
-        """It ended, or was given up."""
+        """A phase ended or was given up."""
         self._note(number, now)
 
     def free(self, number: int, resource: int, now: float) -> None:
-        """A tail was moved aside: the next on this resource waits no longer."""
+        """A tail was moved aside: the next step on this resource need not wait."""
         if self._on[resource].number == number:
             self._on[resource].time_s = now
 
     def ready(self, number: int, now: float) -> int | None:
-        """A job asks for this step: late, if that is after the worst case of what it did before.
+        """A job asks for this step. It is late if its earlier step's worst case is over.
 
-        By how many passes later it must come, if the job was gone: 0 for all others. None: it may not join
-        yet, and has to ask again.
+        Returns by how many passes a job that was absent must come later; 0 for all others. None: the job may
+        not join yet, and must ask again.
         """
         job = self._order.steps[number % len(self._order.steps)].job
         last = self._of[job]
@@ -187,12 +187,12 @@ class Pace:
         return MAX_PASSES_LATER
 
     def leave(self, job: str) -> None:
-        """The job is gone: nothing waits for it, until it is ready again."""
+        """The job is absent: nothing waits for it until it is ready again."""
         self._gone.add(job)
         self._began_s.pop(job, None)
 
     def _due_s(self, job: str) -> float:
-        """When its next rollout has to start for the iteration that it is in to be as long as allowed."""
+        """When the job's next rollout must start, so that its present iteration is as long as allowed."""
         bound = self._certificate.bounds[job]
         return self._began_s.get(job, math.inf) + bound.longest_s + bound.lead_s
 
@@ -211,7 +211,7 @@ class Pace:
         )
 
     def _following(self, steps: tuple[int, ...], number: int) -> int:
-        """The next number in a chain of steps, without those of jobs that are gone, or that gave it up."""
+        """The number of the next step in a chain, without steps of absent jobs and steps given up."""
         cycle, index = divmod(number, len(self._order.steps))
         while True:
             for step in steps:

@@ -1,9 +1,9 @@
 """Permits: who may use which nodes of a group now, granted in the group's cyclic order, as leases.
 
-Owns: every job's permit or waiting request, their leases and epochs; places in the order are in `Line`.
-Promises: no node has two holders, save a tail that its own job moved aside; grants follow the order, whatever
-order requests come in; a job that dies holds nobody up for longer than a lease; every grant has a larger
-epoch than all before. Never: reads a clock, does I/O, or knows how long a phase takes (`Pace` does).
+Owns every job's permit or waiting request, their leases and their epochs; `Line` owns the places in the
+order. No node has two holders, except for a tail that its own job moved aside. Permits follow the order,
+whatever order requests come in. A job that dies holds nobody up for longer than a lease. Every permit has a
+larger epoch than all before. Pure; `Pace` knows how long phases take.
 
     book = PermitBook(certificate.order, lease_s=2.0)
     book.request("a", Phase.ROLLOUT, now)      # repeat it to renew it
@@ -15,7 +15,7 @@ epoch than all before. Never: reads a clock, does I/O, or knows how long a phase
 `advance` is the only method that grants and expires. A holder that comes back late finds its epoch void:
 `heartbeat` and `release` raise `StalePermit`, and a node that remembers the largest epoch it served must
 refuse to load anything for a smaller one. Between two phases (weights' transfer, its own code) a job has
-`between_s` to ask for the next; after that its turn is passed over, and it gets its next one when it asks
+`between_s` to ask for the next. After that its step is passed over, and it gets its next step when it asks
 again.
 """
 
@@ -30,7 +30,7 @@ from rose.scheduler.group.pace import ROUNDING_S, Pace
 
 
 class StalePermit(RoseError):
-    """The message's epoch is not that of the job's permit: it expired, was released, or was granted anew."""
+    """The call's epoch is not that of the job's permit, which expired, was released or was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Permit:
     """One phase may run on these resources until its lease ends.
 
     `guests` are jobs whose tails still run on some GPUs of these nodes: what a guest keeps is not free yet.
-    `turn` counts the steps of the order from the start: it grows along every resource.
+    `step_number` counts the steps of the order from the start: it grows along every resource.
     """
 
     job: str
@@ -76,7 +76,7 @@ class PermitBook:
         self._permits: dict[str, Permit] = {}
 
     def sequence(self) -> list[str]:
-        """The jobs by the iteration that they are in: the order from here on, those that are gone last."""
+        """Returns the jobs in their order from here on, absent ones last."""
         return self._line.sequence()
 
     def take_over(self, old: "PermitBook", now: float) -> None:
@@ -104,7 +104,7 @@ class PermitBook:
                     self._pace.free(number, key, now)
 
     def state(self) -> BookState:
-        """For `restore`; the permits are their owner's to keep."""
+        """Returns what `restore` needs. The owner keeps the permits."""
         return self._line.state(self._epoch)
 
     def restore(self, state: BookState, held: Mapping[str, tuple[int, float]], now: float) -> None:
@@ -118,26 +118,26 @@ class PermitBook:
             self._permits[name] = self._permit(self._line.place(name), epoch, granted_s, now)
 
     def permit_of(self, job: str) -> Permit | None:
-        """The permit that a job holds."""
+        """Returns the permit that a job holds, or None."""
         return self._permits.get(self._line.place(job).name)
 
     def permits(self) -> tuple[Permit, ...]:
-        """All that are held, by epoch."""
+        """Returns all permits that are held, by epoch."""
         return tuple(sorted(self._permits.values(), key=lambda each: each.epoch))
 
     def freed_by(self, job: str) -> tuple[int, ...]:
-        """What the job's permit names and its tail has left."""
+        """Returns the resources of the job's permit that its tail has left."""
         return self._line.place(job).freed
 
     def is_present(self, job: str) -> bool:
-        """Whether the order waits for this job's turn."""
+        """Whether the order waits for this job."""
         return self._line.place(job).until_s is not None
 
     def request(self, job: str, kind: Phase, now: float) -> None:
-        """The job is ready for its next phase of this kind; repeating it renews the request's lease, and is
-        needed of a job that joins.
+        """The job is ready for its next phase of this kind. Repeating the call renews the request's lease,
+        which a job that joins must do.
 
-        A turn of the other kind that comes first is given up: a job that restarts asks for a rollout wherever
+        A step of the other kind that comes first is given up: a job that restarts asks for a rollout wherever
         it was. Raises: ValueError for an unknown job, or one that holds a permit.
         """
         place, permit = self._line.place(job), self._permits.get(job)
@@ -183,10 +183,9 @@ class PermitBook:
         place.until_s = now + self._between_s
 
     def leave(self, job: str, now: float) -> None:
-        """The job ended, was killed or is moved: its permit is void, its turns stay empty.
+        """The job ended, was killed or is moved: its permit is void, and its steps stay empty.
 
-        Nobody else may take them: only a new certificate gives a new order. Jobs are let in again by
-        `request`.
+        No other job may use them: only a new certificate gives a new order. A job returns with `request`.
         """
         place = self._line.place(job)
         if job in self._permits:
@@ -197,7 +196,7 @@ class PermitBook:
             self._pace.leave(job)
 
     def advance(self, now: float) -> tuple[Permit, ...]:
-        """Ends the leases that ran out, then grants all that the order allows; the new permits."""
+        """Ends the leases that ran out, then issues and returns all permits that the order allows."""
         for place in self._line.places.values():
             if place.until_s is not None and place.until_s <= now:
                 self.leave(place.name, now)
@@ -213,7 +212,7 @@ class PermitBook:
         return tuple(granted)
 
     def next_wake_s(self, now: float) -> float | None:
-        """When `advance` may have something to do without another message; None: never."""
+        """When `advance` may have something to do without another call; None: never."""
         times = [place.until_s for place in self._line.places.values() if place.until_s is not None]
         if self._pace is not None:
             times += [
@@ -224,7 +223,7 @@ class PermitBook:
         return min(times, default=None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where a promise of this module is broken."""
+        """Raises: AssertionError if a promise of this module is broken."""
         holders: dict[int, str] = {}
         for permit in self.permits():
             place = self._line.place(permit.job)

@@ -1,7 +1,7 @@
 """A certified group in motion, without waiting: the permit book and pace, driven with given phase times.
 
-Owns: the clock and the list of what ends when. Promises: the same phase times give the same history. Never:
-decides; nor models failures of the group's nodes.
+Owns the clock and the list of what ends when. The same phase times give the same history. Failures of nodes
+are not modelled.
 """
 
 import heapq
@@ -15,9 +15,9 @@ from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import Permit, PermitBook
 
 NO_LEASE_S = 1e12
-"""Nobody dies in a replay."""
+"""The lease of a replay, in which nobody dies."""
 TOLERANCE_S = 1e-5
-"""Of sums of floats against whole microseconds."""
+"""The rounding of sums of floats against whole microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +38,14 @@ PhaseModel = Callable[[Permit, int], PhaseTimes]
 
 @dataclass(slots=True)
 class History:
-    """What happened: when each iteration's rollout started, and when its training and sync were done."""
+    """When each iteration's rollout started, and when its training and sync were done."""
 
     starts_s: dict[str, list[float]] = field(default_factory=dict)
     ends_s: dict[str, list[float]] = field(default_factory=dict)
     longest_delay_s: float = 0.0
 
     def violations(self, certificate: Certificate) -> list[str]:
-        """Where the history is worse than what the certificate promised."""
+        """Lists where the history is worse than the certificate promised."""
         found = []
         if self.longest_delay_s > TOLERANCE_S:
             found.append(f"the group is {self.longest_delay_s:g} s behind its timetable")
@@ -55,7 +55,7 @@ class History:
             allowed_s = max(bound.limit_s * (1 + SLO_TOLERANCE), bound.longest_s)
             if bound.slo_kind is SloKind.ITERATION and longest_s > allowed_s + TOLERANCE_S:
                 found.append(f"job {name}: an iteration of {longest_s:g} s, {allowed_s:g} s promised")
-            # The timetable begins with the group: what a job waits for its first turn is within one pass.
+            # The timetable begins with the group: a job waits at most one pass for its first step.
             ends = self.ends_s[name]
             late_s = ends[-1] - certificate.cycle_s - len(ends) * bound.mean_s if ends else 0.0
             if late_s > bound.longest_s + TOLERANCE_S:
@@ -73,7 +73,7 @@ def replay(
 ) -> History:
     """Runs every job's iterations of `num_passes` passes, or until it leaves, as soon as permits allow.
 
-    A job that has done all of its iterations leaves too, and its turns stay empty.
+    A job that has done all of its iterations leaves too, and its steps stay empty.
     """
     return _Replay(
         certificate, times_of, num_passes, with_pace, leaves_s if leaves_s is not None else {}

@@ -1,16 +1,17 @@
 """Long-tail migration: when to move a rollout's last responses aside, so that the next job may start.
 
-Owns: the model of a rollout phase by its response lengths, the choice of a threshold by predicted gain, and
-whether moving is safe. Promises: "off" wherever the prediction says that moving doesn't pay, and no move
-after which a phase could end later than its certificate assumes. Never: moves anything, or knows the lengths
-of responses that are still running: it predicts from those of past iterations.
+Owns the model of a rollout phase by its response lengths, the choice of a threshold by predicted gain, and
+the test whether moving is safe. No tail moves where the prediction shows no gain, or where a phase could then
+end later than its certificate assumes. Lengths of running responses are unknown: predictions use past
+iterations.
 
 At run time, when a job reports that the chosen share of its responses is done: `workers_kept` says on how
 many workers the rest may go, `has_room` whether the next job may start on the others, and
 `PermitBook.begin_tail` lets it in.
 
 Source: WEAVE §4.3, which moves at a fixed 80%. That loses 7-9% where training takes about as long as
-rollouts: the tail runs longer on few GPUs, and delays its own job's training for nodes that nobody waits for.
+rollouts: the tail runs longer on few GPUs and delays its own job's training, while nobody waits for the
+nodes.
 """
 
 import math
@@ -22,7 +23,7 @@ THRESHOLDS = (0.8, 0.9, 0.95, 0.98)
 PREDICTED_PASSES = 12
 MIN_PREDICTED_GAIN = 1.02
 MIN_STEP = 0.01
-"""Less is within the prediction's error: for all thresholds together, and for another one of a single job."""
+"""Smaller gains are within the prediction's error, for one job and for all thresholds together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ def _moved_s(speed: RolloutSpeed, num_left: int, reached_tokens: int, kept: int)
 def _decode_s(
     ordered: Sequence[int], reached: int, speed: RolloutSpeed, num_workers: int, num_behind: int = 0
 ) -> float:
-    """Until the longest of these is done; `num_behind` longer ones run beside them."""
+    """The time until the longest of these is done; `num_behind` longer ones run beside them."""
     time_s = 0.0
     for index, length in enumerate(ordered):
         if length > reached:

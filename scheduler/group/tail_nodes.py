@@ -1,9 +1,8 @@
 """Moving a tail onto fewer whole nodes: which ones it keeps, and whether that is predicted to pay.
 
-Owns: the prediction for one job of a running group, by a replay of its past iterations with and without the
-move, through the shipped permit book and pace. Promises: no move without a predicted gain of at least
-`MIN_PREDICTED_GAIN` for the whole group, none that leaves no other job room, and none that could break the
-certificate. Pure. Never: moves anything.
+Owns the prediction for one job of a running group: a replay of its past iterations with and without the move,
+through the production permit book and pace. A move needs a predicted gain of at least `MIN_PREDICTED_GAIN`
+for the whole group, must leave room for another job, and must not be able to break the certificate. Pure.
 
 Here a worker of tail.py is a whole rollout node: what is freed is free, and the next job needs no room
 beside a guest. A choice takes about 0.06 s with two jobs and 0.13 s with five, once per rollout of a job
@@ -20,12 +19,12 @@ from rose.scheduler.group.replay import PhaseTimes, replay
 from rose.scheduler.group.tail import MIN_PREDICTED_GAIN, THRESHOLDS, RolloutSpeed, play_rollout, workers_kept
 
 NUM_PASSES = 4
-"""Replayed: as many as past iterations are kept."""
+"""The passes that are replayed; as many past iterations are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTail:
-    """What is known of a job's rollouts: how fast its nodes are, and the lengths of its last iterations."""
+    """A job's rollouts: how fast its nodes are, and the response lengths of its last iterations."""
 
     speed: RolloutSpeed
     past: Sequence[Sequence[int]]

@@ -1,11 +1,10 @@
-"""The event loop: jobs arrive, end, drift and fail, under one policy.
+"""The simulation's event loop: jobs arrive, end, drift and fail under one policy.
 
-Owns: simulated time, the bill, the verdicts on SLOs. Promises: the shipped policy decides everything, and
-sees what the scheduler would see; the same input gives the same result. Never: reads a clock. Its figures
-are simulated.
+Owns simulated time, the bill, and the verdicts on SLOs. The production policy decides everything and sees
+what the scheduler would see. The same input gives the same result.
 
-Jobs take what their group promises them, the worst case. `keeps_ends` has them leave after the trace's
-duration whatever their slowdown, as in the paper; otherwise slow jobs stay longer, which only total dollars
+Jobs take the worst-case time that their group promises. With `keeps_ends` they leave after the trace's
+duration whatever their slowdown, as in the paper. Without it slow jobs stay longer, which only total dollars
 show.
 """
 
@@ -25,7 +24,7 @@ from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.sim.workloads import Submission
 
 _ROUNDING = 1e-6
-"""Relative, of sums over thousands of iterations."""
+"""The relative rounding of sums over thousands of iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,7 @@ class Failure:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """What a job has had so far."""
+    """What a job has received so far."""
 
     submission: Submission
     worst: float = 0.0
@@ -60,7 +59,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a simulation came to. Dollars are what nodes cost from the first arrival to the last end."""
+    """A simulation's result. Dollars pay for nodes from the first arrival to the last end."""
 
     dollars: float
     duration_s: float
@@ -226,7 +225,7 @@ class Simulation:
             self.cluster.refresh(self._now_s)
 
     def _change(self, change: Change) -> None:
-        """The job's times are other ones; if its group is then over a limit, the job is placed anew."""
+        """A job's times change. If its group then exceeds a limit, the job is placed anew."""
         if change.name not in self.cluster.residents:
             return
         given = self._runs[change.name].submission.job

@@ -1,7 +1,4 @@
-"""`rose sched simulate`: what a policy would cost on a trace.
-
-Owns: the command. Promises: its figures say that they are simulated. Never: places a real job.
-"""
+"""`rose sched simulate`: what a policy would cost on a trace, in simulated figures."""
 
 import json
 from collections.abc import Sequence
@@ -18,11 +15,11 @@ def main(argv: Sequence[str]) -> int:
     """Prints dollars, attainment and moves of one policy."""
     parser = CommandParser(
         "rose sched simulate",
-        "Play a trace of jobs against a policy; nothing real is placed.",
+        "Plays a trace of jobs against a policy. No real job is placed.",
         "rose sched simulate --trace jobs.csv --policy lifetime --workload mixed",
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="CSV", help="arrival_s,duration_s; else a generated one"
+        "--trace", type=Path, metavar="CSV", help="columns arrival_s,duration_s (default: a generated trace)"
     )
     parser.add_argument("--policy", choices=sorted(POLICIES), default="lifetime")
     parser.add_argument("--workload", choices=[each.value for each in Workload], default=Workload.MIXED.value)
@@ -31,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--stretch", action="store_true", help="slowed jobs stay longer; else they leave on the trace's time"
+        "--stretch",
+        action="store_true",
+        help="let slowed jobs stay longer (default: they leave when the trace says)",
     )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(list(argv))

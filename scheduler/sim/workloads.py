@@ -1,7 +1,7 @@
 """What arrives: jobs of WEAVE's Table 6 at the times of a trace.
 
-Owns: the trace's CSV (arrival_s, duration_s, num_gpus), its generator, Table 6. Promises: the same seed gives
-the same jobs. Never: simulates.
+Owns the trace's CSV (arrival_s, duration_s, num_gpus), its generator, and Table 6. The same seed gives the
+same jobs.
 """
 
 import csv
@@ -51,7 +51,7 @@ class Submission:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """In the order of arrival. Raises ConfigError with the line's number and what is wrong with it."""
+    """Reads a trace in the order of arrival. Raises: ConfigError with the number of a wrong line."""
     arrivals = []
     try:
         with path.open(newline="") as file:

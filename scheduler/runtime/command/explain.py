@@ -1,6 +1,7 @@
-"""`rose sched explain CLUSTER.yaml`: why a job goes where it goes.
+"""`rose sched explain`: why a job of a file would run where it would, or why a running job runs where it
+does.
 
-Owns: the words. Promises: every group's verdict comes from the checks that decide. Never: starts anything.
+Every group's verdict comes from the checks that decide.
 """
 
 import json
@@ -26,27 +27,29 @@ def main(argv: Sequence[str]) -> int:
     """Places the file's jobs in order, and explains the last or the named one; or explains one that runs."""
     parser = CommandParser(
         "rose sched explain",
-        "Why a job runs where it runs, and how it came there; or, of the jobs in a file, where one would go.",
+        "Says why a running job runs where it runs, or where a job of a file would go.",
         "rose sched explain --job math-7b",
     )
     parser.add_argument(
         "cluster", nargs="?", type=Path, metavar="CLUSTER.yaml", help="place these jobs, in order"
     )
-    parser.add_argument("--job", metavar="NAME", help="of a file: this one instead of the last")
+    parser.add_argument(
+        "--job", metavar="NAME", help="the job to explain (default: the last one of the file)"
+    )
     add_channel_flag(parser)
     parser.add_argument("--policy", choices=sorted(set(POLICIES) - {"exact"}), default="lifetime")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(list(argv))
     if arguments.cluster is None:
         if arguments.job is None:
-            parser.error("which job? name one that runs with --job, or a CLUSTER.yaml")
+            parser.error("name a running job with --job, or give a CLUSTER.yaml")
         return explain_running(arguments.job, arguments.channel, as_json=arguments.json)
     spec = load_yaml(arguments.cluster, ClusterSpec)
     jobs = spec.to_jobs()
     names = [job.name for job in jobs]
     wanted = arguments.job if arguments.job is not None else (names[-1] if names else None)
     if wanted not in names:
-        raise ConfigError(f"{arguments.cluster}: no job {wanted}; there are {', '.join(names) or 'none'}")
+        raise ConfigError(f"{arguments.cluster}: no job {wanted}; the jobs are: {', '.join(names) or 'none'}")
     report = explanation(Cluster(spec.pools.to_pools()), jobs[: names.index(wanted) + 1], arguments.policy)
     print(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report)))
     return 0
@@ -81,7 +84,7 @@ def explanation(cluster: Cluster, jobs: Sequence[Job], policy_name: str) -> dict
 
 
 def _borrowed(cluster: Cluster, candidate: Candidate) -> int:
-    """What the job would get of the serving GPUs; its promise does not count on them."""
+    """The serving GPUs that the job would borrow. Its certificate does not count on them."""
     others = [group for group in cluster.groups.values() if group.name != candidate.group.name]
     return lend([*others, candidate.group], cluster.pools).get(candidate.job.name, 0)
 

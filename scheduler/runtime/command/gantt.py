@@ -1,7 +1,6 @@
-"""`rose sched gantt CLUSTER.yaml`: who runs when on which node.
+"""`rose sched gantt CLUSTER.yaml`: draws when each job runs on which node, as text or as a picture.
 
-Owns: the drawing, as text or as a picture. Promises: shows the timetable that certifies each group, at
-worst-case times. Never: shows what really ran.
+It shows the timetable that certifies each group, at worst-case times, and not what really ran.
 """
 
 import math
@@ -26,12 +25,12 @@ def main(argv: Sequence[str]) -> int:
     """Places the file's jobs in order, and draws every group's timetable."""
     parser = CommandParser(
         "rose sched gantt",
-        "Place the jobs of a file in order; draw when each runs where, at worst-case times.",
+        "Places the jobs of a file in order, and draws when each runs where, at worst-case times.",
         "rose sched gantt cluster.yaml -o groups.png",
     )
     parser.add_argument("cluster", type=Path, metavar="CLUSTER.yaml")
     parser.add_argument("--policy", choices=sorted(set(POLICIES) - {"exact"}), default="lifetime")
-    parser.add_argument("-o", "--output", type=Path, metavar="PNG", help="a picture instead of text")
+    parser.add_argument("-o", "--output", type=Path, metavar="PNG", help="draw a picture instead of text")
     arguments = parser.parse_args(list(argv))
     spec = load_yaml(arguments.cluster, ClusterSpec)
     cluster, policy = Cluster(spec.pools.to_pools()), POLICIES[arguments.policy](0)
@@ -47,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def bars(group: Group) -> dict[str, list[Bar]]:
-    """What runs on each node during the longest period, from 0; a phase that wraps is two bars."""
+    """Returns what runs on each node during the longest period, from 0. A phase that wraps has two bars."""
     slots = slots_of(group)
     horizon_s = max(slot.period_s for slot in slots)
     rows: dict[str, list[Bar]] = {f"rollout {node}": [] for node in range(group.num_rollout_nodes)}
@@ -66,7 +65,7 @@ def bars(group: Group) -> dict[str, list[Bar]]:
 def repeated_bars(
     name: str, at_s: float, length_s: float, period_s: float, horizon_s: float
 ) -> Iterator[Bar]:
-    """A phase that comes again after each period, within the horizon; one that wraps is two bars."""
+    """Yields a phase's bars within the horizon; it repeats after each period."""
     start_s = at_s % period_s - period_s
     while start_s < horizon_s:
         first_s, last_s = max(0.0, start_s), min(horizon_s, start_s + length_s)

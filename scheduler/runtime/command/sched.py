@@ -1,6 +1,6 @@
 """`rose sched ...`: finds the subcommand and runs it.
 
-Owns: the list of subcommands. Promises: one's modules are imported only when it runs. Never: does its work.
+A subcommand's modules are imported only when it runs.
 """
 
 import argparse
@@ -24,30 +24,32 @@ class Subcommand:
 _JOBS = "rose.scheduler.runtime.command.jobs"
 _STATUS = "rose.scheduler.runtime.command.status"
 SUBCOMMANDS = (
-    Subcommand(name="serve", module="rose.jobs.serve", summary="schedule jobs, and run them on this machine"),
-    Subcommand(name="profile", module="rose.jobs.profile", summary="measure a job's phases for its file"),
-    Subcommand(name="agent", module="rose.jobs.agent", summary="run jobs on this host's nodes"),
+    Subcommand(name="serve", module="rose.jobs.serve", summary="schedule jobs and run them on this machine"),
+    Subcommand(name="profile", module="rose.jobs.profile", summary="measure the times of a job's phases"),
+    Subcommand(name="agent", module="rose.jobs.agent", summary="offer this host's nodes to a scheduler"),
     Subcommand(name="submit", module=_JOBS, function="submit", summary="place a job and start it"),
-    Subcommand(name="status", module=_STATUS, function="status", summary="jobs, and what they wait for"),
+    Subcommand(name="status", module=_STATUS, function="status", summary="show jobs and what they wait for"),
     Subcommand(
-        name="dashboard", module="rose.scheduler.dashboard.server", summary="a page and metrics of all that"
+        name="dashboard",
+        module="rose.scheduler.dashboard.server",
+        summary="serve a page and metrics of a scheduler",
     ),
-    Subcommand(name="events", module=_JOBS, function="events", summary="who was granted what, and when"),
+    Subcommand(name="events", module=_JOBS, function="events", summary="print what has happened, as JSON"),
     Subcommand(name="cancel", module=_JOBS, function="cancel", summary="end a job"),
-    Subcommand(name="logs", module=_JOBS, function="logs", summary="what a job has printed"),
+    Subcommand(name="logs", module=_JOBS, function="logs", summary="print a job's output"),
     Subcommand(name="drain", module=_JOBS, function="drain", summary="place no more jobs on a node"),
     Subcommand(
-        name="simulate", module="rose.scheduler.sim.simulate", summary="what a policy would cost on a trace"
+        name="simulate", module="rose.scheduler.sim.simulate", summary="play a trace of jobs against a policy"
     ),
     Subcommand(
         name="explain",
         module="rose.scheduler.runtime.command.explain",
-        summary="why a job goes where it goes",
+        summary="say why a job runs where it runs",
     ),
     Subcommand(
         name="gantt",
         module="rose.scheduler.runtime.command.gantt",
-        summary="who runs when on which node of a group",
+        summary="draw when each job runs on which node",
     ),
 )
 

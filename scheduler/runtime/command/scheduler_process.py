@@ -1,7 +1,7 @@
 """The scheduler's process: calls in, decisions, durable, answers out.
 
-Owns: the loop. Promises: nothing is answered before it is durable; killed at any point and started again on
-the same channel, it goes on where it was. Never: starts a job; that is the runner's (rose.jobs.runner).
+Nothing is answered before it is durable. Killed at any point and started again on the same channel, the
+process continues where it was. Never: starts a job; that is the runner's (rose.jobs.runner).
 """
 
 import logging
@@ -26,7 +26,7 @@ from rose.scheduler.runtime.job.spec import ServeSpec
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-"""How late an expired lease is noticed at most."""
+"""The longest time until an expired lease is noticed."""
 MIN_WAIT_S = 0.001
 """A job that is held back is so for a time that may grow as the one behind takes longer."""
 
@@ -68,7 +68,7 @@ def _wait_s(control: ClusterScheduler, now: float) -> float:
 
 
 def _handle(control: ClusterScheduler, incoming: Incoming, now: float) -> tuple[str, History] | None:
-    """Has the call decided upon; one that only reads what the channel keeps is given back."""
+    """Decides the call. Returns a call that only reads what the channel keeps."""
     try:
         call = decode_call(incoming.body)
     except ChannelError:

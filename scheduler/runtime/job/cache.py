@@ -1,8 +1,8 @@
-"""A suspended phase's working set in host memory: what a warm start loads instead of the disk.
+"""A suspended phase's working set in host memory, from which a warm start loads.
 
-Owns: one folder of shared memory per job and phase. Promises: a job never keeps more than it was given, and a
-set that was not written to its end is not there (the index is removed first and comes back last). A new
-attempt finds none: it starts cold, from its own checkpoint. Never: decides what belongs to a working set.
+Owns one folder of shared memory per job and phase. A job never keeps more than it was given. A set that was
+not written to its end does not count: its index is removed first and written last. A new attempt starts cold,
+from its own checkpoint.
 """
 
 import json
@@ -31,10 +31,10 @@ class WorkingSet(Protocol):
     """What a phase needs on its devices."""
 
     def load(self, cache: "HostCache") -> None:
-        """Brings the state back to the devices; a cold start if the cache is empty."""
+        """Brings the state back to the devices. If the cache is empty, this is a cold start."""
 
     def offload(self, cache: "HostCache") -> None:
-        """Keeps the state in the cache and frees the devices."""
+        """Moves the state into the cache, and frees the devices."""
 
 
 class HostCache:
@@ -48,7 +48,7 @@ class HostCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole set; 0 when there is none."""
+        """The size of the whole set; 0 if there is none."""
         return sum(
             np.dtype(entry["dtype"]).itemsize * math.prod(entry["shape"]) for entry in self._index().values()
         )
@@ -76,7 +76,7 @@ class HostCache:
         fresh.rename(self._index_path)
 
     def arrays(self) -> dict[str, Array]:
-        """The set, read-only and not copied; empty when there is none."""
+        """Returns the set, read-only and not copied; empty if there is none."""
         found: dict[str, Array] = {}
         for name, entry in self._index().items():
             shape = tuple(entry["shape"])
@@ -88,7 +88,7 @@ class HostCache:
         return found
 
     def forget(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _index(self) -> dict[str, _Entry]:
@@ -104,7 +104,7 @@ class HostCache:
 
 
 class ArraySet:
-    """A working set of arrays: on the host, what a device would hold."""
+    """A working set of arrays on the host."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, Array] = {}
@@ -119,7 +119,7 @@ class ArraySet:
 
 
 def _write(path: Path, array: Array) -> None:
-    """In place where the file is there already: its pages need not be made and zeroed again."""
+    """Writes in place where the file exists, so that its pages are not allocated and zeroed again."""
     if array.nbytes == 0:
         path.touch()
         return

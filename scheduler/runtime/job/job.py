@@ -1,7 +1,7 @@
-"""A job's own side of the control channel: what its process was started for, and its permits.
+"""A job's own side of the control channel: its job file, its permits and its heartbeat.
 
-Owns: the job file that the runner writes and the process reads, the heartbeat, the permit in hand. Promises:
-a permit that was taken back raises PermitLost before another phase begins. Never: starts a process.
+The runner writes the job file and the job's process reads it. A permit that was taken back raises PermitLost
+before another phase begins.
 """
 
 import logging
@@ -40,7 +40,7 @@ REPORT_S = 1.0
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What the runner hands to a job's process, by the path in ROSE_JOB."""
+    """What the runner tells a job's process, in the file that ROSE_JOB names."""
 
     channel: str
     name: str
@@ -49,12 +49,12 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     num_iterations: int
     group: str
     rollout_nodes: list[int]
-    """By their numbers in the group, as the attempt starts."""
+    """Their numbers in the group when the attempt starts."""
     cache_folder: str
     limit_bytes: dict[str, int]
     """Host memory of each phase's suspended state, on each of its nodes."""
     recording: Recording | None = None
-    """Where the phases' times are to go, under `rose sched profile`."""
+    """Where to record the phases' times under `rose sched profile`."""
 
     @classmethod
     def read(cls, path: Path) -> "JobFile":
@@ -74,16 +74,16 @@ class RunningJob:
         channel = ChannelUrl.parse(file.channel).join(f"job:{file.name}:{file.attempt}")
         self._client = ControlClient(channel, CONNECT_TIMEOUT_S)
         self.group, self.rollout_nodes = file.group, tuple(file.rollout_nodes)
-        """Where it runs; may change with `complete`."""
+        """Where the job runs. Both may change in `complete`."""
         self._held: Granted | None = None
         self._is_held = threading.Condition()
         threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
 
     @contextmanager
     def permit(self, phase: Phase, iteration: int, next_phase: Phase | None) -> Iterator[None]:
-        """Holds the phase's nodes; on leaving without an error, `next_phase` is queued at once.
+        """Holds the phase's nodes inside the context, and queues `next_phase` when it ends without an error.
 
-        Raises: PermitLost if it was taken back, or is refused.
+        Raises: PermitLost if the permit was taken back or is refused.
         """
         if self._held is not None:
             raise ValueError(f"{phase} called inside of {self._held.phase}: a job holds one pool at a time")
@@ -129,11 +129,10 @@ class RunningJob:
         return reply
 
     def complete(self, iteration: int) -> None:
-        """The iteration's state is safe: the next attempt starts behind it. Waits until this is recorded.
+        """Records that the iteration's state is safe: the next attempt starts after it.
 
-        From here on, the job may be in another group: what its phases keep is in host memory, and the next
-        ones load it on the nodes of that. Raises: SystemExit where those are on another host; PermitLost if
-        this attempt has been replaced.
+        The job may be in another group from here on: its next phases load their states on that group's nodes.
+        Raises: SystemExit if that group is on another host; PermitLost if this attempt has been replaced.
         """
         reply = self._client.ask(
             Completed(
@@ -161,9 +160,9 @@ class RunningJob:
         num_tokens: int | None = None,
         lengths: Sequence[int] | None = None,
     ) -> tuple[int, ...] | None:
-        """Progress inside a phase; the nodes onto which the rest should move, if it should.
+        """Reports progress inside a phase. Returns the nodes onto which the rest should move, or None.
 
-        Waits for `REPORT_S` at most: without a scheduler the phase goes on.
+        Waits at most `REPORT_S`: without a scheduler the phase goes on.
         """
         call = Report(
             seq=self._client.next_seq(),
@@ -185,7 +184,7 @@ class RunningJob:
         return tuple(keep) if keep is not None else None
 
     def moved(self, keep: Sequence[int]) -> None:
-        """The rollout runs on these of its nodes alone; the others may go on. Raises: PermitLost."""
+        """Reports that the rollout runs on these of its nodes alone. Raises: PermitLost."""
         held = self._held
         if held is None:
             raise ValueError("no phase runs that could have moved")
@@ -203,7 +202,7 @@ class RunningJob:
             raise PermitLost(f"{self.file.name}: the rollout's tail: {reply.error}")
 
     def cache(self, phase: Phase) -> HostCache:
-        """The phase's state in host memory."""
+        """Returns the phase's state in host memory."""
         return HostCache(
             Path(self.file.cache_folder) / phase,
             self.file.limit_bytes.get(phase, 0),
@@ -230,6 +229,6 @@ class RunningJob:
 
 @cache
 def running_job() -> RunningJob | None:
-    """This process's job; None in a process that no runner has started. Raises: ConfigError."""
+    """Returns this process's job; None if no runner has started the process. Raises: ConfigError."""
     path = Settings.from_environment().job_file
     return RunningJob(JobFile.read(path)) if path is not None else None

@@ -1,8 +1,8 @@
 """`@rose.phase` and `@rose.runtime_hook`: what a job's author writes on the functions of an RL loop.
 
-Owns: the shim around a phase (permit, warm start, run, offload, release) and the loop over iterations.
-Promises: between phases the process sleeps with sockets, groups and all other state kept; outside of a
-scheduler the same program runs alone, without permits. Never: knows what a phase does.
+Owns the wrapper of a phase (permit, warm start, run, offload, release) and the loop over iterations. Between
+phases the process sleeps and keeps its sockets, process groups and all other state. Without a scheduler the
+same program runs alone, without permits.
 
     @rose.phase("rollout", working_set=engine)
     def rollout(iteration): ...
@@ -37,28 +37,28 @@ Result = TypeVar("Result")
 
 
 class Progress:
-    """Where the loop stands; what `runtime_hook` hands to the function that it wraps."""
+    """The state of the loop, which `runtime_hook` passes to the function that it wraps."""
 
     def __init__(self, iteration: int, num_iterations: int) -> None:
         self.iteration = iteration
-        """From 0. After a crash, the first one that was not completed."""
+        """Counts from 0. After a crash, the loop begins with the first iteration that was not completed."""
         self.num_iterations = num_iterations
 
     @property
     def forced_tokens(self) -> int | None:
-        """Under `rose sched profile`, how long every response has to be, whatever its model says.
+        """The length that every response must have under `rose sched profile`; None in every other run.
 
-        With vLLM: ``ignore_eos``, and both ``min_tokens`` and ``max_tokens`` so many. None in every other
-        run. What a profile trains is not to be kept: save no checkpoint where this is set.
+        With vLLM, set ``ignore_eos``, and ``min_tokens`` and ``max_tokens`` to it. Save no checkpoint where
+        this is set: a profile's training is not meant to be kept.
         """
         job = running_job()
         return job.recorder.forced_tokens() if job is not None and job.recorder is not None else None
 
     @property
     def rollout_nodes(self) -> tuple[int, ...] | None:
-        """The job's, by their numbers in its group; they change when it is moved, before an iteration.
+        """The numbers of the job's rollout nodes in its group. They change only between iterations.
 
-        None: no scheduler has started this process.
+        None if no scheduler has started this process.
         """
         job = running_job()
         return job.rollout_nodes if job is not None else None
@@ -72,10 +72,11 @@ class Progress:
         num_tokens: int | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """Tells the scheduler how many of a phase's responses are there, for long-tail migration.
+        """Tells the scheduler how many of a phase's responses are done, for long-tail migration.
 
-        num_tokens: of the longest one that still runs. lengths: of all, with the last report. When the rest
-        should move, the phase's `move_tail` is called here, and the nodes that it leaves go on after it.
+        num_tokens: the length of the longest response that still runs. lengths: those of all responses, with
+        the last report. If the rest should move, this calls the phase's `move_tail`; when that returns, other
+        jobs may use the nodes that it left.
         """
         job = running_job()
         if job is None:
@@ -89,7 +90,7 @@ class Progress:
 
 
 class _Loop:
-    """The phases of this program and the iteration they are in: one per process, as there is one job."""
+    """This program's phases and the iteration that they are in. A process has one, as it runs one job."""
 
     def __init__(self) -> None:
         self.phases: set[Phase] = set()
@@ -97,7 +98,7 @@ class _Loop:
         self.iteration = 0
 
     def after(self, phase: Phase) -> Phase | None:
-        """The next phase, on the other pool. A new iteration asks itself: until then nodes would idle."""
+        """The phase to queue at the release of ``phase``. A new iteration requests its own permit later."""
         return Phase.TRAIN if phase is Phase.ROLLOUT and Phase.TRAIN in self.phases else None
 
 
@@ -174,9 +175,9 @@ def _phase_run(phase: Phase, times: tuple[float, float, float, float], cached_by
 
 
 def runtime_hook(function: Callable[[Progress], object]) -> Callable[..., None]:
-    """The function as a loop over the job's iterations: reports each one that returns as completed.
+    """Turns the function into a loop over the job's iterations, and reports each one as completed.
 
-    The wrapped function takes ``num_iterations``, only where no scheduler has started the process.
+    The loop takes ``num_iterations``, which it needs only where no scheduler has started the process.
     """
 
     @functools.wraps(function)

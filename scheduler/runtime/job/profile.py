@@ -1,8 +1,7 @@
-"""A job's worst-case times, from a run of its own at max tokens.
+"""A job's worst-case times, computed from a run alone at max tokens, and written into the job's file.
 
-Owns: the figures, and what they change in the job's file. Promises: times are the longest that were measured
-after the warm-up, never an estimate; a job that does not run its phases as its file says raises ProfileError.
-Pure. Never: runs a job (rose.jobs.profile does).
+Times are the longest that were measured after the warm-up, never estimates. A job that does not run its
+phases as its file says raises ProfileError. Pure: rose.jobs.profile runs the job.
 
 Source: WEAVE §4.1: phases are profiled once, at the token limit, so that no later iteration is longer.
 """
@@ -22,13 +21,13 @@ from rose.scheduler.runtime.job.recording import PhaseRun, Recorded
 from rose.scheduler.runtime.job.spec import RunSpec
 
 NUM_WARM_UP = 1
-"""Iterations that are left out: the first one loads cold, and compiles."""
+"""Iterations that are not measured: the first one starts cold and compiles."""
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What the job's processes had in memory at one moment."""
+    """The memory of the job's processes at one moment."""
 
     at_s: float
     resident_bytes: int
@@ -36,7 +35,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Over the measured iterations."""
+    """Statistics over the measured iterations."""
 
     worst: float
     median: float
@@ -55,7 +54,7 @@ class PhaseProfile:
     run_s: Seconds
     offload_s: Seconds
     peak_resident_gib: float
-    """Of all the job's processes; pages that they share count in each."""
+    """The peak over all of the job's processes; shared pages count in each of them."""
     cached_bytes: int
 
 
@@ -110,7 +109,7 @@ def to_be_profiled(spec: RunSpec, num_iterations: int, group: str) -> dict[str, 
 
 
 def cluster_of(spec: RunSpec, group: str) -> dict[str, Any]:
-    """As many nodes as the job asks for, in one group."""
+    """Returns a cluster with one group that has as many nodes as the job asks for."""
     memory = {"dollars_per_gpu_hour": 0.0, "host_gb": 1e7}
     return {
         "pools": {"rollout": {"name": "rollout", **memory}, "train": {"name": "train", **memory}},
@@ -134,8 +133,8 @@ def check_phases(spec: RunSpec, recorded: Recorded) -> None:
     for (phase, iteration), count in counts.items():
         if count > 1:
             raise ProfileError(
-                f"{spec.name}: {count} times {phase} in iteration {iteration}; the order of a group has one "
-                "turn for it: make it one function"
+                f"{spec.name}: {count} times {phase} in iteration {iteration}; a group's order has "
+                "one place for it: make it one function"
             )
 
 
@@ -162,7 +161,7 @@ def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[Sample]) -> 
 
 
 def _phase(runs: Sequence[PhaseRun], samples: Sequence[Sample]) -> PhaseProfile:
-    """A sync may consist of several calls: they count together."""
+    """Several calls in one iteration, which a sync may have, count together."""
     iterations = [[run for run in runs if run.iteration == each] for each in {run.iteration for run in runs}]
 
     def seconds(part: str) -> Seconds:
@@ -179,7 +178,7 @@ def _phase(runs: Sequence[PhaseRun], samples: Sequence[Sample]) -> PhaseProfile:
 
 
 def _peak_bytes(run: PhaseRun, samples: Sequence[Sample]) -> int:
-    """Of a phase that is shorter than the time between two samples: the nearest one."""
+    """The largest sample within the phase; the nearest one if the phase is shorter than the interval."""
     inside = [each.resident_bytes for each in samples if run.begin_s <= each.at_s <= run.end_s]
     if inside:
         return max(inside)
@@ -189,7 +188,7 @@ def _peak_bytes(run: PhaseRun, samples: Sequence[Sample]) -> int:
 
 
 def filled(content: Mapping[str, Any], spec: RunSpec, profile: JobProfile) -> dict[str, Any]:
-    """The job's file with what was measured: seconds, and host memory where it names none."""
+    """Returns the job's file with the measured seconds, and host memory where the file names none."""
     written = copy.deepcopy(dict(content))
     for name, phase in profile.phases.items():
         written["phases"][name]["seconds"] = math.ceil(phase.total_s.worst * 1e3) / 1e3

@@ -1,7 +1,6 @@
-"""What a profiled job notes of its own phases: how long each took, and its parts.
+"""The file in which a profiled job records how long its phases took.
 
-Owns: the lines of that file. Promises: a job that is not profiled writes none; a line is written whole.
-Never: judges them (rose.scheduler.runtime.job.profile does).
+A job that is not profiled writes none. Each line is written whole.
 """
 
 from pathlib import Path
@@ -13,10 +12,10 @@ from rose.scheduler.cluster.model import Phase
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """In a job's file: this run is a profile."""
+    """The part of a JobFile that makes its run a profile."""
 
     forced_tokens: int
-    """As long is every response to be."""
+    """The length of every response."""
     path: str
 
 
@@ -26,16 +25,16 @@ class PhaseRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     phase: Phase
     iteration: int
     begin_s: float
-    """Of time.monotonic(), which all processes of a host share."""
+    """On time.monotonic(), which all processes of a host share."""
     load_s: float
     run_s: float
     offload_s: float
     cached_bytes: int
-    """What its working set keeps in host memory while suspended."""
+    """The bytes of its working set in host memory while the phase is suspended."""
 
     @property
     def total_s(self) -> float:
-        """The permit covers the copies as well."""
+        """The time of the permit, which covers the copies as well."""
         return self.load_s + self.run_s + self.offload_s
 
     @property
@@ -44,7 +43,7 @@ class PhaseRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TokensAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The job has asked how long responses are to be."""
+    """The job has read how long its responses must be."""
 
 
 class PhaseBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -54,10 +53,10 @@ class PhaseBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Recorded(NamedTuple):
-    """All lines so far."""
+    """All lines that have been written so far."""
 
     began: list[Phase]
-    """Phases, those that have not ended included."""
+    """All phases that began, also those that have not ended."""
     runs: list[PhaseRun]
     has_asked_tokens: bool
 
@@ -70,14 +69,14 @@ class Recorder:
         self._has_asked = False
 
     def forced_tokens(self) -> int:
-        """As long is every response to be; that it was asked for is noted."""
+        """Returns the length of every response, and records that the job has read it."""
         if not self._has_asked:
             self._has_asked = True
             self._write(TokensAsked())
         return self._recording.forced_tokens
 
     def note(self, line: PhaseBegan | PhaseRun) -> None:
-        """A phase begins, or has ended."""
+        """Records that a phase begins or has ended."""
         self._write(line)
 
     def _write(self, line: PhaseBegan | PhaseRun | TokensAsked) -> None:
@@ -86,7 +85,7 @@ class Recorder:
 
 
 def read_recording(path: Path) -> Recorded:
-    """What the job has noted so far."""
+    """Reads what the job has recorded so far."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     decoder = msgspec.json.Decoder(PhaseBegan | PhaseRun | TokensAsked)
     found = [decoder.decode(line) for line in lines]

@@ -1,6 +1,6 @@
-"""What `rose sched serve` and `rose sched submit` read: pools and groups, and a job that is to run on them.
+"""The files of `rose sched serve` (pools and groups) and `rose sched submit` (a job to run).
 
-Owns: what the two YAML files have beyond those of `rose sched explain`. Promises: as there. Never: places.
+They extend the files of `rose sched explain`, which rose.scheduler.cluster.spec reads.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ LEAST = (
 
 
 class TailSpec(Section):
-    """How fast a rollout node decodes, as profiled: without it a job's tail stays where it is.
+    """How fast a rollout node decodes, as profiled. Without it, a job's tail is never moved.
 
     A decode step takes `step_s + running responses on the node * request_s`.
     """
@@ -44,11 +44,11 @@ class TailSpec(Section):
     prompt_tokens: int = Field(ge=0)
     prefill_tokens_per_s: float = Field(gt=0)
     pause_s: float = Field(default=1.0, ge=0)
-    """Of stopping the responses and sending them on."""
+    """The time to stop the responses and send them on."""
 
 
 class RaySpec(Section):
-    """A Ray instance of the job's own, beside its process and as long as that: `ray.init()` finds it."""
+    """A Ray instance that lives as long as the job's process. The job's `ray.init()` finds it."""
 
     num_cpus: int = Field(default=1, ge=1)
     num_gpus: int = Field(default=0, ge=0)
@@ -57,21 +57,21 @@ class RaySpec(Section):
 
 
 class RunSpec(JobSpec):
-    """JOB.yaml of a job that is run, and not only placed."""
+    """JOB.yaml of a job that is run and not only placed."""
 
     command: tuple[str, ...] = Field(min_length=1)
     """Run in `folder`, once per attempt."""
     folder: str = "."
     """Relative to the file."""
     group: str | None = None
-    """A group of the cluster's file, or one that runs; None: the policy chooses."""
+    """A group of the cluster's file, or a running one. None: the policy chooses."""
     rollout_nodes: tuple[int, ...] | None = None
-    """With `group`: its rollout nodes that the job is pinned to. None: the first ones."""
+    """The rollout nodes of `group` that the job is pinned to. None: the first ones."""
     max_restarts: int = Field(default=3, ge=0)
-    """After crashes with no iteration in between; then the job has failed."""
+    """After so many crashes without an iteration in between, the next one fails the job."""
 
     tail: TailSpec | None = None
-    """For rollouts on several nodes whose `rose.phase` has a `move_tail`."""
+    """Set it for rollouts on several nodes whose `rose.phase` has a `move_tail`."""
     ray: RaySpec | None = None
 
     @model_validator(mode="after")
@@ -80,7 +80,9 @@ class RunSpec(JobSpec):
         if nodes is None:
             return self
         if self.group is None:
-            raise ValueError(f"rollout_nodes {list(nodes)} of which group? add `group`, or leave both out")
+            raise ValueError(
+                f"rollout_nodes {list(nodes)} belong to no group: add `group`, or remove `rollout_nodes`"
+            )
         wanted = self.phases["rollout"].nodes
         if len(nodes) != wanted or len(set(nodes)) != len(nodes) or min(nodes) < 0:
             raise ValueError(
@@ -91,7 +93,7 @@ class RunSpec(JobSpec):
 
     @property
     def speed(self) -> RolloutSpeed | None:
-        """Of the rollout, a node counting as one worker; None: not known."""
+        """The rollout's speed, with each node as one worker; None if it is unknown."""
         if self.tail is None:
             return None
         return RolloutSpeed(
@@ -100,7 +102,7 @@ class RunSpec(JobSpec):
 
     @property
     def pins(self) -> tuple[int, ...]:
-        """The rollout nodes in the job's own group."""
+        """The rollout nodes of the job's group that it is pinned to."""
         return (
             self.rollout_nodes
             if self.rollout_nodes is not None
@@ -135,17 +137,17 @@ class ServeSpec(Section):
     policy: str = "lifetime-static"
     """Places the jobs that name no group. `lifetime` also moves them, at the end of an iteration."""
     move_pause_s: float = Field(default=PAUSE_S, ge=0)
-    """What a move is reckoned to cost the job: its SLO and the gain have to bear it."""
+    """The time that a move is assumed to cost the job. Its SLO must allow it, and the gain must exceed it."""
     groups: dict[str, GroupSpec] = Field(default_factory=dict)
     lease_s: float = Field(default=10.0, gt=0)
     """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
     host_lease_s: float = Field(default=30.0, gt=0)
-    """An agent that has been silent for this long is dead, and its jobs go on on other hosts' nodes."""
+    """An agent that is silent for this long counts as dead, and its jobs continue on other hosts."""
 
     @field_validator("policy")
     @classmethod
     def _is_known(cls, policy: str) -> str:
         known = ("lifetime", "lifetime-static", "weave", "solo")
         if policy not in known:
-            raise ValueError(f"{policy!r}: a running cluster knows {', '.join(known)}")
+            raise ValueError(f"{policy!r}: a running cluster has the policies {', '.join(known)}")
         return policy

@@ -159,7 +159,7 @@ def test_contradicting_constraints_have_no_timetable() -> None:
 
 def test_orders_without_alternation_or_without_a_member_are_refused() -> None:
     group = group_of(SPANNING)
-    with pytest.raises(ValueError, match="no turn for b"):
+    with pytest.raises(ValueError, match="no iteration of b"):
         order_of(group, (0, 2))
     rollout = Step(job="a", kind=Phase.ROLLOUT, resources=(0,))
     with pytest.raises(ValueError, match="must alternate"):

@@ -202,7 +202,7 @@ def test_a_job_that_names_no_group_is_placed_by_the_policy() -> None:
         ({"group": "other"}, "no group 'other'; the groups are main"),
         ({"rollout_nodes": [3]}, "rollout nodes [3]: group main has rollout nodes 0; choose among these"),
         ({"rollout_nodes": [0, 1]}, "expected 1 different numbers from 0"),
-        ({"group": None, "rollout_nodes": [0]}, "of which group?"),
+        ({"group": None, "rollout_nodes": [0]}, "belong to no group: add `group`"),
         ({"slo": 1.0}, "slo 1 allows no slowdown"),
         ({"iterations": 0}, "iterations"),
         ({"name": "no/slash"}, "name"),
