@@ -1,4 +1,4 @@
-"""Bad input: an OpenAI-shaped error with the right status, and no worker is disturbed."""
+"""Bad input gets an error in OpenAI's shape with the right status, and disturbs no worker."""
 
 import asyncio
 import json
@@ -98,7 +98,7 @@ async def test_a_field_that_the_router_reads_itself_is_400_where_it_is_malformed
         assert not worker.requests
 
 
-async def test_options_that_are_none_send_a_chat_to_the_worker_which_refuses_them(
+async def test_a_chat_with_malformed_stream_options_is_refused_by_the_worker(
     start_router: StartRouter,
 ) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
@@ -109,7 +109,7 @@ async def test_options_that_are_none_send_a_chat_to_the_worker_which_refuses_the
 
 
 @pytest.mark.parametrize("name", [b"Authorization", b"X-Rose-Job", b"X-Session-ID", b"Idempotency-Key"])
-async def test_a_header_that_is_no_text_is_400(start_router: StartRouter, name: bytes) -> None:
+async def test_a_header_that_is_not_utf8_is_400(start_router: StartRouter, name: bytes) -> None:
     async with ScriptedWorker() as worker, start_router(worker, api_key="k") as client:
         host, port = client.router.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -123,7 +123,7 @@ async def test_a_header_that_is_no_text_is_400(start_router: StartRouter, name: 
         assert not worker.requests
 
 
-async def test_a_duplicate_worker_and_one_of_another_lineage_are_409(start_router: StartRouter) -> None:
+async def test_a_duplicate_worker_and_one_of_another_run_are_409(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker(version="mine/1") as a,
         ScriptedWorker(version="other/9") as b,
@@ -152,7 +152,9 @@ async def test_a_body_over_the_limit_is_413(start_router: StartRouter) -> None:
         assert len(worker.requests) == 1
 
 
-async def test_a_slow_loris_is_408_and_others_go_on(start_router: StartRouter) -> None:
+async def test_a_body_that_arrives_too_slowly_is_408_and_other_requests_go_on(
+    start_router: StartRouter,
+) -> None:
     async with ScriptedWorker() as worker, start_router(worker, body_s=0.3) as client:
         host, port = client.router.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -189,7 +191,7 @@ async def test_a_head_that_never_ends_holds_no_connection(start_router: StartRou
 @pytest.mark.parametrize(
     ("path", "code"), [("/v1/nothing", 404), ("/rose/v1/weights", 404), ("/health", 405)]
 )
-async def test_other_paths_and_methods_are_openai_shaped_too(
+async def test_errors_of_unknown_paths_and_methods_have_openais_shape(
     start_router: StartRouter, path: str, code: int
 ) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
@@ -197,7 +199,7 @@ async def test_other_paths_and_methods_are_openai_shaped_too(
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan"])
-async def test_a_timeout_that_is_no_time_is_400(start_router: StartRouter, given: str) -> None:
+async def test_a_malformed_timeout_header_is_400(start_router: StartRouter, given: str) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         assert_error(*await client.post("/v1/completions", BODY, X_Rose_Timeout_S=given), 400, given)
         assert not worker.requests

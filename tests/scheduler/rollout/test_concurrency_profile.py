@@ -35,7 +35,9 @@ def test_the_cap_comes_from_the_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"), [(None, "can't be read"), ("{}", "not made by rose profile")]
 )
-def test_a_profile_that_is_none_is_one_clear_error(tmp_path: Path, content: str | None, problem: str) -> None:
+def test_a_file_that_is_not_a_profile_is_one_clear_error(
+    tmp_path: Path, content: str | None, problem: str
+) -> None:
     path = tmp_path / "profile.json"
     if content is not None:
         path.write_text(content)

@@ -86,7 +86,7 @@ async def test_stop_strings_restart_instead_of_resuming(start_router: StartRoute
             assert (choice["rose"]["restarts"], client.counters()["tokens_dropped"]) == (1, 3)
 
 
-async def test_an_abort_that_is_not_ours_goes_to_the_client(start_router: StartRouter) -> None:
+async def test_an_abort_without_a_stop_reason_of_rose_goes_to_the_client(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.append(Fault(kind="abort_plain", after_tokens=3))
         async with start_router(worker) as client:

@@ -1,4 +1,4 @@
-"""The router with an unmodified openai client: against a real engine, and where several clients must meet."""
+"""An unmodified openai client on the router, with a real engine or a scripted worker behind it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -68,7 +68,7 @@ async def test_streams_of_completions_and_chat_add_up_to_the_whole_answers(clien
 
 @pytest.mark.vllm
 @pytest.mark.asyncio
-async def test_errors_are_the_clients_own_classes(client: AsyncOpenAI) -> None:
+async def test_the_openai_client_raises_its_own_error_classes(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="no such model"):
         await client.completions.create(model="no such model", prompt=[5])
     with pytest.raises(openai.BadRequestError):
@@ -78,7 +78,7 @@ async def test_errors_are_the_clients_own_classes(client: AsyncOpenAI) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_key_in_flight_belongs_to_one_body(start_router: StartRouter) -> None:
+async def test_an_idempotency_key_in_flight_is_refused_with_another_body(start_router: StartRouter) -> None:
     """That equal bodies share the answer is tested in test_jobs.py."""
     async with ScriptedWorker() as worker, start_router(worker) as routed:
         worker.hold()

@@ -17,7 +17,7 @@ remote: Any = pytest.importorskip(
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio]
 
 
-async def test_it_gets_ids_logprobs_and_text_for_each_session(engine_url: str) -> None:
+async def test_the_skyrl_client_gets_ids_logprobs_and_text_for_each_session(engine_url: str) -> None:
     patient: Any = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
     async with RunningRouter(
         RouterConfig(port=0, workers=(WorkerSpec(url=engine_url),), **patient)

@@ -1,4 +1,4 @@
-"""New weights on a worker: the time they take is no stall, and turns stay where they are."""
+"""New weights on a worker: the time that they take is no stall, and turns stay on the worker."""
 
 import asyncio
 import time
@@ -43,7 +43,7 @@ async def test_the_stall_clock_stands_still_while_weights_change() -> None:
         await asyncio.sleep(5 * MOMENT_S)
 
 
-async def test_a_router_that_was_held_up_itself_gives_the_worker_as_long_again(
+async def test_a_delay_of_the_router_itself_extends_the_stall_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = worker()
@@ -61,7 +61,7 @@ async def test_a_router_that_was_held_up_itself_gives_the_worker_as_long_again(
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-async def test_after_it_the_next_token_may_take_as_long_as_a_first_one(is_seen: bool) -> None:
+async def test_after_an_update_the_next_token_may_take_as_long_as_a_first_one(is_seen: bool) -> None:
     patient, hasty = worker(first_token_s=60), worker(first_token_s=MOMENT_S)
     async with Watch(patient) as watch:
         watch.allow(MOMENT_S)

@@ -1,4 +1,4 @@
-"""Bodies with token ids: read without making integers of them, and never read wrongly."""
+"""Bodies with token ids are read without making integers of the ids, and are never misread."""
 
 import json
 from typing import Any
@@ -78,7 +78,7 @@ def test_the_last_of_two_equal_keys_wins_as_in_any_json_reader() -> None:
         '[1,"]"]',
     ],
 )
-def test_lists_of_anything_else_are_not_cut(values: str) -> None:
+def test_lists_of_other_values_than_ids_stay_in_the_body(values: str) -> None:
     assert cut_ids(f'{{"prompt":{values}}}'.encode(), b'"prompt"') is None
 
 

@@ -88,7 +88,9 @@ async def test_a_worker_that_renders_anew_makes_the_chat_start_again(start_route
 
 
 @pytest.mark.asyncio
-async def test_a_chat_that_goes_whole_starts_again_until_it_was_heard(start_router: StartRouter) -> None:
+async def test_a_whole_chat_is_tried_again_until_its_client_received_something(
+    start_router: StartRouter,
+) -> None:
     stateful: Any = {**SETTINGS, "stop": ["x"]}
     async with (
         ScriptedWorker() as worker,

@@ -1,4 +1,4 @@
-"""A completion's event stream, cut anywhere: every token once, the prompt's echo read or passed over."""
+"""A completion's event stream, cut anywhere, gives every token once; the prompt's echo is read or skipped."""
 
 import asyncio
 import json
@@ -67,5 +67,7 @@ def test_a_stream_that_ends_within_the_prompt_has_broken_off() -> None:
         ({"prompt": "text"}, False),
     ],
 )
-def test_the_workers_word_is_needed_for_texts_and_cut_prompts(body: dict[str, Any], is_known: bool) -> None:
+def test_ids_of_texts_and_truncated_prompts_come_from_the_worker(
+    body: dict[str, Any], is_known: bool
+) -> None:
     assert known_prompt(body) == (body["prompt"] if is_known else None)

@@ -1,4 +1,4 @@
-"""The token endpoints: every shape of answer, with where each token came from."""
+"""The token endpoints: each shape of answer, and the origin of each token."""
 
 import json
 from typing import Any
@@ -79,7 +79,7 @@ async def test_sglang_generate_has_its_meta_info(start_router: StartRouter) -> N
         assert worker.requests[0]["max_tokens"] == 6
 
 
-async def test_sglang_batches_and_streams_what_there_is_so_far(start_router: StartRouter) -> None:
+async def test_sglang_takes_batches_and_streams_the_whole_answer_so_far(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         body: dict[str, Any] = {"input_ids": [[1], [2]], "sampling_params": {"max_new_tokens": 3}}
         _, answers = await client.post("/generate", body)
@@ -107,7 +107,7 @@ async def test_sglang_batches_and_streams_what_there_is_so_far(start_router: Sta
         ("/generate", {"text": ""}, "prompt"),
     ],
 )
-async def test_what_a_format_cannot_ask_for_is_400_and_named(
+async def test_an_unsupported_parameter_is_400_and_named(
     start_router: StartRouter, path: str, body: dict[str, Any], problem: str
 ) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:

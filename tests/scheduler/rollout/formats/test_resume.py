@@ -1,4 +1,4 @@
-"""Accumulated: however a generation is cut, the merged answer is that of the unsplit run."""
+"""However a generation is cut, the merged answer is that of the unbroken run."""
 
 from itertools import pairwise
 from typing import Any
@@ -118,7 +118,7 @@ def test_max_tokens_defaults_to_vllms_16() -> None:
         ({"repetition_penalty": 1.1}, False),
     ],
 )
-def test_what_spans_the_cut_restarts(request_part: dict[str, Any], restarts: bool) -> None:
+def test_constraints_that_span_the_cut_force_a_restart(request_part: dict[str, Any], restarts: bool) -> None:
     assert must_restart({"prompt": PROMPT, **request_part}) is restarts
     generation = Accumulated(request={"prompt": PROMPT, "max_tokens": 9, **request_part})
     generation.add(generation.begin(), chunk([1, 2], PROMPT), "a", None)

@@ -1,4 +1,4 @@
-"""The router's service: fan-out, queue, affinity, versions, membership, keys, drain."""
+"""The router as its clients see it: fan-out, queues, affinity, versions, membership, keys, draining."""
 
 import asyncio
 import signal
@@ -48,7 +48,7 @@ async def test_unseeded_siblings_stay_unseeded(start_router: StartRouter) -> Non
 
 
 @pytest.mark.asyncio
-async def test_token_ids_are_only_shown_to_who_asked(start_router: StartRouter) -> None:
+async def test_token_ids_are_only_shown_to_clients_that_asked(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         _, answer = await client.post("/v1/completions", {"prompt": "text", "max_tokens": 2})
         choice = answer["choices"][0]
@@ -257,7 +257,9 @@ async def test_rl_step_reaches_every_worker_and_the_counts_are_shown(start_route
 
 
 @pytest.mark.asyncio
-async def test_keys_guard_their_own_doors_and_worker_routes_stay_hidden(start_router: StartRouter) -> None:
+async def test_each_key_guards_its_own_routes_and_worker_routes_stay_hidden(
+    start_router: StartRouter,
+) -> None:
     async with ScriptedWorker() as worker, start_router(worker, admin_key="adm", api_key="cli") as client:
         assert (await client.post("/v1/completions", BODY))[0] == 401
         assert (await client.post("/v1/completions", BODY, Authorization="Bearer cli"))[0] == 200

@@ -1,4 +1,4 @@
-"""assign: one job per serving GPU, N_serving, the idlest first."""
+"""Serving GPUs are assigned to one job each, within N_serving, the idlest first."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""FairQueue: service by weight and cost, whatever the queues' lengths."""
+"""The fair queue serves jobs by weight and cost, whatever the lengths of their queues."""
 
 import itertools
 import random
@@ -50,7 +50,7 @@ def test_tokens_are_served_by_weight_whatever_the_turns_sizes(
     assert jain(got[job] / weights.get(job, 1.0) for job in costs) > 0.99
 
 
-def test_turns_that_cost_more_than_was_said_are_paid_for_later() -> None:
+def test_turns_that_cost_more_than_announced_are_charged_afterwards() -> None:
     queue = filled({"a": 100.0, "b": 100.0}, {}, 5_000)
     got = {"a": 0.0, "b": 0.0}
     for _ in range(1000):
@@ -97,7 +97,7 @@ def test_kinds_share_their_jobs_order_and_those_that_cannot_go_are_not_looked_at
     assert len(queue) == 0 and queue.kinds() == {}
 
 
-def test_a_job_that_was_away_has_saved_nothing_up() -> None:
+def test_an_absent_job_accumulates_no_deficit() -> None:
     queue = filled({"a": 10.0}, {}, 1000)
     served(queue, 5_000)
     for _ in range(500):
@@ -131,5 +131,5 @@ def test_every_item_leaves_once_and_nothing_is_lost(items: list[tuple[str, float
 
 
 @pytest.mark.parametrize(("values", "index"), [([1, 1], 1.0), ([1, 0], 0.5), ([10, 1], 121 / 202), ([], 1.0)])
-def test_jain(values: list[float], index: float) -> None:
+def test_jains_index_of_known_values(values: list[float], index: float) -> None:
     assert jain(values) == pytest.approx(index)

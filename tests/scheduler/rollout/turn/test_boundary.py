@@ -1,4 +1,4 @@
-"""A generation that is cut within a character goes on before it."""
+"""A generation that is cut within a character is resumed at the beginning of that character."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Dispatcher: places are taken and given back exactly, jobs take turns, continuations go first."""
+"""The dispatcher takes and frees places exactly, alternates between jobs, and puts continuations first."""
 
 import asyncio
 import time

@@ -204,7 +204,7 @@ async def test_a_retry_with_the_same_key_shares_the_answer_while_it_is_in_flight
         assert len(worker.requests) == 2
 
 
-async def test_a_request_with_a_key_ends_when_the_last_who_waits_leaves(start_router: StartRouter) -> None:
+async def test_a_request_with_a_key_ends_when_its_last_client_leaves(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.append(Fault(kind="hang"))
         async with start_router(worker) as client:

@@ -1,4 +1,4 @@
-"""Histograms on the router's /metrics: what a turn waited, and what its tokens took."""
+"""The histograms on the router's /metrics: how long turns waited and how long their tokens took."""
 
 import asyncio
 from collections.abc import Iterable
@@ -79,7 +79,7 @@ async def test_a_wait_counts_whatever_becomes_of_its_turn(start_router: StartRou
 
 
 @pytest.mark.asyncio
-async def test_a_cut_turn_is_one_turn_and_one_that_goes_whole_has_no_tokens_to_time(
+async def test_a_cut_turn_is_timed_once_and_a_whole_one_has_no_token_times(
     start_router: StartRouter,
 ) -> None:
     async with ScriptedWorker() as worker:
@@ -124,7 +124,7 @@ def test_the_token_time_is_a_turns_mean_after_its_first_chunk() -> None:
     assert (samples["token", "m"]["0.02"], samples["token", "m"]["0.03"]) == (0, 1)
 
 
-def test_however_many_models_come_the_series_are_bounded() -> None:
+def test_the_number_of_series_is_bounded_for_any_number_of_models() -> None:
     latencies = Latencies()
     for number in range(1000):
         latencies.ended(journey(0.0, 0.0, None, 0), f"adapter-{number}", 1.0, 0, is_finished=True)

@@ -1,4 +1,4 @@
-"""Traces: what reaches a collector about a turn, its attempts and its workers."""
+"""What reaches a collector of traces about a turn, its attempts and its workers."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -94,7 +94,7 @@ async def test_a_turn_that_fails_is_an_error_and_leaves_no_attempt_open(
     assert attributes(attempt)["rose.ending"] == "DeadlineExceeded"
 
 
-async def test_chat_is_traced_and_the_worker_told_whose_child_it_is(
+async def test_a_chat_is_traced_and_the_worker_gets_the_attempt_as_parent(
     start_router: StartRouter, collector: Collector
 ) -> None:
     async with ScriptedWorker() as worker, start_router(worker, otlp_endpoint=collector.endpoint) as client:

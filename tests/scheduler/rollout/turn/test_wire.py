@@ -1,4 +1,4 @@
-"""The turns' own HTTP: answers cut anywhere, connections kept or not, servers that break off."""
+"""The HTTP client of turns: answers cut anywhere, connections kept or closed, servers that break off."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -106,7 +106,7 @@ async def test_a_server_that_breaks_off_is_a_connection_error(pieces: list[bytes
             await ask(wire, url)
 
 
-async def test_an_answer_that_is_left_ends_its_connection() -> None:
+async def test_abandoning_an_answer_closes_its_connection() -> None:
     async with serving(lambda _: [CHUNKED[:60]]) as (server, wire, url):
         answer: WorkerConnection = await wire.post(url, b"", [b"{}"])
         wire.done(url, answer)
@@ -115,7 +115,7 @@ async def test_an_answer_that_is_left_ends_its_connection() -> None:
         assert server.num_connections == 1
 
 
-async def test_no_server_is_an_os_error() -> None:
+async def test_a_missing_server_raises_os_error() -> None:
     async with serving(lambda _: []) as (_, _wire, url):
         pass
     with pytest.raises(OSError):

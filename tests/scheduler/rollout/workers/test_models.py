@@ -1,4 +1,4 @@
-"""Several models behind one router: what belongs to one keeps to its own workers."""
+"""Several models behind one router: each model's turns, weights and sessions stay on its own workers."""
 
 import asyncio
 from typing import Any
@@ -98,7 +98,7 @@ async def test_questions_are_answered_by_a_worker_of_the_model(start_router: Sta
 
 
 @pytest.mark.asyncio
-async def test_models_lists_each_once_as_workers_show_it(start_router: StartRouter) -> None:
+async def test_the_list_of_models_holds_each_model_once_as_workers_show_it(start_router: StartRouter) -> None:
     async with (
         worker_of("a", max_model_len=100) as a,
         worker_of("b", "adapter") as b,
@@ -148,7 +148,7 @@ async def test_a_model_whose_workers_were_removed_is_503_and_one_nobody_knew_404
 
 
 @pytest.mark.asyncio
-async def test_an_engine_that_returns_with_another_model_gets_its_turns_alone(
+async def test_an_engine_that_returns_with_another_model_gets_only_turns_for_it(
     start_router: StartRouter,
 ) -> None:
     async with worker_of("a") as a, worker_of("b") as b, start_router(a, b) as client:
@@ -192,7 +192,9 @@ async def test_a_prompt_is_held_against_its_own_models_context(start_router: Sta
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("mode", ["latest", "pinned"])
-async def test_each_models_weights_count_by_themselves(start_router: StartRouter, mode: str) -> None:
+async def test_weight_versions_of_different_models_are_independent(
+    start_router: StartRouter, mode: str
+) -> None:
     async with (
         worker_of("a", version="run/7") as a,
         worker_of("b", version="run/3") as b,

@@ -1,4 +1,4 @@
-"""Worker: what a status, a token and a loss do to its view."""
+"""How a status, a token and a loss change a worker's view."""
 
 import pytest
 

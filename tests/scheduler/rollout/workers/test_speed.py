@@ -1,4 +1,4 @@
-"""SpeedEstimate: finds the engine's parts again, on a whole GPU's time."""
+"""The speed estimate recovers the parts of an engine's steps, in time of a whole GPU."""
 
 import random
 
@@ -8,7 +8,7 @@ from rose.scheduler.rollout.workers.speed import SpeedEstimate
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
-def test_the_parts_of_a_step_are_found_again(share: float) -> None:
+def test_the_fit_recovers_both_parts_of_a_step(share: float) -> None:
     estimate, chance = SpeedEstimate(), random.Random(1)
     assert estimate.speed() is None
     for _ in range(60):
@@ -23,7 +23,7 @@ def test_the_parts_of_a_step_are_found_again(share: float) -> None:
     assert speed.prefill_s_per_token == pytest.approx(1e-4, rel=0.1)
 
 
-def test_a_batch_that_never_changes_gives_its_own_time_back() -> None:
+def test_a_constant_batch_predicts_its_own_step_time() -> None:
     estimate = SpeedEstimate()
     for _ in range(20):
         estimate.saw_decode(0.03, 4, 1.0)
