@@ -48,6 +48,7 @@ cxx: setup
 types: setup
 	$(PYTHON_BIN) -m mypy -p rose
 	cd benchmarks && ../$(PYTHON_BIN) -m mypy --config-file ../pyproject.toml .
+	cd docs && ../$(PYTHON_BIN) -m mypy --config-file ../pyproject.toml . ../.ci/check_names.py
 
 contracts: setup
 	.venv/bin/lint-imports
