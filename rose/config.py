@@ -1,9 +1,7 @@
-"""Settings, and the reading of configuration files: the only reader of the environment.
+"""Settings and configuration files. This is the only module that reads the environment.
 
-Owns: the names of ROSE's environment variables, and the wording of what is wrong with a file.
-Promises: a bad value raises ConfigError with one line that names the file, the key and the fix; what is
-returned never changes afterwards.
-Never: keeps a global. Each process's entry point builds its Settings once and hands them down.
+A bad value raises a ConfigError, one line with the file, the key and the fix. What is returned never changes.
+There are no globals: each process's entry point makes its Settings once and hands them down.
 """
 
 import difflib
@@ -24,31 +22,31 @@ from rose.errors import ConfigError
 Model = TypeVar("Model", bound=BaseModel)
 
 DELTA_LIBRARY = Path(__file__).with_name("librose_delta_cuda.so")
-"""Where `make cuda` puts the kernels; nobody has to build them."""
+"""Where `make cuda` puts the optional kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a process takes from its environment."""
+    """The settings that a process reads from its environment."""
 
     runtime_dir: Path
-    """Sockets of this host's pools (ROSE_RUNTIME_DIR)."""
+    """The folder for the sockets of this host's pools (ROSE_RUNTIME_DIR)."""
     cache_dir: Path
-    """Cost profiles and other things that may be rebuilt (ROSE_CACHE_DIR)."""
+    """The folder for step-time profiles and other files that can be made again (ROSE_CACHE_DIR)."""
     key: str | None = None
-    """Bearer key of the workers' /rose/v1 routes and of the relay (ROSE_KEY); None leaves them open."""
+    """The bearer key of the workers' /rose/v1 routes and of the relay (ROSE_KEY); None leaves them open."""
     admin_key: str | None = None
-    """Bearer key of the router's admin routes (ROSE_ROUTER_ADMIN_KEY)."""
+    """The bearer key of the router's admin routes (ROSE_ROUTER_ADMIN_KEY)."""
     router_api_key: str | None = None
-    """Bearer key that the router asks of its clients on /v1 (ROSE_ROUTER_API_KEY)."""
+    """The bearer key that clients of the router need on /v1 (ROSE_ROUTER_API_KEY)."""
     worker_api_key: str | None = None
-    """Bearer key that workers ask for on /v1, vLLM's --api-key (ROSE_WORKER_API_KEY)."""
+    """The bearer key that workers want on /v1, vLLM's --api-key (ROSE_WORKER_API_KEY)."""
     channel: str | None = None
-    """Control channel of the cluster scheduler (ROSE_CHANNEL); None: this user's own, on this host."""
+    """The cluster scheduler's control channel (ROSE_CHANNEL); None for this user's own on this host."""
     job_file: Path | None = None
-    """What a job's process was started for (ROSE_JOB): set by the runner, not by users."""
+    """What a job's process was started for (ROSE_JOB); the runner sets it, users don't."""
     delta_library: Path = DELTA_LIBRARY
-    """The delta codec's CUDA kernels, as `make cuda` builds them (ROSE_DELTA_LIBRARY)."""
+    """The delta codec's CUDA kernels that `make cuda` builds (ROSE_DELTA_LIBRARY)."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -68,7 +66,7 @@ class Settings:
         )
 
     def key_variables(self) -> dict[str, str]:
-        """The keys as variables for a process on another host."""
+        """Returns the keys as variables for a process on another host."""
         named = {
             "ROSE_KEY": self.key,
             "ROSE_ROUTER_ADMIN_KEY": self.admin_key,
@@ -88,24 +86,24 @@ class Settings:
         return self.channel if self.channel is not None else f"unix:{self.runtime_dir / 'sched'}"
 
     def pool_socket(self, pool: str) -> Path:
-        """The unix socket of the daemon that owns ``pool``."""
+        """Returns the Unix socket of the daemon that owns ``pool``."""
         return self.runtime_dir / f"pool-{pool}.sock"
 
     def make_runtime_dir(self) -> Path:
-        """Creates the runtime directory, for this user only. Raises: ConfigError if it is somebody else's."""
+        """Makes the runtime directory for this user alone. Raises: ConfigError if another user owns it."""
         return make_private_dir(self.runtime_dir, "set ROSE_RUNTIME_DIR to another one")
 
     @property
     def staging_root(self) -> Path:
-        """Where engines of this user find new weights: in memory where the host allows it."""
+        """The folder where this user's engines find new weights: in memory if the host allows it."""
         shared = Path("/dev/shm")
         return shared / f"rose-{os.getuid()}" if os.access(shared, os.W_OK) else self.runtime_dir
 
 
 def make_private_dir(path: Path, fix: str) -> Path:
-    """Creates a folder for this user only: memory and weights pass through it.
+    """Makes a folder for this user alone, because memory and weights pass through it.
 
-    Raises: ConfigError, ending with ``fix``, if it exists and somebody else owns it or may write to it.
+    Raises: ConfigError, which ends with ``fix``, if another user owns the folder or may write to it.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
@@ -117,23 +115,23 @@ def make_private_dir(path: Path, fix: str) -> Path:
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The inherited environment plus ``extra``, for a child process."""
+    """Returns the inherited environment plus ``extra``, for a child process."""
     return {**os.environ, **(extra if extra is not None else {})}
 
 
 def default_variable(name: str, value: str) -> None:
     """Sets a variable of this process unless the operator has set it.
 
-    For libraries that are configured by their environment alone; call before the library is imported.
+    It is meant for libraries that only their environment configures; call it before the library is imported.
     """
     os.environ.setdefault(name, value)
 
 
 def vllm_plugins() -> str:
-    """VLLM_PLUGINS for an engine: what it would load anyway, plus rose.
+    """Returns VLLM_PLUGINS for an engine: the plugins that it would load anyway, and rose.
 
-    vLLM loads an endpoint plugin only when the variable names it, and everything else only when the variable
-    is unset or names it; so naming rose alone would silently turn off the host's other plugins.
+    vLLM loads an endpoint plugin only if the variable names it, and any other plugin only if the variable
+    names it or is unset. To name rose alone would therefore turn off the host's other plugins.
     """
     named = os.environ.get("VLLM_PLUGINS")
     if named is not None:
@@ -160,12 +158,12 @@ class Section(BaseModel):
 
 
 def load_yaml(path: Path, model: type[Model]) -> Model:
-    """Reads ``path`` into ``model``. Raises: ConfigError, one line with file, key and fix."""
+    """Reads a file into ``model``. Raises: ConfigError, one line with file, key and fix."""
     return parse_config(read_yaml(path, model), model, str(path))
 
 
 def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
-    """The keys of a file that is meant for ``model``, unchecked. Raises: ConfigError."""
+    """Reads the keys of a file that is meant for ``model``, unchecked. Raises: ConfigError."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -184,13 +182,13 @@ def parse_config(
 ) -> Model:
     """Checks ``content`` against ``model``.
 
-    source: names it in the error. spelling: turns a key into what the user wrote, e.g. a flag.
+    ``source`` names it in errors. ``spelling`` turns a key into what the user wrote, such as a flag.
     Raises: ConfigError.
     """
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        # An unknown key first: a missing one is often just its correct spelling.
+        # An unknown key comes first: a missing one is often its correct spelling.
         errors = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise ConfigError(f"{source}: {_explain(errors[0], model, spelling)}{more}") from error
@@ -218,7 +216,7 @@ def _dotted(location: list[int | str]) -> str:
 
 
 def _section(model: type[BaseModel], location: list[int | str]) -> type[BaseModel]:
-    """The model that describes the section at ``location``."""
+    """Returns the model that describes the section at ``location``."""
     for part in location:
         if isinstance(part, str):
             annotation = model.model_fields[part].annotation

@@ -1,7 +1,7 @@
 """`rose doctor`: what is installed on this machine, what each part enables, and how to get what is missing.
 
-Owns: the list of checks. Promises: every check is independent, so one broken part can't hide the others;
-exit status 0 exactly when the main job (`rose demo`) can run. Never: installs or changes anything.
+The checks are independent, so that one broken part can't hide the others. The exit status is 0 exactly when
+the main job (`rose demo`) can run. Nothing is installed or changed.
 """
 
 import importlib
@@ -35,7 +35,7 @@ REINSTALL = "reinstall: uv pip install -e '.[cpu]' (needs g++ and Python's heade
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One row: is it there, what is it for, how to get it."""
+    """One row: whether a part is there, what it is for, and how to get it."""
 
     name: str
     is_ok: bool
@@ -43,13 +43,13 @@ class Finding:
     enables: str
     fix: str = ""
     is_required: bool = False
-    """Without it the main job can't run."""
+    """Whether the main job needs it."""
     is_optional: bool = False
-    """A few users want it; nobody misses it otherwise."""
+    """Whether only some users need it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the findings; returns 1 when something that the main job needs is missing."""
+    """Prints the findings; returns 1 if something that the main job needs is missing."""
     arguments = _parser().parse_args(list(argv))
     findings = examine()
     can_run = all(finding.is_ok for finding in findings if finding.is_required)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine() -> list[Finding]:
-    """Every check, in the order of the table."""
+    """Makes every check, in the order of the table."""
     checks: tuple[Callable[[], Finding], ...] = (
         _python,
         _platform,
@@ -271,7 +271,7 @@ def _state(finding: Finding) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose doctor",
-        "Shows what is installed, what is missing, and what will work. Status 0: the main job can run.",
+        "Shows what is installed, what is missing, and what will work. Exits with 0 if `rose demo` can run.",
         "rose doctor --json",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")

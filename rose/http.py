@@ -1,25 +1,23 @@
-"""What ROSE's HTTP has in common: clients of workers and services, and names of headers.
-
-Relays have a client of their own (rose.transfer.relay.calls).
-"""
+"""HTTP clients of workers and services, and the names of headers. rose.transfer.relay.calls has the
+relays'."""
 
 import httpx
 
 KEEPALIVE_S = 2.0
-"""An idle connection is closed after this: sooner than vLLM's server does (5 s), which may otherwise close it
+"""When an idle connection is closed: sooner than vLLM's server does (5 s), which could otherwise close it
 just as a request is sent."""
 JOB_HEADER = "X-Rose-Job"
-"""From a trainer to the router: the RL job that a turn belongs to."""
+"""Tells the router which RL job a turn belongs to."""
 RUN_HEADER = "X-Rose-Run"
-"""From a trainer to the router: the training run whose weights it wants."""
+"""Tells the router which training run's weights a trainer wants."""
 NO_PROMPT_IDS_HEADER = "X-Rose-No-Prompt-Ids"
-"""From the router to a worker: leave the prompt's token ids out of the stream, they are known."""
+"""Tells a worker to leave the prompt's token ids, which the router knows, out of the stream."""
 
 
 def http_client(url: str = "", *, key: str | None, timeout: httpx.Timeout | float) -> httpx.Client:
-    """A client for ``url``, with ``key`` as its bearer key; timeouts in seconds.
+    """Makes a client for ``url`` with ``key`` as its bearer key; timeouts are in seconds.
 
-    It takes no proxy from the environment, which has no business on loopback.
+    It uses no proxy of the environment: workers and services are reached directly.
     """
     return httpx.Client(
         base_url=url,

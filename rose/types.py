@@ -1,4 +1,4 @@
-"""The nouns that every part shares. No I/O, no torch, no vllm."""
+"""The nouns that every part shares."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,42 +12,42 @@ class Role(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why ROSE ended a request before its end: the ``stop_reason`` of an ``abort`` finish."""
+    """Why ROSE ended a request early: the ``stop_reason`` beside the finish reason ``abort``."""
 
     RECLAIMED = "rose_reclaimed"
     """Its KV slabs went back to serving (ROSE §4.1, emergency cut)."""
     STALLED = "rose_stall"
     """No token progress for the stall timeout while serving held the GPU (ROSE §4.1)."""
     DEACTIVATED = "rose_deactivated"
-    """The engine gave its weights and KV back until the next rollout phase."""
+    """The engine has given back its weights and KV until the next rollout phase."""
 
 
 class GateMode(StrEnum):
-    """Which test a rollout step must pass."""
+    """The test that a rollout step must pass."""
 
     DUAL = "dual"
-    """Default. Nothing while a serving request waits for its first token; else the TPOT deadline."""
+    """The default: no step while a serving request waits for its first token; else the TPOT deadline."""
     TTFT_ONLY = "ttft-only"
     TPOT_ONLY = "tpot-only"
     IDLE = "idle"
-    """Only while serving has no work at all."""
+    """Steps only while serving has no work at all."""
     ALTERNATE = "alternate"
-    """One serving step, one rollout step, no equations: the strong baseline."""
+    """One rollout step for each serving step, without equations: the strong baseline."""
     EQUATIONS = "equations"
-    """ROSE §4.1 eqs 1, 2 as printed: any positive slack admits a whole chunk."""
+    """ROSE §4.1 equations 1 and 2 as printed: any positive slack admits a whole chunk."""
     OFF = "off"
-    """Naive co-location: no gate, no turns."""
+    """Naive co-location: no gate and no grants."""
 
 
 class Deployment(StrEnum):
     """Which phases of its requests a serving engine computes; a rollout engine computes both."""
 
     COLLOCATED = "collocated"
-    """Both: the smaller of TTFT and TPOT slack counts, each tick (ROSE §4.3)."""
+    """Both phases: at each step the smaller of TTFT and TPOT slack counts (ROSE §4.3)."""
     PREFILL = "prefill"
-    """Prompts, whose KV a decoder takes over: TTFT slack alone (ROSE §4.1 eq. 1)."""
+    """Prompts, whose KV a decoder takes over: TTFT slack alone counts (ROSE §4.1 eq. 1)."""
     DECODE = "decode"
-    """Tokens, from a prefiller's KV: TPOT slack alone (ROSE §4.1 eq. 2)."""
+    """Tokens, from a prefiller's KV: TPOT slack alone counts (ROSE §4.1 eq. 2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class SLO:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class WeightVersion:
-    """A published set of weights: the trainer's run id and a number that grows by one per publish."""
+    """A published set of weights: the trainer's run, and a number that grows by one with each."""
 
     run_id: str
     number: int

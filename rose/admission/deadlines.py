@@ -1,7 +1,7 @@
-"""The serving engine's own bookkeeping: which requests wait, which decode, and by when.
+"""The serving engine's own books: which requests wait, which decode, and by when their tokens are due.
 
-Owns the token times that vLLM's scheduler does not keep. Promises publications of a few microseconds:
-a decode's next due time is computed once per token. Never reads a clock; one thread, the engine core's.
+They keep the token times that vLLM's scheduler does not have. A publication takes a few microseconds, because
+a decode's next due time is computed once per token. One thread uses them, the engine core's.
 """
 
 from collections.abc import Iterable
@@ -20,17 +20,17 @@ from rose.admission.slack import (
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, Deployment, GateMode
 
-# A request waits for its tokenizer and the queue between processes, not for a minute: a longer wait, like a
-# negative one, says that the wall clock was set meanwhile.
+# A request waits for its tokenizer and the queue between processes, but not for a minute: a longer wait, or a
+# negative one, means that the wall clock was set meanwhile.
 MAX_FRONT_END_WAIT_S = 60.0
-# How long the tightest SLO that requests brought along counts for those of its kind to come.
+# How long the tightest SLO that a request brought with it counts for requests to come.
 CLASS_MEMORY_S = 300.0
-# Of a step that is cut short for the decodes in it: fewer would cost more in steps than they save.
+# The least prefill of a step that is cut short for its decodes: less would cost more in steps than it saves.
 MIN_PREFILL_TOKENS = 64
 
 
 def monotonic_arrival(now: float, wall_now: float, wall_arrival: float) -> float:
-    """When a request came, on the clock of `now`; the front end stamps wall-clock time.
+    """Returns when a request came, on the clock of ``now``; the front end stamps it with wall-clock time.
 
     A wait that only a jump of the wall clock explains counts as none.
     """
@@ -39,7 +39,8 @@ def monotonic_arrival(now: float, wall_now: float, wall_arrival: float) -> float
 
 
 class _TokenTimes:
-    """One decoding request, changed in place: a frozen value per token would cost more than the gate."""
+    """One decoding request. It is changed in place: a frozen value per token would cost more than the
+    gate."""
 
     __slots__ = ("due_s", "first_token_s", "last_token_s", "num_output_tokens", "tpot_s")
 
@@ -63,27 +64,28 @@ class ServingDeadlines:
     """Tracks serving requests and computes what to publish after each step."""
 
     def __init__(self, settings: GateSettings, *, chunk_tokens: int) -> None:
-        """`chunk_tokens`: the serving engine's own token budget of a step."""
+        """``chunk_tokens`` is the serving engine's own token budget for a step."""
         self._settings = settings
         mode, deployment = settings.mode, settings.deployment
-        # Looked up once: an enum's members cost as much as the arithmetic that they choose.
+        # Looked up once: an enum's members cost as much as the arithmetic that they select.
         self._has_deadlines = mode not in (GateMode.ALTERNATE, GateMode.IDLE, GateMode.OFF)
         self._is_prefill_first = mode is GateMode.DUAL
         self._is_literal = mode is GateMode.EQUATIONS
         self._has_ttft = mode is not GateMode.TPOT_ONLY and deployment is not Deployment.DECODE
         self._has_tpot = mode is not GateMode.TTFT_ONLY and deployment is not Deployment.PREFILL
         self._is_decoder = deployment is Deployment.DECODE
-        self._decode_s = 0.0  # nothing to spend until a step time is known
-        """Serving's decode step as of the last publication: the default target follows it."""
+        self._decode_s = 0.0  # until a step time is known, nothing is spent
+        """The seconds of serving's decode step at the last publication; the default target follows it."""
         self._chunk_tokens = chunk_tokens
         self._load = 0.0
         self._pending: dict[str, PendingPrefill] = {}
         self._decodes: dict[str, _TokenTimes] = {}
         self._own_tpot_s: dict[str, float] = {}
         self._class_step_s, self._class_until_s = NEVER, -NEVER
-        """Of the tightest SLO that requests brought along: the longest rollout step, and until when."""
+        """The longest rollout step under the tightest SLO that a request brought with it, and until when it
+        counts."""
         self._due_s: float | None = None
-        """The least due time of all decodes, once per step; None: to be found again."""
+        """The least due time of all decodes, found once per step; None if it has to be found again."""
 
     @property
     def has_pending_prefill(self) -> bool:
@@ -96,7 +98,8 @@ class ServingDeadlines:
         return len(self._decodes)
 
     def arrived(self, request_id: str, now: float, prompt_tokens: int, own_slo: SLO | None = None) -> None:
-        """A request entered the scheduler; call in queue order. `own_slo` overrides the deployment's."""
+        """Adds a request that entered the scheduler, in queue order; ``own_slo`` overrides the
+        deployment's."""
         if self._is_decoder:
             self.arrived_prefilled(request_id, now, own_slo)
             return
@@ -109,10 +112,10 @@ class ServingDeadlines:
             self._own_tpot_s[request_id] = own_slo.tpot_s
 
     def arrived_prefilled(self, request_id: str, now: float, own_slo: SLO | None = None) -> None:
-        """A request whose KV comes from a prefiller entered a decoder: its arrival stands for the last token.
+        """Adds a request whose KV comes from a prefiller; its arrival counts as its last token's time.
 
-        ROSE §4.1: a decoder reckons with TPOT slack alone. While its KV is on the way the due time passes and
-        rollouts wait, as they do for a late token.
+        ROSE §4.1: a decoder uses TPOT slack alone. If the due time passes while the KV is on its way,
+        rollouts wait, as they do for any late token.
         """
         tpot_s = own_slo.tpot_s if own_slo is not None else None
         times = self._decodes[request_id] = _TokenTimes(now, tpot_s)
@@ -121,24 +124,24 @@ class ServingDeadlines:
         self._due_s = None
 
     def expect_more_like(self, own_slo: SLO, now: float) -> None:
-        """A request with this SLO came; the next one may come to an idle GPU on which a rollout has begun."""
+        """Says that a request with this SLO came: the next may find an idle GPU with a rollout step on it."""
         step_s = self._settings.max_step_for(own_slo)
         if step_s <= self.max_idle_step_s(now):
             self._class_step_s, self._class_until_s = step_s, now + CLASS_MEMORY_S
 
     def max_idle_step_s(self, now: float) -> float:
-        """The longest rollout step that serving puts up with while it has no work."""
+        """Returns the longest rollout step that serving allows while it has no work."""
         longest_s = self._settings.effective_max_step_s
         return min(longest_s, self._class_step_s) if now < self._class_until_s else longest_s
 
     def prefilled(self, request_id: str, remaining_tokens: int) -> None:
-        """A chunk of its prompt was computed (or found cached); unknown ids are decoding already."""
+        """Says that a chunk of its prompt was computed or found cached. Unknown ids are decoding already."""
         p = self._pending.get(request_id)
         if p is not None:
             self._pending[request_id] = replace(p, remaining_tokens=remaining_tokens)
 
     def produced(self, request_ids: Iterable[str], now: float, num_tokens: int = 1) -> None:
-        """These requests produced tokens in the step that ended now."""
+        """Says that these requests produced tokens in the step that ended now."""
         common = self._target_and_cap()
         classes: dict[float, tuple[float, float]] = {}
         decodes = self._decodes
@@ -161,7 +164,7 @@ class ServingDeadlines:
             num_produced += 1
             if due_s < least_s:
                 least_s = due_s
-        # A decode that made no token (it was preempted) has an older due time, which may be the least.
+        # A decode that was preempted made no token; its older due time may be the least.
         self._due_s = least_s if num_produced == len(decodes) else None
 
     def _first_token(self, request_id: str, now: float) -> _TokenTimes:
@@ -169,7 +172,7 @@ class ServingDeadlines:
         return _TokenTimes(now, self._own_tpot_s.pop(request_id, None))
 
     def finished(self, request_ids: Iterable[str]) -> None:
-        """These requests ended in whatever way; unknown ids are fine."""
+        """Forgets requests that have ended in any way; unknown ids are ignored."""
         for request_id in request_ids:
             self._pending.pop(request_id, None)
             self._own_tpot_s.pop(request_id, None)
@@ -178,14 +181,16 @@ class ServingDeadlines:
                 self._due_s = None
 
     def set_load(self, load: float) -> None:
-        """The fuller of batch (against max_num_seqs) and KV, 0 to 1: shrinks the TPOT target from half
-        full on. Tokens produced from here on feel it."""
+        """Sets how full the batch (of max_num_seqs) or the KV is, the greater of both, 0 to 1.
+
+        From half full on it shrinks the TPOT target of the tokens that are produced from now on.
+        """
         self._load = load
 
     def view(
         self, now: float, model: StepTimeModel, *, has_work: bool, context_tokens: float = 0
     ) -> ServingView:
-        """What to publish under this gate mode."""
+        """Returns what to publish under this gate mode."""
         self._decode_s = model.predict(0, len(self._decodes), context_tokens)
         return ServingView(
             has_work=has_work,
@@ -194,19 +199,21 @@ class ServingDeadlines:
         )
 
     def may_join(self, now: float, model: StepTimeModel, context_tokens: float = 0) -> bool:
-        """Whether a newcomer's prefill, a whole chunk of it, may ride in the step that starts now after a gap
-        that rollouts used: not if a decode in that step would then break the ITL cap."""
+        """Whether a whole chunk of a new request's prefill may join the step that starts now, after rollouts.
+
+        It may not if a decode in that step would then break its ITL cap.
+        """
         if not self._decodes:
             return True
         prefill = 1 if self._is_decoder else self._chunk_tokens
         return now + model.predict_safe(prefill, len(self._decodes), context_tokens) <= self._least_cap()
 
     def prefill_room(self, now: float, model: StepTimeModel, context_tokens: float = 0) -> int:
-        """How many prompt tokens the step that starts now may take along, so that no decode in it breaks the
-        ITL cap.
+        """Returns how many prompt tokens the step that starts now may have so that no decode breaks its ITL
+        cap.
 
-        More prompts come during a rollout step than serving alone meets at once: in one step, they would make
-        a gap that no rollout ran in.
+        During a rollout step more prompts come in than serving alone meets at once. All of them in one step
+        would make a gap of their own.
         """
         if not self._decodes or not self._is_prefill_first:
             return self._chunk_tokens
@@ -215,13 +222,13 @@ class ServingDeadlines:
         return max(room, MIN_PREFILL_TOKENS)
 
     def _least_cap(self) -> float:
-        """When the first of all decodes breaks its ITL cap."""
+        """Returns when the first of all decodes breaks its ITL cap."""
         decodes = self._decodes.values()
         caps_s = {own: self._target_and_cap(own)[1] for own in {times.tpot_s for times in decodes}}
         return min(times.last_token_s + caps_s[times.tpot_s] for times in decodes)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the books disagree."""
+        """Checks that the books agree. Raises: AssertionError."""
         assert not self._pending.keys() & self._decodes.keys()
         assert self._own_tpot_s.keys() <= self._pending.keys()
         assert all(t.first_token_s <= t.last_token_s for t in self._decodes.values())
@@ -230,7 +237,8 @@ class ServingDeadlines:
         assert all(p.remaining_tokens >= 0 for p in self._pending.values())
 
     def _target_and_cap(self, own_tpot_s: float | None = None) -> tuple[float, float]:
-        """The TPOT target and the ITL cap of tokens produced now, by a request with an SLO of its own too."""
+        """Returns the TPOT target and the ITL cap of tokens produced now; ``own_tpot_s`` is a request's own
+        SLO."""
         target_s = self._settings.tpot_target_for(self._decode_s, own_tpot_s)
         return shrunk_target(target_s, self._load), self._settings.itl_cap_for(target_s, own_tpot_s)
 
@@ -238,7 +246,7 @@ class ServingDeadlines:
         if not self._has_deadlines:
             return NEVER
         if self._is_prefill_first and self._pending:
-            return now  # prefill first: no slack is given away, so none is worked out
+            return now  # prefill first: no slack is given away, so none is computed
         if self._is_literal:
             return literal_latest_start(
                 now,
@@ -267,7 +275,7 @@ class ServingDeadlines:
     def _latest_tpot(self, model: StepTimeModel, context_tokens: float) -> float:
         if not self._decodes:
             return NEVER
-        # The next step is mixed: whatever waits for prefill fills what the decodes leave of the budget.
+        # The next step is mixed: waiting prefill fills what the decodes leave of the budget.
         prefill = 0
         if self._pending:
             room = max(0, self._chunk_tokens - self.num_decodes)

@@ -1,7 +1,7 @@
 """The step-time model of a running engine, kept true by its own steps.
 
-Owns the sliding window of observed steps. Promises caution where knowledge is thin: a stale profile is
-widened within a few steps, a missing one admits almost nothing. Never reads a clock.
+It keeps a sliding window of observed steps, and is cautious where it knows little: a stale profile is widened
+within a few steps, and without a profile almost nothing is admitted.
 """
 
 import math
@@ -18,20 +18,20 @@ from rose.admission.step_time import (
 )
 
 WINDOW_STEPS = 256
-# Sorting the window costs tens of microseconds: once every few steps is enough, and at once after a miss.
+# Sorting the window takes tens of microseconds. It is done every few steps, and at once after a miss.
 REFRESH_STEPS = 8
-# A fit on whatever steps came by, not on a planned grid, extrapolates: it is never trusted closer.
+# A fit on the steps that happened to come, not on a planned grid, extrapolates: it keeps at least this ratio.
 UNPLANNED_RATIO = 2.0
 
 
 class OnlineStepTime:
-    """A step-time model whose error bounds follow the last steps.
+    """A step-time model whose error bounds follow the last steps. One thread uses it, the engine's.
 
-    With a profile: its coefficients, and ratio and margin of the window (never better than the profile's
-    until the window says more than a handful of steps). Without one: UNPROFILED, so that rollouts run
-    one small step at a time and only while serving is idle, until the window holds MIN_OBSERVATIONS
-    steps of distinct prefill and decode sizes; then a fit of those with a doubled safety ratio.
-    Runs in one thread, the engine's.
+    With a profile it has the profile's coefficients, and the window's ratio and margin, which are not better
+    than the profile's until the window has more than a few steps. Without one it is UNPROFILED, so that
+    rollouts run one small step at a time and only while serving is idle, until the window has
+    MIN_OBSERVATIONS steps of different prefill and decode sizes. From then on it is a fit of those with a
+    doubled safety ratio.
     """
 
     def __init__(self, profile: StepTimeModel | None, *, window_steps: int = WINDOW_STEPS) -> None:
@@ -43,12 +43,12 @@ class OnlineStepTime:
         self._window: deque[StepObservation] = deque(maxlen=window_steps)
         self._ratios: deque[float] = deque(maxlen=window_steps)
         self._errors_s: deque[float] = deque(maxlen=window_steps)
-        """Of the window's steps against the base model; empty without one."""
+        """The errors of the window's steps against the base model; empty without one."""
         self._steps_since_refresh = 0
 
     @property
     def model(self) -> StepTimeModel:
-        """The model to admit with now."""
+        """The model that steps are admitted by now."""
         return self._model
 
     @property
@@ -57,9 +57,10 @@ class OnlineStepTime:
         return self._base is not None
 
     def observe(self, prefill_tokens: int, num_decodes: int, context_tokens: int, seconds: float) -> None:
-        """Takes in one finished step; one slower than its safe prediction refreshes at once."""
+        """Adds one finished step. A step that is slower than its safe prediction refreshes the model at
+        once."""
         if seconds <= 0 or prefill_tokens + num_decodes <= 0:
-            raise ValueError(f"not a step: {prefill_tokens=} {num_decodes=} {seconds=}")
+            raise ValueError(f"a step needs tokens and time, got {prefill_tokens=} {num_decodes=} {seconds=}")
         observation = StepObservation(
             prefill_tokens=prefill_tokens,
             num_decodes=num_decodes,
@@ -84,14 +85,14 @@ class OnlineStepTime:
             return
         ratio_q99, margin_s = self._window_errors()
         if len(self._window) < MIN_OBSERVATIONS:
-            # Too few steps to trust a better figure than the profile's; a worse one counts at once.
+            # With so few steps a better figure than the profile's is not trusted; a worse one counts at once.
             ratio_q99 = max(ratio_q99, self._base.ratio_q99)
             margin_s = max(margin_s, self._base.margin_s)
         ratio_q99 = max(ratio_q99, self._ratio_floor)
         self._model = replace(self._base, ratio_q99=ratio_q99, margin_s=margin_s)
 
     def _has_variety(self) -> bool:
-        # A cost that no pair of steps tells apart would be fitted as 0, and its steps admitted as free.
+        # A cost that no two steps tell apart would be fitted as 0, and its steps would be admitted as free.
         prefills = {o.prefill_tokens for o in self._window if o.prefill_tokens > 0}
         decodes = {o.num_decodes for o in self._window if o.num_decodes > 0}
         return len(self._window) >= MIN_OBSERVATIONS and len(prefills) >= 2 and len(decodes) >= 2

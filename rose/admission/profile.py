@@ -1,6 +1,6 @@
 """Step-time profiles: which steps to measure, the files that keep the fits, and their plot.
 
-Owns the measuring plan and the profile files. Never runs an engine: its caller measures the points.
+No engine is run here: the caller measures the points.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """What a profile is valid for."""
+    """What a profile belongs to."""
 
     model: str
     hardware: str
@@ -28,7 +28,7 @@ class ProfileKey:
 
     @property
     def file_name(self) -> str:
-        """Readable, and distinct for distinct keys."""
+        """A readable file name, which differs for different keys."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
         readable = re.sub(r"[^A-Za-z0-9.]+", "-", self.model).strip("-")[-40:]
         return f"{readable}-{digest}.json"
@@ -36,7 +36,7 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilePoint:
-    """One step shape to measure: the decodes hold `context_tokens` together."""
+    """The shape of a step to measure; its decodes have ``context_tokens`` together."""
 
     prefill_tokens: int
     num_decodes: int
@@ -45,7 +45,7 @@ class ProfilePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilePlan:
-    """The steps to measure, in order; the first `num_warm_up` are to be thrown away."""
+    """The steps to measure, in order; the first ``num_warm_up`` of them don't count."""
 
     points: tuple[ProfilePoint, ...]
     num_warm_up: int
@@ -54,10 +54,10 @@ class ProfilePlan:
     def covering(
         cls, *, max_prefill_tokens: int, max_decodes: int, max_context_tokens: int, repeats: int = 4
     ) -> "ProfilePlan":
-        """Prefill alone, decodes alone at short and long context, and mixed steps.
+        """Plans prefill alone, decodes alone at short and long context, and mixed steps.
 
-        `max_context_tokens` is per sequence. Repeats go round the whole set, so that a slow second of
-        the machine touches every shape a little rather than one shape wholly.
+        ``max_context_tokens`` is per sequence. Repeats go round the whole set, so that a slow second of the
+        machine disturbs every shape a little and not one shape wholly.
         """
         if min(max_prefill_tokens, max_decodes, max_context_tokens, repeats) < 1:
             raise ValueError("every bound of a profile plan must be at least 1")
@@ -77,9 +77,9 @@ def _doubling(most: int, count: int) -> list[int]:
 
 
 def fit_profile(observations: Sequence[StepObservation], key: ProfileKey, directory: Path) -> StepTimeModel:
-    """Fits and writes <directory>/<key's file>, replacing an older one at once.
+    """Fits the observations, and writes the fit to the key's file in ``directory``, replacing an older one.
 
-    Raises ValueError if there are too few observations to fit.
+    Raises: ValueError if there are too few observations.
     """
     model = fit(observations)
     errors = fit_errors(model, observations)
@@ -99,9 +99,9 @@ def fit_profile(observations: Sequence[StepObservation], key: ProfileKey, direct
 
 
 def load_profile(directory: Path, key: ProfileKey) -> StepTimeModel | None:
-    """The stored fit, or None if there is none for this key.
+    """Loads the stored fit; None if there is none for this key.
 
-    Raises ConfigError on a file that can't be read as a profile: delete it or profile again.
+    Raises: ConfigError for a file that is no profile.
     """
     stored = load_measured_profile(directory, key)
     return stored[0] if stored is not None else None
@@ -110,7 +110,7 @@ def load_profile(directory: Path, key: ProfileKey) -> StepTimeModel | None:
 def load_measured_profile(
     directory: Path, key: ProfileKey
 ) -> tuple[StepTimeModel, list[StepObservation]] | None:
-    """The stored fit with the steps that it was made from; otherwise as ``load_profile``."""
+    """Loads the stored fit as load_profile does, with the steps that it was made from."""
     path = directory / key.file_name
     if not path.exists():
         return None
@@ -128,7 +128,7 @@ def load_measured_profile(
 
 
 def observation_of(fields: Sequence[float]) -> StepObservation:
-    """Inverse of dataclasses.astuple. Raises ValueError on another number of fields."""
+    """Inverts dataclasses.astuple. Raises: ValueError for another number of fields."""
     prefill_tokens, num_decodes, context_tokens, seconds = fields
     return StepObservation(
         prefill_tokens=int(prefill_tokens),
@@ -139,9 +139,9 @@ def observation_of(fields: Sequence[float]) -> StepObservation:
 
 
 def plot_profile(model: StepTimeModel, observations: Sequence[StepObservation], path: Path) -> None:
-    """Writes observed beside fitted step times of prefills and of decodes as an image. Needs matplotlib.
+    """Draws observed and fitted step times of prefills and of decodes. Needs matplotlib.
 
-    The shaded band reaches from the fit to what the gate reckons with, which 99 of 100 steps stay within.
+    The shaded band reaches from the fit to the time that the gate uses, which 99 of 100 steps stay within.
     """
     from matplotlib.figure import Figure
 

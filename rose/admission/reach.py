@@ -1,7 +1,7 @@
-"""What SLO an engine can reach at all, by its own step times.
+"""Which SLOs an engine can reach at all, by its own step times.
 
-Owns the floors and the wording of what is wrong. Pure. Never changes an SLO: one that can't be reached is an
-operator's mistake, and a gate that went by it would refuse every rollout step without saying why.
+An SLO that can't be reached is an operator's mistake and is refused: with it the gate would refuse every
+rollout step without saying why.
 """
 
 import math
@@ -11,15 +11,18 @@ from rose.types import SLO, Deployment
 
 
 def floors_s(model: StepTimeModel) -> tuple[float, float]:
-    """(TTFT, TPOT) that 99 of 100 requests stay within on an engine with nothing else to do: the step of a
-    one-token prompt, and of one decode."""
+    """Returns the TTFT and TPOT that 99 of 100 requests stay within on an otherwise idle engine.
+
+    They are the times of a step with a prompt of one token, and of a step with one decode.
+    """
     return model.predict_safe(1, 0), model.predict_safe(0, 1)
 
 
 def unreachable_slo(slo: SLO, model: StepTimeModel, deployment: Deployment) -> str | None:
-    """What is wrong with the SLO and what could be reached instead; None where it can be met.
+    """Says why an SLO can't be reached and what could be; None if it can.
 
-    A prefiller has no TPOT to keep, and a decoder no TTFT."""
+    A prefiller has no TPOT to keep, and a decoder no TTFT.
+    """
     problems = []
     for name, given_s, floor_s, step, elsewhere in (
         ("slo_ttft_ms", slo.ttft_s, floors_s(model)[0], "the prefill of one token", Deployment.DECODE),

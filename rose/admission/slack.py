@@ -1,10 +1,10 @@
 """How long serving can wait: the paper's slacks, and the latest start times we use instead.
 
-Owns the deadline arithmetic as pure functions of times in seconds on one clock. Never reads that clock.
+The arithmetic of deadlines is pure: functions of times in seconds on one clock.
 
-The printed equations leave out the prefills queued ahead of a request, the decodes that share its steps
-and the length of the rollout step itself (the gate adds that one). The corrected form answers one
-question with an absolute time, which does not go stale: when must the next serving step start?
+The printed equations leave out the prefills that are queued ahead of a request, the decodes that share its
+steps, and the length of the rollout step itself (the gate adds that one). The corrected form says when the
+next serving step must start. That is an absolute time, so it does not go stale.
 """
 
 import math
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO
 
-# Earns credit at a pace slightly under the budget, so that the mean over the answer stays under it.
+# Part of the budget at which credit is earned, so that the mean over the answer stays below the budget.
 BANK_PACE = 0.95
-# Credit ever spent on one gap between tokens, in budgets.
+# The most credit that is spent on one gap between tokens, in budgets.
 BANK_LIMIT_BUDGETS = 2.0
 
 NEVER = math.inf
-"""No deadline: nothing waits."""
+"""The latest start when nothing waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class PendingPrefill:
     arrival_s: float
     remaining_tokens: int
     ttft_s: float | None = None
-    """Its own TTFT objective, where it differs from the deployment's."""
+    """Its own TTFT objective; None for the deployment's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ActiveDecode:
     last_token_s: float
     num_output_tokens: int
     tpot_s: float | None = None
-    """Its own TPOT objective, where it differs from the deployment's."""
+    """Its own TPOT objective; None for the deployment's."""
 
 
 def ttft_slack(now: float, arrival_s: float, ttft_s: float, prefill_s: float) -> float:
@@ -107,14 +107,14 @@ def latest_start_ttft(
 def token_due(
     first_token_s: float, last_token_s: float, num_output_tokens: int, budget_s: float, itl_cap_s: float
 ) -> float:
-    """When the next token of one request is due, unspent budget of its earlier tokens included.
+    """Returns when a request's next token is due, with the unspent budget of its earlier tokens.
 
-    With n tokens out, the last one is taken to lie at min(t_first + (n-1) * 0.95 * B, t_last + 2 * B):
-    a request ahead of its pace may spend what it saved, at most two budgets at once, and one behind it
-    must catch up. The mean over the answer stays within B; `itl_cap_s` bounds each single gap. The next
+    After n tokens the last one counts as if it came at min(t_first + (n-1) * 0.95 * B, t_last + 2 * B): a
+    request ahead of its pace may spend what it saved, but at most two budgets at once, and one behind must
+    catch up. The mean over the answer stays within B, and ``itl_cap_s`` bounds each single gap. The next
     serving step must start early enough to end by the least due time of all decodes.
     Source: ROSE §4.1 eq. 2, with this bank for t_last and (deadlines.py) the mixed step for T_dec(b).
-    Takes plain numbers: it runs once per serving token.
+    The arguments are plain numbers because this runs once per serving token.
     """
     pace_s = first_token_s + (num_output_tokens - 1) * BANK_PACE * budget_s
     limit_s = last_token_s + BANK_LIMIT_BUDGETS * budget_s
@@ -124,10 +124,10 @@ def token_due(
 
 
 def shrunk_target(target_s: float, load: float) -> float:
-    """The TPOT target under load: whole up to half full, then falling to 0 at full.
+    """Returns the TPOT target under load: the whole target up to half full, then falling to 0 at full.
 
-    `load` is the greater of serving's batch against max_num_seqs and its KV against what it may hold.
-    Spending TPOT slack keeps requests longer in the batch; near either limit that turns into queueing.
+    ``load`` is the greater of serving's batch against max_num_seqs and its KV against what it may hold.
+    Spending TPOT slack keeps requests in the batch for longer, which near either limit becomes queueing.
     """
     return target_s * min(1.0, max(0.0, 2.0 * (1.0 - load)))
 

@@ -1,18 +1,18 @@
 """Which rollout requests have stood still for too long.
 
-Owns per-request clocks that run only while the request holds an engine slot and the engine is active.
-Never aborts anything: its caller reports the ids (ROSE §4.1: no progress for a fixed timeout).
+A request's clock runs only while it has an engine slot and the engine is active. The caller reports the ids;
+nothing is aborted here. Source: ROSE §4.1, no progress for a fixed timeout.
 """
 
 from collections.abc import Collection, Iterable
 
 
 class StallTracker:
-    """Clocks of requests without progress; pure in `now`, one thread.
+    """Clocks of requests without progress, for one thread.
 
-    Waiting for a slot does not count: nothing was promised yet, and the router bounds the queue. A slot
-    held while serving keeps the GPU counts: that is the stall. Time in which the engine is deactivated
-    (asleep, budget withdrawn) does not: its owner already tells the router.
+    Waiting for a slot does not count: the router bounds the queue. Holding a slot while serving keeps the GPU
+    does count: that is the stall. Time in which the engine is deactivated does not count: the router knows
+    about that.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -24,7 +24,7 @@ class StallTracker:
         self._deactivated_at: float | None = None
 
     def observe(self, slotted: Collection[str], now: float) -> None:
-        """Takes the ids that hold a slot now: new ones start their clock, absent ones are forgotten."""
+        """Sets which ids have a slot now: new ones start their clocks, and absent ones are forgotten."""
         at = self._active_s(now)
         for gone in self._progress_at.keys() - set(slotted):
             del self._progress_at[gone]
@@ -32,13 +32,13 @@ class StallTracker:
             self._progress_at.setdefault(request_id, at)
 
     def progress(self, request_ids: Iterable[str], now: float) -> None:
-        """Restarts the clocks of requests that got prefill or decode tokens; they hold a slot by that."""
+        """Restarts the clocks of requests that got prefill or decode tokens, and so have a slot."""
         at = self._active_s(now)
         for request_id in request_ids:
             self._progress_at[request_id] = at
 
     def forget(self, request_id: str) -> None:
-        """Drops a finished or aborted request; unknown ids are fine (it never held a slot)."""
+        """Forgets a finished or aborted request; unknown ids, which never had a slot, are ignored."""
         self._progress_at.pop(request_id, None)
 
     def deactivate(self, now: float) -> None:
@@ -47,13 +47,13 @@ class StallTracker:
             self._deactivated_at = now
 
     def activate(self, now: float) -> None:
-        """Lets the clocks run on from where they stopped."""
+        """Lets the clocks go on from where they stopped."""
         if self._deactivated_at is not None:
             self._inactive_s += now - self._deactivated_at
             self._deactivated_at = None
 
     def stalled(self, now: float) -> tuple[str, ...]:
-        """The ids without progress for the timeout, longest first."""
+        """Returns the ids without progress for the timeout, the longest first."""
         at = self._active_s(now)
         late = [(since, rid) for rid, since in self._progress_at.items() if at - since >= self._timeout_s]
         return tuple(rid for _, rid in sorted(late))

@@ -1,8 +1,8 @@
 """How long one engine step takes: a linear cost model and its fit.
 
-Owns the numbers behind every admission: predicted seconds of a step from its prefill tokens, decoding
-sequences and their context. Promises that a prediction used for admission carries its own error
-(the 99th percentile of observed/predicted, and a margin). Never reads a clock and never runs a step.
+Every admission rests on it: it predicts the seconds of a step from its prefill tokens, its decoding sequences
+and their context. A prediction that admits includes its own error: the 99th percentile of observed/predicted,
+and a margin.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Futex wake-up and interpreter noise: the least that a margin may be.
+# The least margin: the noise of a futex wake-up and of the interpreter.
 MIN_MARGIN_S = 0.0005
 # Fewer observations than this say nothing about a 99th percentile.
 MIN_OBSERVATIONS = 32
@@ -39,10 +39,10 @@ class StepObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeModel:
-    """Predicted seconds of one mixed step: base + prefill tokens + decodes + decode context.
+    """Predicts the seconds of one mixed step: base + prefill tokens + decodes + decode context.
 
-    Source: ROSE §4.1 profiles T_prf(L, m) and T_dec(b) apart. Chunked prefill mixes both in one step,
-    so one model covers the mixed step: L tokens in chunks of m cost ceil(L / m) bases.
+    Source: ROSE §4.1 profiles T_prf(L, m) and T_dec(b) apart. Chunked prefill mixes both in one step, so one
+    model has both: L tokens in chunks of m cost ceil(L / m) bases.
     """
 
     base_s: float
@@ -63,7 +63,7 @@ class StepTimeModel:
             raise ValueError(f"margin_s must not be negative, got {self.margin_s}")
 
     def predict(self, prefill_tokens: int, num_decodes: int, context_tokens: float = 0) -> float:
-        """The expected seconds of a step."""
+        """Returns the expected seconds of a step."""
         return (
             self.base_s
             + self.per_prefill_token_s * prefill_tokens
@@ -72,13 +72,14 @@ class StepTimeModel:
         )
 
     def predict_safe(self, prefill_tokens: int, num_decodes: int, context_tokens: float = 0) -> float:
-        """Seconds that 99 of 100 such steps stay within."""
+        """Returns the seconds that 99 of 100 such steps stay within."""
         return self.predict(prefill_tokens, num_decodes, context_tokens) * self.ratio_q99 + self.margin_s
 
     def predict_prefill(
         self, tokens: int, chunk_tokens: int, num_decodes: int = 0, context_tokens: float = 0
     ) -> float:
-        """Expected seconds of prefilling `tokens` in steps of `chunk_tokens`, decodes riding along."""
+        """Returns the expected seconds of prefilling ``tokens`` in steps of ``chunk_tokens``, decodes
+        included."""
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
         num_steps = -(-tokens // chunk_tokens)
@@ -87,23 +88,23 @@ class StepTimeModel:
     def tokens_within(
         self, budget_s: float, num_decodes: int, max_chunk: int, context_tokens: float = 0
     ) -> int:
-        """The most prefill tokens (at most `max_chunk`) whose safe prediction fits the budget."""
+        """Returns the most prefill tokens, up to ``max_chunk``, whose safe prediction fits the budget."""
         room_s = (budget_s - self.predict_safe(0, num_decodes, context_tokens)) / self.ratio_q99
         return _units_within(room_s, self.per_prefill_token_s, max_chunk)
 
     def decodes_within(self, budget_s: float, max_decodes: int, context_per_decode: float = 0) -> int:
-        """The most decoding sequences (at most `max_decodes`) whose safe prediction fits the budget."""
+        """Returns the most decodes, up to ``max_decodes``, whose safe prediction fits the budget."""
         per_decode_s = self.per_decode_s + self.per_context_token_s * context_per_decode
         room_s = (budget_s - self.predict_safe(0, 0)) / self.ratio_q99
         return _units_within(room_s, per_decode_s, max_decodes)
 
     def to_json(self) -> dict[str, float]:
-        """The model's fields, ready for json.dump."""
+        """Returns the model's fields for json.dump."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "StepTimeModel":
-        """Inverse of to_json. Raises ValueError on missing, unknown or senseless fields."""
+        """Inverts to_json. Raises: ValueError for missing, unknown or impossible fields."""
         if set(fields) != set(cls.__slots__):
             raise ValueError(f"expected the fields {sorted(cls.__slots__)}, got {sorted(fields)}")
         if not all(isinstance(value, int | float) for value in fields.values()):
@@ -120,14 +121,15 @@ def _units_within(room_s: float, unit_s: float, most: int) -> int:
 
 
 UNPROFILED = StepTimeModel(base_s=1.0, per_prefill_token_s=0.01, per_decode_s=0.01, ratio_q99=2.0)
-"""Stands in for a missing profile: so slow that a rollout step fits no slack of a serving engine with
-work; the gate then admits only its smallest step, and only while serving is idle."""
+"""Stands for a missing profile. It is so slow that no rollout step fits the slack of a serving engine with
+work, so the gate admits only its smallest step, and only while serving is idle."""
 
 
 def fit(observations: Sequence[StepObservation]) -> StepTimeModel:
-    """Robust least squares on relative errors, coefficients not negative, warm-up dropped.
+    """Fits by robust least squares on relative errors, with coefficients of 0 or more and without the
+    warm-up.
 
-    Raises ValueError with fewer than MIN_OBSERVATIONS (after the warm-up is dropped).
+    Raises: ValueError for fewer than MIN_OBSERVATIONS.
     """
     kept = drop_warm_up(observations)
     rows, seconds = _design(kept)
@@ -135,7 +137,7 @@ def fit(observations: Sequence[StepObservation]) -> StepTimeModel:
 
 
 def drop_warm_up(observations: Sequence[StepObservation]) -> list[StepObservation]:
-    """The observations without the leading run that is much slower than a fit of all of them."""
+    """Drops the first observations that are much slower than a fit of all of them. Raises: ValueError."""
     if len(observations) < MIN_OBSERVATIONS:
         raise ValueError(f"need {MIN_OBSERVATIONS} observations to fit, got {len(observations)}")
     if any(o.seconds <= 0 for o in observations):
@@ -150,7 +152,7 @@ def drop_warm_up(observations: Sequence[StepObservation]) -> list[StepObservatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitErrors:
-    """How far a model is from observations."""
+    """How far a model is from a set of observations."""
 
     num_observations: int
     error_p50_s: float
@@ -160,7 +162,7 @@ class FitErrors:
 
 
 def fit_errors(model: StepTimeModel, observations: Sequence[StepObservation]) -> FitErrors:
-    """Absolute errors and observed/predicted ratios of `model` on `observations`."""
+    """Computes the absolute errors and the observed/predicted ratios of a model."""
     if not observations:
         raise ValueError("no observations to compare with")
     predicted = np.array(
@@ -179,8 +181,8 @@ def fit_errors(model: StepTimeModel, observations: Sequence[StepObservation]) ->
 
 
 def _with_errors(model: StepTimeModel, observations: Sequence[StepObservation]) -> StepTimeModel:
-    # The ratio covers errors that grow with the step, the margin (a typical absolute error) those
-    # that hit a step of any size, such as a late wake-up.
+    # The ratio covers errors that grow with the step. The margin, a typical absolute error, covers those of a
+    # step of any size, such as a late wake-up.
     errors = fit_errors(model, observations)
     return replace(
         model, ratio_q99=max(1.0, errors.ratio_q99), margin_s=max(MIN_MARGIN_S, errors.error_p50_s)
@@ -200,7 +202,7 @@ def _model_of(costs: Floats) -> StepTimeModel:
 
 
 def _fit_robust(rows: Floats, seconds: Floats) -> Floats:
-    """Iteratively reweighted (Huber) non-negative least squares on seconds/observed."""
+    """Solves non-negative least squares on relative errors, reweighted after Huber."""
     relative_rows = rows / seconds[:, None]
     ones = np.ones_like(seconds)
     weights = ones
@@ -215,7 +217,7 @@ def _fit_robust(rows: Floats, seconds: Floats) -> Floats:
 
 
 def _non_negative_lstsq(rows: Floats, target: Floats) -> Floats:
-    """Least squares that drops the most negative coefficient until none is left."""
+    """Solves least squares, dropping the most negative coefficient until none is negative."""
     norms = np.linalg.norm(rows, axis=0)
     active = [i for i in range(rows.shape[1]) if norms[i] > 0]
     costs = np.zeros(rows.shape[1])

@@ -1,1 +1,2 @@
-"""The per-host agent: starts, watches and stops the pool daemon, the engines and their sidecars."""
+"""One host's processes: the pool daemon, the engines and their subscribers are started, watched and
+stopped."""

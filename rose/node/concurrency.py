@@ -1,8 +1,8 @@
-"""How many rollouts an engine should run at once: measured ahead of time (ROSE Appendix A).
+"""How many rollouts an engine should run at once, measured ahead of time (ROSE Appendix A).
 
-Owns the measurement, through the engine's own front end, and the choice of the cap. Promises that prompts are
-in the prefix cache before the clock runs, where they fit: turns find theirs there, and what no longer fits is
-the very pressure that the cap is to avoid. Never starts an engine.
+The measurement goes through the engine's own front end. Prompts are in the prefix cache before the clock
+starts, as a turn's is in production. Where they don't all fit, that is the very pressure which the cap has to
+avoid.
 """
 
 import random
@@ -16,18 +16,18 @@ from rose.node.control import EngineControl
 
 MAX_CONCURRENCY = 64
 TOLERANCE = 0.05
-"""Throughput within this of the best is as good: what lies beyond costs every turn latency for nothing."""
+"""Throughput this close to the best is as good: more turns would only cost each of them latency."""
 REPEATS = 3
 NEW_TOKENS = 64
 _LOW_IDS = (3, 60)
-"""Ids that every vocabulary has."""
+"""Token ids that every vocabulary has."""
 
 
 def pick_cap(points: Sequence[ConcurrencyPoint], tolerance: float = TOLERANCE) -> int:
-    """The fewest concurrent turns whose throughput comes within ``tolerance`` of the best.
+    """Returns the fewest concurrent turns whose throughput comes within ``tolerance`` of the best.
 
     Source: ROSE Appendix A: throughput grows up to a batch size, then saturates or falls. Raises: ValueError
-    for no points.
+    if there are no points.
     """
     if not points:
         raise ValueError("no throughput was measured, so there is no cap to pick")
@@ -38,7 +38,7 @@ def pick_cap(points: Sequence[ConcurrencyPoint], tolerance: float = TOLERANCE) -
 def measure_concurrency(
     control: EngineControl, *, max_concurrency: int, gpus: int, seed: int = 0
 ) -> ConcurrencyProfile:
-    """Runs turns at 1, 2, 4, ... at once, each with half of the model's context. Raises: WorkerError."""
+    """Runs 1, 2, 4, ... turns at once, each with half of the model's context. Raises: WorkerError."""
     max_model_len = control.max_model_len()
     new_tokens = max(1, min(NEW_TOKENS, max_model_len // 4))
     context_tokens = max(1, max_model_len // 2)
@@ -63,7 +63,7 @@ def measure_concurrency(
 
 
 def levels(most: int) -> list[int]:
-    """Powers of two up to ``most``, and ``most`` itself."""
+    """Returns the powers of two up to ``most``, and ``most`` itself."""
     return sorted({*(1 << i for i in range(most.bit_length()) if 1 << i <= most), most})
 
 
@@ -78,7 +78,7 @@ def _turns_s(
 
 
 def store(profile: ConcurrencyProfile, path: Path) -> None:
-    """For ``rose router --concurrency-profile``."""
+    """Writes the file that ``rose router --concurrency-profile`` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     draft.write_text(profile.model_dump_json(indent=2) + "\n")

@@ -1,7 +1,7 @@
 """Control calls to one engine: status, gate, activation, profile, plain completions.
 
-Owns the HTTP calls on ``/rose/v1``. Promises WorkerError with the URL where the engine refuses or is gone.
-Small and synchronous; never carries measured traffic.
+The calls are small and synchronous, and carry no measured traffic. An engine that refuses or is gone is a
+WorkerError with the URL.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from rose.types import GateMode
 PROFILE_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 120.0
 ACTIVATION_TIMEOUT_S = 600.0
-"""A large model's files may have to come from the disk again."""
+"""A large model's files may have to be read from the disk again."""
 
 
 def completion_body(
     model: str, prompt: list[int] | list[list[int]], max_tokens: int, *, temperature: float = 0.0
 ) -> dict[str, Any]:
-    """A body of ``/v1/completions`` for just ``max_tokens`` tokens and their ids, greedy by default.
+    """Makes a body of ``/v1/completions`` for exactly ``max_tokens`` tokens and their ids, greedy by default.
 
-    ``prompt``: token ids, or those of several prompts.
+    ``prompt`` has the token ids of one prompt or of several.
     """
     return {
         "model": model,
@@ -68,14 +68,14 @@ class EngineControl:
         return ActivationChange.model_validate(answer)
 
     def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], str]]:
-        """Greedy continuations: (token ids, finish reason) per prompt, in order."""
+        """Returns greedy continuations: (token ids, finish reason) of each prompt, in order."""
         body = completion_body(self.model, [list(prompt) for prompt in prompts], max_tokens)
         answer = self._call("POST", "/v1/completions", body, PROFILE_TIMEOUT_S)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         return [(choice["token_ids"], choice["finish_reason"]) for choice in choices]
 
     def max_model_len(self) -> int:
-        """The context of the model that it serves, in tokens."""
+        """Returns the context of the model that the engine serves, in tokens."""
         return int(self._call("GET", "/v1/models")["data"][0]["max_model_len"])
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The shape of NODE.yaml; `rose serve` builds the same engine configuration from its flags.
 
-Owns: what a user may say about one shared GPU. Promises: values that parse are consistent with each other.
-Never: looks at the machine; a port or a model is checked where it is used (checks.py).
+Values that parse are consistent with each other. Whether they fit the machine (ports, models) is for
+checks.py.
 """
 
 from typing import Annotated, Any, Self
@@ -26,21 +26,23 @@ engines:
 
 
 class PoolConfig(Section):
-    """The KV memory that the engines of one GPU share, or of several GPUs under tensor parallelism."""
+    """The KV memory that engines share on one GPU, or on several under tensor parallelism."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
     num_slabs: Annotated[int, Field(gt=0)]
     slab_bytes: Annotated[int, Field(gt=0)] = SLAB_BYTES
     headroom_slabs: Annotated[int, Field(ge=0)]
-    """Kept for serving's bursts."""
+    """Slabs kept free for serving's bursts."""
     num_shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
-    """Tensor-parallel ranks of its engines."""
+    """The tensor-parallel size of its engines."""
     backend: BackendKind = BackendKind.HOST
 
     @model_validator(mode="after")
     def _headroom_fits(self) -> Self:
         if self.headroom_slabs >= self.num_slabs:
-            raise ValueError(f"headroom_slabs {self.headroom_slabs} leaves nothing of {self.num_slabs} slabs")
+            raise ValueError(
+                f"headroom_slabs {self.headroom_slabs} leaves nothing of {self.num_slabs} slabs; use fewer"
+            )
         return self
 
 
@@ -53,22 +55,22 @@ class EngineConfig(EngineSettings):
     vllm_args: tuple[str, ...] = ()
     """Flags for vLLM itself, as on its command line."""
     cpus: tuple[int, ...] | None = None
-    """Pins the whole engine; ``compute_cpus`` pins only the model's thread."""
+    """CPUs for the whole engine; ``compute_cpus`` pins the model's thread alone."""
     relay: str | None = None
     run: str | None = None
-    """The trainer's run, whose weights a rollout engine follows over ``relay``; None: the newest."""
+    """The trainer's run whose weights a rollout engine follows over ``relay``; None for the newest."""
     staging: str | None = None
-    """Folder for the checkpoints that come over the relay; None: one in memory, removed at the end."""
+    """The folder for checkpoints from the relay; None for one in memory, which is removed at the end."""
 
     @model_validator(mode="after")
     def _run_has_a_relay(self) -> Self:
         if self.run is not None and self.relay is None:
-            raise ValueError(f"run {self.run} needs a relay to come from; set relay")
+            raise ValueError(f"run {self.run} needs a relay to come over; set relay")
         return self
 
     @property
     def name(self) -> str:
-        """What logs call it."""
+        """Its name in logs."""
         return f"{self.role}-{self.port}"
 
     @property
@@ -77,7 +79,7 @@ class EngineConfig(EngineSettings):
         return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
 
     def plugin_settings(self) -> dict[str, Any]:
-        """What the user set of EngineSettings: the ``rose`` key of vLLM's --additional-config."""
+        """Returns the EngineSettings that the user set: the ``rose`` key of vLLM's --additional-config."""
         mine = set(EngineSettings.model_fields)
         return self.model_dump(mode="json", include=mine, exclude_unset=True)
 
@@ -93,7 +95,8 @@ class NodeConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _engines_inherit(cls, content: Any) -> Any:
-        """Engines take the node's pool, and rollout engines its relay, unless they say otherwise."""
+        """Gives engines the node's pool, and rollout engines its relay and run, unless they have their
+        own."""
         if not (isinstance(content, dict) and isinstance(content.get("engines"), list)):
             return content
         pool = content.get("pool")

@@ -1,8 +1,7 @@
 """Ending a long-running command on a signal, with its ``with`` blocks unwound.
 
-Owns: the handlers of SIGINT, SIGTERM and SIGHUP while inside ``StopOnSignals``. Promises: the first signal
-ends the block; later ones are ignored, so that they can't cut the clean-up short.
-Never: swallows an error.
+The first SIGINT, SIGTERM or SIGHUP ends the block of ``StopOnSignals``. Later ones are ignored, so that they
+can't cut the clean-up short. Errors pass through.
 """
 
 import logging
@@ -16,7 +15,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Stopped(BaseException):
-    """Somebody asked this command to end. Not an Exception: only StopOnSignals catches it."""
+    """A signal asked this command to end. It is no Exception, so that only StopOnSignals catches it."""
 
 
 class StopOnSignals:

@@ -1,10 +1,9 @@
 """A watcher process per server: ends the server's process group when its leader or its supervisor dies.
 
-Owns: nothing but two pidfds. Run by path with ``python -I -S``, so it imports only the standard library.
-Promises: after the supervisor dies (even by SIGKILL), or after the server itself dies, every process left
-in the server's session gets SIGTERM, then SIGKILL. vLLM's engine core is a child of the API server; without
-this it would live on with its slabs when the API server is killed.
-Never: touches a process outside the session that the server leads.
+After the supervisor dies (even by SIGKILL), or the server itself, every process that is left in the server's
+session gets SIGTERM, then SIGKILL. vLLM's engine core is a child of the API server, and would otherwise live
+on with its slabs when the API server is killed. No process outside the session that the server leads is
+touched. The watcher is run by path with ``python -I -S``, so it imports only the standard library.
 """
 
 import os
@@ -16,11 +15,11 @@ from pathlib import Path
 
 POLL_S = 0.05
 KILLED_S = 0.002
-"""A process that gets SIGKILL is gone as soon as it has a core."""
+"""A process that gets SIGKILL ends as soon as it gets a core."""
 
 
 def group_members(leader_pid: int) -> list[int]:
-    """Pids that still run in the process group led by ``leader_pid`` (zombies don't count)."""
+    """Returns the pids that still run in the group led by ``leader_pid``; zombies don't count."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -36,7 +35,7 @@ def group_members(leader_pid: int) -> list[int]:
 
 
 def end_group(leader_pid: int, grace_s: float) -> None:
-    """SIGTERM to what is left of the group, SIGKILL to what is left after ``grace_s``."""
+    """Sends SIGTERM to what is left of the group, and SIGKILL to what is left after ``grace_s``."""
     deadline = time.monotonic() + grace_s
     _signal(group_members(leader_pid), signal.SIGTERM)
     while group_members(leader_pid) and time.monotonic() < deadline:
@@ -45,9 +44,9 @@ def end_group(leader_pid: int, grace_s: float) -> None:
 
 
 def kill_group(leader_pid: int, at_most_s: float) -> list[int]:
-    """SIGKILL, until nothing of the group runs; what the kernel has not let go after ``at_most_s``."""
+    """Sends SIGKILL until nothing of the group runs; returns what still runs after ``at_most_s``."""
     deadline = time.monotonic() + at_most_s
-    while members := group_members(leader_pid):  # more than once: one of them may just have forked
+    while members := group_members(leader_pid):  # repeated: one of them may just have forked
         _signal(members, signal.SIGKILL)
         if time.monotonic() >= deadline:
             break
@@ -59,7 +58,7 @@ def _signal(pids: list[int], signum: int) -> None:
     for pid in pids:
         try:
             os.kill(pid, signum)
-        except ProcessLookupError:  # it ended since we listed it: what we wanted
+        except ProcessLookupError:  # it has ended since it was listed
             continue
 
 
@@ -75,7 +74,7 @@ def wait_for_death(pids: list[int]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """``watcher.py SUPERVISOR_PID SERVER_PID GRACE_S``."""
+    """Runs ``watcher.py SUPERVISOR_PID SERVER_PID GRACE_S``."""
     supervisor_pid, server_pid = int(argv[0]), int(argv[1])
     if os.getppid() == supervisor_pid:  # else the supervisor is already gone
         wait_for_death([supervisor_pid, server_pid])

@@ -1,1 +1,1 @@
-"""What trainers hang in to use ROSE; each module needs its trainer installed, and none is needed by ROSE."""
+"""What trainers plug in to use ROSE. Each module needs its own trainer; ROSE itself needs none of them."""

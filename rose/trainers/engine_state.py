@@ -1,8 +1,9 @@
-"""ROLL's and verl's engines as a phase's working set: their own ways off the devices and back.
+"""ROLL's and verl's engines as a phase's working set: they leave the devices and come back by their own
+calls.
 
-Owns: the calls. Promises: the engines are on their devices only under the phase's permit. Never: touches
-their tensors: those are in the frameworks' own worker processes, which keep them in host memory themselves.
-So nothing of them is in the job's host cache, and its limit does not bound them.
+The engines are on their devices only under the phase's permit. Their tensors stay in the frameworks' own
+worker processes, which keep them in host memory. They are not in the job's host cache, and its limit does not
+bound them.
 
     @rose.phase("train", working_set=RollState(pipeline.actor_train))
     @rose.phase("rollout", working_set=RollState(pipeline.actor_infer))

@@ -1,8 +1,8 @@
 """ROLL's agents on a ROSE router.
 
-Owns: an LLM proxy for ROLL's registry, and the environment worker that brings it there. Promises: ROLL's
-environment managers stay as they are, and get what its own proxy of the policy gives them: the padded batch
-of prompt and answer, with the logprobs. Never: touches ROLL's own engines or its scheduler.
+This module has an LLM proxy for ROLL's registry, and the environment worker that registers it. ROLL's
+environment managers stay as they are, and get what ROLL's own proxy gives them: the padded batch of prompt
+and answer, with the logprobs. ROLL's own engines and its scheduler are not used.
 
 In ROLL's configuration, for ``train_env_manager`` and ``val_env_manager``:
 ``worker_cls: rose.trainers.roll.RouterEnvironmentWorker`` and
@@ -36,16 +36,16 @@ _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "stop_strings": "stop",
 }
-"""ROLL's word for a setting -> vLLM's."""
+"""ROLL's name of each setting, and vLLM's."""
 
 
 class RouterEnvironmentWorker(EnvironmentWorker):
-    """ROLL's own. Its actor loads it by this name, and so the proxy is in the registry of that process."""
+    """ROLL's own worker. Its actor imports it from here, which registers the proxy in that process."""
 
 
 @register_llm_proxy("rose")
 class RouterLLMProxy(BaseLLMProxy):
-    """One per environment. ROLL asks it from several threads, so its connections have one of their own."""
+    """The proxy of one environment. ROLL calls it from several threads, so its connections have their own."""
 
     def __init__(self, generate_scheduler: Any, llm_proxy_config: Any, tokenizer: Any, env: Any) -> None:
         super().__init__(generate_scheduler, llm_proxy_config, tokenizer, env)
@@ -57,13 +57,12 @@ class RouterLLMProxy(BaseLLMProxy):
         self._is_answered = False
 
     def generate(self, messages: Messages, lm_input: Any, generation_config: dict[str, Any]) -> Any:
-        """ROLL's contract; None for a turn that was aborted. Raises: WorkerError; ValueError for images."""
+        """Answers as ROLL expects; None if the turn was aborted. Raises: WorkerError; ValueError for
+        images."""
         if "multi_modal_data" in lm_input.non_tensor_batch:
             raise ValueError("multi_modal_data: the router takes token ids alone")
         if generation_config.get("num_return_sequences", 1) != 1:
-            raise ValueError(
-                f"num_return_sequences={generation_config['num_return_sequences']}: one answer a turn"
-            )
+            raise ValueError(f"num_return_sequences={generation_config['num_return_sequences']}: must be 1")
         session = self._session_of(messages, lm_input.meta_info.pop("src_rank"))
         (prompt_ids,) = gather_unpadded_input_ids(
             input_ids=lm_input.batch["input_ids"], attention_mask=lm_input.batch["attention_mask"]
@@ -74,9 +73,10 @@ class RouterLLMProxy(BaseLLMProxy):
         return self._answer(lm_input, turn) if self._is_answered else None
 
     def _session_of(self, messages: Messages, env_id: Any) -> str:
-        """An environment plays one trajectory after the other, and its own number names them all. As the
-        session it would bind all of them to the weights of the first, where a router keeps a trajectory to
-        one version.
+        """Names the trajectory that these messages belong to.
+
+        An environment plays one trajectory after the other under one number. As a session, that number would
+        bind all of them to the weights of the first where a router keeps a trajectory to one version.
         """
         num_asked = len(self._asked)
         is_next_turn = messages[:num_asked] == self._asked and len(messages) > num_asked
@@ -88,7 +88,8 @@ class RouterLLMProxy(BaseLLMProxy):
 
     def _sampling(self, given: dict[str, Any]) -> dict[str, Any]:
         sampling = {ours: given[name] for name, ours in _NAMES.items() if given.get(name) is not None}
-        # As in ROLL's own: its tokenizer decides where an answer ends, whatever the engine's model says.
+        # As in ROLL's own proxy, its tokenizer decides where an answer ends, whatever the engine's model
+        # says.
         ends = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
         return {**sampling, "stop_token_ids": [token for token in ends if token is not None]}
 

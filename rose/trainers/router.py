@@ -1,8 +1,4 @@
-"""What any trainer tells the router.
-
-Owns: the announcement of RL steps. Promises: a refusal is one WorkerError with the URL and the step.
-Never: sends turns; those go through the trainer's own client.
-"""
+"""What every trainer tells the router: that an RL step begins. Turns go through the trainer's own client."""
 
 from collections.abc import Callable
 
@@ -13,13 +9,13 @@ from rose.errors import WorkerError
 _TIMEOUT_S = 30.0
 
 Announce = Callable[[int], None]
-"""Tells the router that this RL step starts."""
+"""A function that tells the router that an RL step begins."""
 
 
 def router_announcer(router_url: str, admin_key: str | None) -> Announce:
-    """A call at the start of each RL step lets the workers' frozen budgets grow back (ROSE §4.1).
+    """Returns a function to call at the start of each RL step, so that frozen budgets grow back (ROSE §4.1).
 
-    Raises, when called: WorkerError if the router refuses or does not answer.
+    The function raises a WorkerError if the router refuses or does not answer.
     """
     url = router_url.rstrip("/") + "/admin/rl_step"
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
@@ -30,6 +26,6 @@ def router_announcer(router_url: str, admin_key: str | None) -> Announce:
                 url, json={"step": step}, headers=headers, timeout=_TIMEOUT_S, trust_env=False
             ).raise_for_status()
         except httpx.HTTPError as error:
-            raise WorkerError(f"{url}: RL step {step} not announced: {error}") from error
+            raise WorkerError(f"{url}: RL step {step} could not be announced: {error}") from error
 
     return announce

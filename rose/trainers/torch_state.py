@@ -1,9 +1,8 @@
 """A torch job's state as a phase's working set: TRL, transformers, or any loop of modules and optimizers.
 
-Owns: the storages of their tensors, and how they leave the device for the host cache and come back. Promises:
-bit for bit what it was; every tensor stays the object that it is, tied weights and views included, so
-optimizers, schedulers and wrappers around them notice nothing. Never: copies what is no tensor; that stays in
-the suspended process.
+The storages of the tensors leave the device for the host cache and come back bit for bit. Every tensor stays
+the object that it is, tied weights and views included, so that optimizers, schedulers and wrappers notice
+nothing. Anything but tensors stays in the suspended process.
 
     @rose.phase("train", working_set=TorchState(lambda: [trainer.model, trainer.optimizer]))
     def train(samples): ...
@@ -28,19 +27,19 @@ class TorchState:
     """Implements `rose.scheduler.runtime.job.cache.WorkingSet`."""
 
     def __init__(self, parts: Callable[[], Iterable[Part]]) -> None:
-        """``parts``: asked at each offload, for a trainer makes its optimizer when it first trains; those
-        that are None are not there yet."""
+        """``parts`` is called at each offload, because a trainer makes its optimizer only when it first
+        trains. Parts that don't exist yet are None."""
         self._parts = parts
         self._suspended: list[tuple[torch.UntypedStorage, int]] = []
 
     def load(self, cache: HostCache) -> None:
-        """Nothing to do where nothing was offloaded: before the first phase the job is on its devices."""
+        """Brings back what was offloaded, which is nothing before the first phase. Raises: RoseError."""
         kept = cache.arrays()
         missing = [number for number in range(len(self._suspended)) if str(number) not in kept]
         if missing:
             raise RoseError(
                 f"{len(missing)} of {len(self._suspended)} offloaded storages are not in the host cache: "
-                "somebody has emptied it; start the job again from its checkpoint"
+                "it was emptied; start the job again from its checkpoint"
             )
         for number, (storage, num_bytes) in enumerate(self._suspended):
             storage.resize_(num_bytes)
@@ -48,7 +47,7 @@ class TorchState:
         self._suspended = []
 
     def offload(self, cache: HostCache) -> None:
-        """Raises: CacheFull, with all state still in place."""
+        """Moves the state to the host cache. Raises: CacheFull, with all state still in place."""
         storages = self._storages()
         cache.keep({str(number): _array(each) for number, each in enumerate(storages)})
         self._suspended = [(each, each.nbytes()) for each in storages]
@@ -77,8 +76,10 @@ def _tensors(part: Part) -> Iterator[torch.Tensor]:
 
 
 def _resizable(tensors: list[torch.Tensor]) -> torch.UntypedStorage:
-    """Their storage; a copy instead, which they share from now on, of memory that torch can't free (a mapped
-    file, a numpy array)."""
+    """Returns the tensors' storage, or a copy if torch can't free it (a mapped file, a numpy array).
+
+    The tensors share the copy from then on.
+    """
     storage = tensors[0].untyped_storage()
     if storage.resizable():
         return storage

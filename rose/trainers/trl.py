@@ -1,10 +1,10 @@
 """TRL on a ROSE router: its own client for the turns, the relay for the weights.
 
-Owns: the pieces that TRL lets its users hang in: a ``rollout_func`` and a callback for GRPOTrainer, a
-``weight_transfer`` for AsyncGRPOTrainer (whose rollout worker needs no more than the router's URL).
-Promises: TRL's classes stay unmodified; an optimizer step's weights are in the relay before the next rollout.
-Never: opens a weight-update group: TRL's own goes over NCCL from each worker to the trainer, through routes
-that a router must not expose, and ends with the first worker that dies.
+TRL lets its users plug in these pieces: a ``rollout_func`` and a callback for GRPOTrainer, and a
+``weight_transfer`` for AsyncGRPOTrainer (whose rollout worker needs only the router's URL). TRL's classes
+stay unmodified. An optimizer step's weights are in the relay before the next rollout. No weight-update group
+is opened: TRL's own goes over NCCL from each worker to the trainer, through routes that a router must not
+expose, and ends with the first dead worker.
 """
 
 import time
@@ -40,7 +40,7 @@ class RouterRollouts:
         self._announced = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """TRL's contract. ``prompts`` holds each prompt as often as it is to be answered."""
+        """Answers as TRL expects. ``prompts`` has each prompt as often as it is to be answered."""
         step = trainer.state.global_step + 1
         if self._announce is not None and step != self._announced:
             self._announce(step)
@@ -83,13 +83,13 @@ class PublishWeights(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Called by transformers. Raises: RelayError, WorkerError."""
+        """Does its part when transformers calls it. Raises: RelayError, WorkerError."""
         self._publish()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Called by transformers after each optimizer step. Raises: RelayError, WorkerError."""
+        """Publishes after each optimizer step. Raises: RelayError, WorkerError."""
         self._publish()
 
     def _publish(self) -> None:
@@ -115,7 +115,7 @@ class RelayWeights:
     """
 
     def __init__(self, relay_url: str, run_id: str | None = None, **publisher: Any) -> None:
-        """``publisher``: further settings of WeightPublisher."""
+        """``publisher`` has further settings of WeightPublisher."""
         self._relay_url = relay_url
         self._run_id = run_id
         self._settings = publisher
@@ -124,14 +124,14 @@ class RelayWeights:
 
     @property
     def version(self) -> WeightVersion | None:
-        """What was published last."""
+        """The version that was published last."""
         return self._publisher.version if self._publisher is not None else None
 
     def init_weight_transfer(self) -> None:
-        """There is no group to join."""
+        """Does nothing: there is no group to join."""
 
     def pause(self) -> None:
-        """Nothing has to stand still."""
+        """Does nothing: nothing has to stop."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publishes what TRL streams. Raises: RelayError."""
@@ -146,9 +146,9 @@ class RelayWeights:
         self._publisher.publish()
 
     def resume(self) -> None:
-        """Nothing stood still."""
+        """Does nothing: nothing was stopped."""
 
     def destroy(self) -> None:
-        """Closes the connection; what was published stays in the relay."""
+        """Closes the connection. What was published stays in the relay."""
         if self._publisher is not None:
             self._publisher.close()

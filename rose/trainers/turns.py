@@ -1,8 +1,7 @@
 """One turn of token ids, for trainers that bring no HTTP client of their own.
 
-Owns: the request and what is read from its answer. Promises: exact ids and the sampled tokens' logprobs; a
-trajectory's turns carry its name, so that the router finds its prefix cache. Never: tries again what the
-router refused: it has tried every worker already.
+An answer has the exact ids and the logprobs of the sampled tokens. A trajectory's turns carry its name, so
+that the router finds its prefix cache. A refused turn is not tried again: the router has tried every worker.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,20 +18,20 @@ _CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a worker said; logprobs[i] belongs to token_ids[i]."""
+    """A worker's answer; logprobs[i] belongs to token_ids[i]."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
     versions: tuple[int, ...]
-    """Of the weights that made the tokens, in their order; empty where no trainer publishes."""
+    """The weight versions that made the tokens, in order; empty if no trainer publishes."""
 
 
 class RouterTurns:
     """Turns on a router, for one event loop.
 
-    ``key``: the router's own, where it asks for one; ``job``, ``run``: the RL job's name, and the training
-    run whose weights it wants, where the router has several.
+    ``key`` is the router's, if it wants one. ``job`` names the RL job, and ``run`` the training run whose
+    weights it wants, if the router has several.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class RouterTurns:
     ) -> None:
         self._url = router_url.rstrip("/") + "/v1/completions"
         self._model = model
-        # As long as the turn takes: the router has deadlines of its own.
+        # No timeout for the turn itself: the router has deadlines of its own.
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
         bearer = f"Bearer {key}" if key is not None else None
         named = {"Authorization": bearer, JOB_HEADER: job, RUN_HEADER: run}
@@ -55,7 +54,7 @@ class RouterTurns:
         )
 
     async def complete(self, session: str, prompt_ids: Sequence[int], sampling: Mapping[str, Any]) -> Turn:
-        """``sampling``: as in vLLM's SamplingParams. Raises: WorkerError."""
+        """Runs one turn; ``sampling`` has the fields of vLLM's SamplingParams. Raises: WorkerError."""
         asked = {"return_token_ids": True, "logprobs": 0, **sampling}
         body = {**asked, "model": self._model, "prompt": list(prompt_ids)}
         try:

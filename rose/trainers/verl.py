@@ -1,8 +1,8 @@
 """verl's rollouts on a ROSE router.
 
-Owns: a client class for verl's LLMServerManager, and the agent loop manager that makes verl use it.
-Promises: verl's agent loops stay as they are; a trajectory keeps its name over its turns. Never: starts or
-balances verl's own servers: the router's workers are not among them.
+This module has a client class for verl's LLMServerManager, and the agent loop manager that makes verl use it.
+verl's agent loops stay as they are, and a trajectory keeps its name over its turns. verl's own servers are
+not used.
 
 In verl's configuration:
 ``actor_rollout_ref.rollout.agent.agent_loop_manager_class=rose.trainers.verl.RouterAgentLoopManager`` and
@@ -23,7 +23,7 @@ _MEDIA = ("image_data", "video_data", "audio_data")
 class RouterLLMClient(LLMServerClient):
     """``LLMServerManager.get_client(RouterLLMClient)``, or from the configuration as above.
 
-    verl hands it to its workers, so it holds no connection before its first turn.
+    verl sends it to its workers, so it opens no connection before its first turn.
     """
 
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
@@ -38,7 +38,8 @@ class RouterLLMClient(LLMServerClient):
     async def generate(
         self, request_id: Any, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """verl's contract; ``request_id`` names the trajectory. Raises: WorkerError; ValueError for media."""
+        """Answers as verl expects; ``request_id`` names the trajectory. Raises: WorkerError; ValueError for
+        media."""
         if given := [name for name in _MEDIA if kwargs.get(name)]:
             raise ValueError(f"{', '.join(given)}: the router takes token ids alone; media go by chat")
         if self._turns is None:
@@ -58,7 +59,7 @@ class RouterLLMClient(LLMServerClient):
         )
 
     def _sampling(self, given: dict[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
-        """verl's own defaults for what an agent loop left open."""
+        """Adds verl's own defaults for what an agent loop has not set."""
         rollout = self.config.actor_rollout_ref.rollout
         sampling = {name: value for name, value in given.items() if name != "logprobs"}
         limit = sampling.pop("max_new_tokens", None)

@@ -75,5 +75,5 @@ def test_steps_of_one_shape_teach_nothing_about_others() -> None:
 
 
 def test_an_empty_step_is_no_observation() -> None:
-    with pytest.raises(ValueError, match="not a step"):
+    with pytest.raises(ValueError, match="a step needs tokens and time"):
         OnlineStepTime(CPU).observe(0, 0, 0, 0.01)

@@ -1,12 +1,9 @@
 """A pool outlives its daemon: the next one takes its memory back from the engines that hold it."""
 
 import os
-import re
 import signal
-import socket
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,74 +15,45 @@ from pool_setup import (
     PATIENCE_S,
     POOL,
     SLAB_BYTES,
-    EngineProcess,
     StartEngine,
     attach,
     observe,
     start_pool,
     wait_until,
 )
+from restart_setup import (
+    Daemons,
+    attach_again,
+    attach_raw,
+    come_back,
+    refuse_back,
+    tensor_parallel,
+    wait_all_back,
+    wait_taking_over,
+)
 
 from rose.errors import PoolError
 from rose.memory.daemon import owner
-from rose.memory.daemon.daemon import DaemonHandle
 from rose.memory.daemon.owner import PoolOwner
-from rose.memory.ledger.ledger import Ledger
 from rose.memory.ledger.ledger_words import Word
-from rose.memory.pool.link import exchange
-from rose.memory.pool.pool import PoolClient, describe_pool
+from rose.memory.pool.pool import describe_pool
 from rose.memory.pool.pool_memory import PoolMemory, PoolSize
-from rose.memory.pool.wire import Hello, Kind, Refusal, Welcome
+from rose.memory.pool.wire import Kind
 from rose.types import Role
 
 
 @pytest.fixture
-def daemons(runtime_dir: Path) -> Iterator["Daemons"]:
+def daemons(runtime_dir: Path) -> Iterator[Daemons]:
+    """Daemons of a pool for engines of one rank."""
     with ExitStack() as stack:
         yield Daemons(runtime_dir, stack)
 
 
-class Daemons:
-    """One daemon after the other on the same pool."""
-
-    def __init__(self, runtime_dir: Path, stack: ExitStack, num_shards: int = 1) -> None:
-        self._runtime_dir = runtime_dir
-        self._num_shards = num_shards
-        self._stack = stack
-        self._current = self.start()
-
-    def start(self, **sizes: int) -> DaemonHandle:
-        self._current = self._stack.enter_context(
-            start_pool(self._runtime_dir, num_shards=self._num_shards, **sizes)
-        )
-        return self._current
-
-    def kill(self) -> None:
-        os.kill(self._current.pid, signal.SIGKILL)
-        self._current.stop()
-
-    def restart(self) -> DaemonHandle:
-        self.kill()
-        return self.start()
-
-
-def wait_all_back(ledger: Ledger) -> None:
-    wait_until(ledger, lambda: not any(engine.is_leaving for engine in ledger.engines().values()))
-
-
 @pytest.fixture
-def sharded(runtime_dir: Path) -> Iterator["Daemons"]:
-    """Of a pool for engines of two ranks."""
+def sharded(runtime_dir: Path) -> Iterator[Daemons]:
+    """Daemons of a pool for engines of two ranks."""
     with ExitStack() as stack:
         yield Daemons(runtime_dir, stack, num_shards=2)
-
-
-def tensor_parallel(start_engine: StartEngine, role: str, engine_id: str) -> list[EngineProcess]:
-    """A scheduler and two workers."""
-    return [
-        start_engine(role, engine_id, "scheduler", 0, 2),
-        *(start_engine(role, engine_id, "worker", rank, 2) for rank in (0, 1)),
-    ]
 
 
 def test_a_restarted_daemon_takes_the_memory_over_and_engines_never_notice(
@@ -390,58 +358,3 @@ def test_loss_and_return_are_one_line_each(
         "lost the daemon",
         "back at the daemon",
     ]
-
-
-def wait_taking_over(runtime_dir: Path) -> None:
-    """Returns once a daemon waits for its predecessor's memory."""
-    with pytest.raises(PoolError, match="pool p is being taken over from its former daemon"):
-        while True:  # the daemon's own start takes its time
-            try:
-                PoolClient.observe(POOL, runtime_dir=runtime_dir, timeout_s=0.0)
-            except PoolError as error:
-                if "no daemon" not in str(error):
-                    raise
-            time.sleep(0.01)
-
-
-def raw_hello(slot: int = 0) -> Hello:
-    return Hello(role=Role.ROLLOUT, engine_id="raw", kind=Kind.SCHEDULER, pid=os.getpid(), slot=slot)
-
-
-def attach_raw(runtime_dir: Path) -> tuple[socket.socket, list[int]]:
-    """Attaches as slot 1 without a thread that would come back by itself."""
-    connection = socket.socket(socket.AF_UNIX)
-    answer, fds = exchange(connection, runtime_dir / "pool-p.sock", raw_hello())
-    assert isinstance(answer, Welcome) and answer.slot == 1
-    return connection, fds
-
-
-def attach_again(runtime_dir: Path) -> tuple[socket.socket, list[int]]:
-    """As PoolClient does: until a daemon is there and has memory."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            answer, fds = exchange(connection, runtime_dir / "pool-p.sock", raw_hello())
-            if isinstance(answer, Welcome):
-                return connection, fds
-            assert answer.is_transient, answer
-        except (ConnectionError, FileNotFoundError):
-            pass
-        connection.close()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def come_back(runtime_dir: Path, fds: Sequence[int]) -> tuple[socket.socket, list[int]]:
-    connection = socket.socket(socket.AF_UNIX)
-    answer, received = exchange(connection, runtime_dir / "pool-p.sock", raw_hello(slot=1), fds)
-    assert isinstance(answer, Welcome), answer
-    return connection, received
-
-
-def refuse_back(runtime_dir: Path, fds: Sequence[int], reason: str) -> None:
-    with socket.socket(socket.AF_UNIX) as connection:
-        answer, _ = exchange(connection, runtime_dir / "pool-p.sock", raw_hello(slot=1), fds)
-        assert isinstance(answer, Refusal) and not answer.is_transient
-        assert re.search(reason, answer.refused), answer

@@ -1,8 +1,8 @@
-"""Everybody who is connected to a pool's daemon: sockets, and the processes behind them.
+"""The clients of a pool's daemon: their sockets, and the processes behind them.
 
-Owns the socket `pool-NAME.sock`, and of each client its socket, its inbox and a pidfd. Promises that a line
-it hands on comes from a process of this user that is watched, and that a client which is turned away hears
-why. Never knows what a line says or what a client holds: the pool's owner does (rose/memory/daemon/owner.py).
+A line that is handed on comes from a process of this user that is being watched, and a client that is turned
+away is told why. What a line means and what a client holds is known to the pool's owner alone
+(rose/memory/daemon/owner.py).
 """
 
 import logging
@@ -23,14 +23,14 @@ from rose.memory.pool.wire import Refusal, Welcome
 logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 64
-"""Two engines of up to 16 ranks (MAX_SHARDS), and a few observers."""
+"""Enough for two engines of 16 ranks (MAX_SHARDS) and a few observers."""
 _SEND_TIMEOUT_S = 1.0
-"""A reply of 200 bytes fits any socket buffer; a client that can't take it is broken."""
+"""A reply of 200 bytes fits into any socket buffer, so a client that can't take it is broken."""
 
 
 @dataclass(slots=True)
 class Connection:
-    """A client's socket and process. ``socket`` is None while it is closed, ``slot`` 0 before its hello."""
+    """A client's socket and process. ``socket`` is None once it is closed; ``slot`` is 0 before the hello."""
 
     number: int
     socket: socket.socket | None
@@ -49,7 +49,7 @@ class Connection:
 
 
 class Connections:
-    """The daemon's connections, by number. Reacts in ``loop``, on its thread."""
+    """The daemon's connections by number. Everything happens in ``loop``, on its thread."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Connections:
         on_hang_up: Callable[[Connection], None],
         on_end: Callable[[Connection], None],
     ) -> None:
-        """Listens. Raises: PoolError.
+        """Listens at ``path``. Raises: PoolError.
 
-        ``on_line`` may raise a PoolError, which a client without a slot is told before it is hung up on.
-        ``on_hang_up``: the socket is done with. ``on_end``: the process has ended.
+        ``on_line`` may raise a PoolError; a client without a slot is told it before the daemon hangs up.
+        ``on_hang_up`` is called when a socket is done with, ``on_end`` when a process has ended.
         """
         self._path = path
         self._pool = pool
@@ -78,7 +78,7 @@ class Connections:
         loop.watch(self._listener, self._accept)
 
     def close(self) -> None:
-        """Gives up the socket's name, and lets everybody go."""
+        """Gives up the socket's name and closes every connection."""
         self._path.unlink(missing_ok=True)
         self._listener.close()
         for connection in self._connections.values():
@@ -91,7 +91,7 @@ class Connections:
         return self._connections[number]
 
     def members(self) -> list[Connection]:
-        """Those with a slot."""
+        """The connections that have a slot."""
         return [connection for connection in self._connections.values() if connection.slot]
 
     def slots(self) -> set[int]:
@@ -103,7 +103,7 @@ class Connections:
         return ", ".join(map(str, sorted({connection.pid for connection in self.members()})))
 
     def add(self, client: socket.socket | None, pid: int, started: int, pidfd: int) -> Connection:
-        """Watches a process, and the socket if it has one yet. Takes socket and pidfd over."""
+        """Watches a process, and its socket if it has one. Takes socket and pidfd over."""
         self._num_made += 1
         connection = Connection(self._num_made, client, pid, started, pidfd, Inbox(self._max_fds))
         self._connections[connection.number] = connection
@@ -114,7 +114,7 @@ class Connections:
         return connection
 
     def close_socket(self, connection: Connection) -> None:
-        """Hangs up; the process goes on being watched. Idempotent."""
+        """Closes the socket and goes on watching the process. Idempotent."""
         connection.inbox.close()
         if connection.socket is not None:
             self._loop.drop(connection.socket)
@@ -122,7 +122,7 @@ class Connections:
             connection.socket = None
 
     def drop(self, connection: Connection) -> None:
-        """Hangs up, and forgets the process."""
+        """Closes the socket and forgets the process."""
         self.close_socket(connection)
         self._loop.drop(connection.pidfd)
         os.close(connection.pidfd)

@@ -1,7 +1,7 @@
-"""The pool daemon as a process: its command line, and starting and stopping it from another process.
+"""The pool daemon as a process: its command line, and how another process starts and stops it.
 
-Owns nothing itself: see owner.py. Promises that `start_daemon` returns a daemon that answers,
-or raises the reason that the daemon gave. Never leaves a daemon behind when its starter dies.
+`start_daemon` returns a daemon that answers, or raises the reason that the daemon gave. Such a daemon ends
+with the process that started it. owner.py has what the daemon does.
 """
 
 import argparse
@@ -25,9 +25,10 @@ from rose.memory.pool.processes import is_readable
 from rose.memory.slabs.backend import BackendKind
 
 SLAB_BYTES = 2 << 20
-"""CUDA's granularity, so both backends fragment alike. A GPU wants 16 to 64 MiB: its calls all cost alike."""
+"""CUDA's granularity, so that both backends fragment alike. On a GPU 16 to 64 MiB are better: each call costs
+the same there, whatever its size."""
 _STOP_TIMEOUT_S = 5.0
-"""A daemon stops within one round of events; one that doesn't is stuck."""
+"""A daemon stops within one round of events. One that doesn't is stuck."""
 
 
 class DaemonHandle:
@@ -74,9 +75,9 @@ def start_daemon(
     runtime_dir: Path | None = None,
     timeout_s: float = 60.0,
 ) -> DaemonHandle:
-    """Starts a daemon that ends with this process, and waits until it listens.
+    """Starts a daemon that ends with this process, and waits until it answers.
 
-    ``runtime_dir`` None takes the environment's. Raises: PoolError with the daemon's own reason.
+    If ``runtime_dir`` is None, the environment says it. Raises: PoolError with the daemon's own reason.
     """
     if runtime_dir is None:
         runtime_dir = Settings.from_environment().make_runtime_dir()
@@ -110,9 +111,9 @@ def start_daemon(
 
 
 def main(argv: Sequence[str]) -> int:
-    """`rose pool`: owns the pool until a stop signal. Raises: PoolError, ConfigError: it can't be opened.
+    """Runs `rose pool` until a stop signal. Raises: PoolError or ConfigError if the pool can't be opened.
 
-    Stopped or killed while engines live, it leaves them its memory: started again, it takes that over.
+    If it ends while engines live, they keep its memory, and the next daemon takes that over.
     """
     options = _make_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
@@ -168,26 +169,33 @@ def _report(ready_fd: int, error: str | None) -> None:
 def _make_parser() -> CommandParser:
     parser = CommandParser(
         "rose pool",
-        "Owns one GPU's KV slabs, and hands them to the engines that attach, until a stop signal.",
+        "Owns the KV slabs of one GPU and hands them to the engines that attach, until a stop signal.",
         "rose pool gpu0 --num-slabs 512 --headroom-slabs 64",
     )
-    parser.add_argument("name", help="pool name, as in `rose serve --pool NAME`")
-    parser.add_argument("--num-slabs", type=int, required=True, help="size of the pool")
+    parser.add_argument("name", help="the pool's name, as in `rose serve --pool NAME`")
+    parser.add_argument("--num-slabs", type=int, required=True, metavar="N", help="slabs in the pool")
     parser.add_argument(
         "--slab-bytes",
         type=int,
         default=SLAB_BYTES,
-        help="multiple of 4096, on CUDA of 2 MiB (default %(default)s)",
+        metavar="N",
+        help="a slab's size: a multiple of 4096, on CUDA of 2 MiB (default: %(default)s)",
     )
-    parser.add_argument("--headroom-slabs", type=int, required=True, help="kept for serving's bursts")
     parser.add_argument(
-        "--num-shards", type=int, default=1, help="tensor-parallel ranks of its engines (default 1)"
+        "--headroom-slabs", type=int, required=True, metavar="N", help="slabs kept free for serving's bursts"
+    )
+    parser.add_argument(
+        "--num-shards",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks of its engines; each has --num-slabs slabs (default: 1)",
     )
     parser.add_argument(
         "--backend",
         choices=[str(kind) for kind in BackendKind],
         default=str(BackendKind.HOST),
-        help="where slabs live: in host memory, or shard i on the i-th visible GPU (default %(default)s)",
+        help="where slabs live: in host memory, or shard i on the i-th visible GPU (default: %(default)s)",
     )
     parser.add_argument("--runtime-dir", type=Path, help="folder of the socket (default: $ROSE_RUNTIME_DIR)")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends")

@@ -125,7 +125,7 @@ class PoolOwner:
     # A former daemon's pool ----------------------------------------------------------------------
 
     def _restore(self, state: PoolState) -> None:
-        """Watches the processes that are left. Raises: PoolError if their pool has another size."""
+        """Watches the processes that are left of a former pool. Raises: PoolError if it has another size."""
         pidfds = [find_process(member.hello.pid, member.started) for member in state.members]
         dead_slots = {
             member.hello.slot for member, fd in zip(state.members, pidfds, strict=True) if fd is None
@@ -140,13 +140,13 @@ class PoolOwner:
         pids = self._connections.member_pids()
         if pids and state.size != self._size:
             raise PoolError(
-                f"pool {self._name} lives on in processes {pids} with {state.size}, this daemon was given "
-                f"{self._size}: start it with the former, or stop those processes first"
+                f"pool {self._name} lives on in processes {pids} with {state.size}, but this daemon has "
+                f"{self._size}: start it with their sizes, or stop those processes first"
             )
         self._files = state.files
 
     def _take_back(self, connection: Connection, hello: Hello) -> None:
-        """A client that was attached before, with the memory it holds. Raises: PoolError."""
+        """Takes back a client that was attached before, with the memory that it holds. Raises: PoolError."""
         old = self._connections[self._roster.find(hello, connection.pid)]
         fds = connection.inbox.take_fds()
         files = [(status.st_dev, status.st_ino) for status in map(os.fstat, fds)]
@@ -174,7 +174,7 @@ class PoolOwner:
         )
 
     def _rebuild(self, memory: PoolMemory) -> None:
-        """Brings the ledger up to date with what happened while nobody watched."""
+        """Brings the ledger up to date with what happened while there was no daemon."""
         for slot in memory.ledger.engines():
             if self._roster.engine(slot) is None:
                 self._clear(slot)
@@ -184,7 +184,7 @@ class PoolOwner:
         logger.info("took over the memory of pool=%s slots=%s", self._name, sorted(slots))
 
     def _save(self) -> None:
-        """For a successor. Without it engines go on as before, but no later daemon will know them."""
+        """Saves the state for a successor. Without it engines go on, but no later daemon knows them."""
         members = [
             MemberState(hello=hello, started=self._connections[number].started)
             for number, hello in self._roster.members()
@@ -211,7 +211,7 @@ class PoolOwner:
     def _greet(self, connection: Connection, hello: Hello) -> None:
         fds: tuple[int, ...] = ()
         if not hello.slot and (former := self._roster.find_lost(hello, connection.pid)) is not None:
-            # It left, or was not welcomed, while its daemon died: nobody else would ever bury it.
+            # It left, or got no welcome, while its daemon died: nothing else would ever bury it.
             self._bury(self._connections[former])
         if hello.slot:
             self._take_back(connection, hello)
@@ -232,7 +232,7 @@ class PoolOwner:
         except ConfigError as error:
             raise AttachRefused(str(error)) from error
         connection.slot = self._roster.admit(connection.number, hello, connection.pid)
-        # Before anybody can own a slab: a successor takes a slot that the file doesn't know for a dead one's.
+        # Saved before the engine can own a slab: a successor clears a slot that the file doesn't name.
         self._save()
         self._show(connection.slot)
         logger.info(
@@ -242,7 +242,7 @@ class PoolOwner:
         )
 
     def _hang_up(self, connection: Connection) -> None:
-        """The socket is done with; an engine's process is waited for, as it may have slabs mapped."""
+        """Closes a socket; an engine's process is still waited for, as it may have slabs mapped."""
         self._connections.close_socket(connection)
         if connection.slot:
             self._show(self._roster.lose(connection.number))
@@ -251,12 +251,12 @@ class PoolOwner:
             self._bury(connection)
 
     def _bury(self, connection: Connection) -> None:
-        """The process has no slab mapped any more."""
+        """Forgets a process that has no slab mapped any more."""
         self._connections.drop(connection)
         if not connection.slot:
             return
         vacated = self._roster.bury(connection.number)
-        # Saved first: a successor clears the slots that it finds nobody for.
+        # Saved first: a successor clears the slots for which it finds no process.
         self._save()
         if vacated is None:
             self._show(connection.slot)
@@ -270,7 +270,7 @@ class PoolOwner:
             self._memory.ledger.set_engine(slot, self._roster.engine(slot))
 
     def _clear(self, slot: int) -> None:
-        """No process of the engine is left."""
+        """Frees the slabs of an engine that has no process left."""
         assert self._memory is not None
         num_freed = self._memory.ledger.vacate(slot)
         logger.info("engine left pool=%s slot=%d freed_slabs=%d", self._name, slot, num_freed)

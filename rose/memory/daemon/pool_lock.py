@@ -1,6 +1,6 @@
 """The lock that lets a pool have one daemon: `pool-NAME.lock`.
 
-Owns the file. Promises that the kernel drops the lock with its holder: a dead daemon's pool can be retaken.
+The kernel drops the lock with its holder, so a dead daemon's pool can be taken again.
 """
 
 import fcntl
@@ -11,10 +11,10 @@ from rose.errors import PoolError
 
 
 class PoolLock:
-    """Held from construction to :meth:`release`."""
+    """A lock that is held from its making to :meth:`release`."""
 
     def __init__(self, path: Path, pool: str) -> None:
-        """Raises: PoolError if somebody else holds it."""
+        """Raises: PoolError if another daemon holds it."""
         self._path = path
         while True:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -30,7 +30,8 @@ class PoolLock:
             os.close(self._fd)
 
     def _is_current(self) -> bool:
-        """A daemon that was just stopping may have unlinked the file between our open and our lock."""
+        """Whether the locked file still has its name: a stopping daemon may have removed it before our
+        lock."""
         try:
             return os.fstat(self._fd).st_ino == self._path.stat().st_ino
         except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""What a pool's daemon leaves behind for its successor: `pool-NAME.state`, beside the socket.
+"""What a pool's daemon leaves for its successor: `pool-NAME.state`, beside the socket.
 
-Owns the file's format. Promises that a reader finds a whole file or none: it is replaced, never rewritten.
-Holds no memory: that is in the hands of the processes it names.
+A reader finds a whole file or none, because the file is replaced and never rewritten. The pool's memory
+itself is held by the processes that the file names.
 """
 
 import json
@@ -25,13 +25,13 @@ class MemberState(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     hello: Hello
-    """With the slot, and the pid as the daemon sees it."""
+    """It has the slot, and the pid as the daemon sees it."""
     started: int
-    """See rose.memory.pool.processes.start_ticks: pids are used again."""
+    """The process's start_ticks (rose.memory.pool.processes), because pids are used again."""
 
 
 class PoolState(BaseModel):
-    """A pool, its memory's identity, and who has it."""
+    """A pool, the identity of its memory, and the processes that hold it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,7 +45,7 @@ class PoolState(BaseModel):
     """Device and inode of each descriptor of the memory, in order."""
     members: list[MemberState]
     broken_slots: list[int]
-    """Engines that have lost a process already: nobody joins them any more."""
+    """Engines that have lost a process: no other joins them any more."""
 
     @classmethod
     def of(
@@ -56,7 +56,7 @@ class PoolState(BaseModel):
         members: list[MemberState],
         broken_slots: list[int],
     ) -> Self:
-        """The state of a pool of this size."""
+        """Makes the state of a pool of this size."""
         return cls(
             num_slabs=size.num_slabs,
             slab_bytes=size.slab_bytes,
@@ -80,7 +80,7 @@ class PoolState(BaseModel):
 
 
 def read_state(path: Path) -> PoolState | None:
-    """The file's content, None without one. Raises: PoolError for a file that can't be understood."""
+    """Reads the file; None if there is none. Raises: PoolError if it can't be understood."""
     fix = f"stop the engines of this pool, then remove {path}"
     try:
         text = path.read_text()
@@ -92,7 +92,7 @@ def read_state(path: Path) -> PoolState | None:
         content = json.loads(text)
         version = content.get("version") if isinstance(content, dict) else None
         if version != STATE_VERSION:
-            raise PoolError(f"{path}: has version {version}, this rose knows {STATE_VERSION}; {fix}")
+            raise PoolError(f"{path}: has version {version}, but this rose knows {STATE_VERSION}; {fix}")
         return PoolState.model_validate(content)
     except ValueError as error:
         raise PoolError(f"{path}: not a pool's state ({str(error).splitlines()[0]}); {fix}") from error

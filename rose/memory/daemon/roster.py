@@ -1,11 +1,11 @@
 """Which engines, and which of their processes, are attached to a pool.
 
-Owns the rules of attaching, coming back and leaving. Promises that a slot is vacated only once every process
-of its engine is known to hold no slab. Pure: no sockets, no clock.
+This module has the rules of attaching, coming back and leaving. A slot is vacated only once every process of
+its engine is known to hold no slab. The rules are pure: there are no sockets and there is no clock.
 
-A connection is *present*, then maybe *lost* (its socket closed, its process may still have slabs mapped) and
-present again, and at last *gone* (it said bye or its process ended). Nobody joins an engine that has lost
-somebody; one with somebody gone is leaving for good.
+A connection is *present*; it may be *lost* (its socket is closed, but its process may still have slabs
+mapped) and then present again; and at last it is *gone* (it said bye, or its process ended). No process joins
+an engine that has a lost connection, and an engine with one gone is leaving for good.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from rose.types import Role
 
 
 class AttachRefused(PoolError):
-    """The pool won't take this client; transient if a retry may succeed."""
+    """The pool won't take this client. It is transient if a retry may succeed."""
 
     def __init__(self, message: str, *, is_transient: bool = False) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class _Engine:
     world_size: int
     members: dict[int, _Member] = field(default_factory=dict)
     is_broken: bool = False
-    """Somebody is gone."""
+    """A process of it is gone."""
 
     @property
     def is_leaving(self) -> bool:
@@ -57,14 +57,14 @@ class _Engine:
 
 
 class Roster:
-    """The engines of one pool, by slot. Connections are any distinct ints."""
+    """The engines of one pool, by slot. Connections are distinct numbers."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
         self._engines: dict[int, _Engine] = {}
 
     def admit(self, connection: int, hello: Hello, pid: int) -> int:
-        """Takes a scheduler or worker in; returns its engine's slot. Raises: AttachRefused."""
+        """Admits a scheduler or worker; returns its engine's slot. Raises: AttachRefused."""
         if hello.kind is Kind.WORKER and hello.rank >= hello.world_size:
             raise AttachRefused(f"rank {hello.rank} of {hello.world_size} workers: ranks start at 0")
         slot = self._slot_for(hello)
@@ -75,9 +75,10 @@ class Roster:
         return slot
 
     def restore(self, connection: int, hello: Hello, pid: int, *, is_broken: bool) -> None:
-        """Puts somebody into ``hello.slot`` whom an earlier daemon had admitted: lost until it is back.
+        """Puts a process that an earlier daemon had admitted into ``hello.slot``; it is lost until it comes
+        back.
 
-        is_broken: whether that engine had anybody gone.
+        ``is_broken`` says whether a process of that engine was gone.
         """
         engine = self._engines.setdefault(
             hello.slot, _Engine(role=hello.role, engine_id=hello.engine_id, world_size=hello.world_size)
@@ -86,7 +87,7 @@ class Roster:
         engine.is_broken |= is_broken
 
     def find(self, hello: Hello, pid: int) -> int:
-        """The connection that process ``pid`` had before it broke. Raises: AttachRefused."""
+        """Finds the connection that process ``pid`` had before it broke. Raises: AttachRefused."""
         engine = self._engines.get(hello.slot)
         if engine is not None and (engine.role, engine.engine_id, engine.world_size) == (
             hello.role,
@@ -103,7 +104,8 @@ class Roster:
         )
 
     def find_lost(self, hello: Hello, pid: int) -> int | None:
-        """The lost connection of a process that says hello anew: of what it had then, it has nothing left."""
+        """Finds the lost connection of a process that says hello as a new client, which has nothing
+        mapped."""
         for connection, former in self.members():
             is_same = former.model_copy(update={"slot": 0}) == hello.model_copy(update={"pid": pid})
             if is_same and not self._engines[former.slot].members[connection].is_present:
@@ -111,19 +113,20 @@ class Roster:
         return None
 
     def replace(self, old: int, new: int) -> None:
-        """The process behind connection ``old`` is present again, as ``new``."""
+        """Marks the process behind connection ``old`` as present again, as ``new``."""
         members = self._engines[self._slot_of(old)].members
         members[new] = members.pop(old)
         members[new].is_present = True
 
     def lose(self, connection: int) -> int:
-        """The connection broke; its process may still have slabs mapped. Returns its engine's slot."""
+        """Marks a connection as lost; its process may still have slabs mapped. Returns its engine's slot."""
         slot = self._slot_of(connection)
         self._engines[slot].members[connection].is_present = False
         return slot
 
     def bury(self, connection: int) -> int | None:
-        """The connection's process has no slab mapped any more; returns the slot if that was the last one."""
+        """Forgets a process that has no slab mapped any more; returns the slot if it was the engine's
+        last."""
         slot = self._slot_of(connection)
         engine = self._engines[slot]
         engine.is_broken = True
@@ -134,7 +137,7 @@ class Roster:
         return slot
 
     def engine(self, slot: int) -> EngineSlot | None:
-        """What the ledger shows of an engine, None for an empty slot."""
+        """Returns what the ledger shows about an engine, None for an empty slot."""
         engine = self._engines.get(slot)
         if engine is None:
             return None
@@ -147,7 +150,7 @@ class Roster:
         )
 
     def members(self) -> Iterator[tuple[int, Hello]]:
-        """Every connection, with a hello that would restore it."""
+        """Yields every connection with a hello that would restore it."""
         for slot, engine in self._engines.items():
             for connection, member in engine.members.items():
                 yield (
@@ -164,11 +167,11 @@ class Roster:
                 )
 
     def broken_slots(self) -> list[int]:
-        """Slots of engines that have somebody gone, and somebody left."""
+        """The slots of engines that have lost some of their processes for good."""
         return [slot for slot, engine in self._engines.items() if engine.is_broken]
 
     def check_integrity(self) -> None:
-        """One engine per role, nobody twice. Raises: AssertionError."""
+        """Checks that a role has one engine and an engine's part one process. Raises: AssertionError."""
         roles = [engine.role for engine in self._engines.values()]
         assert len(roles) == len(set(roles)), roles
         for slot, engine in self._engines.items():

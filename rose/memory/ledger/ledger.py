@@ -1,11 +1,11 @@
 """The shared record of a pool: who owns which slab, which engines there are, and what the policy decided.
 
-Owns the meaning of all words but the slabs', which are the SlabTable's (slab_table.py). Promises
-that any number of schedulers, workers and the daemon may use one ledger at once without locks.
-Never maps memory, and never decides who should own a slab.
+SlabTable (slab_table.py) has the slabs' words; this module has all others. Any number of schedulers and
+workers and the daemon may use one ledger at once, without locks. It records who owns a slab, and does not
+decide it.
 
-From the first death among an engine's processes to the last one, its slabs are *quarantined*: the words stay
-as they are, as a process that is left may still have them mapped, and the slot is marked.
+From the first death among an engine's processes to the last, its slabs are *quarantined*: their words stay,
+because a process that is left may still have them mapped, and the slot is marked.
 """
 
 import mmap
@@ -32,22 +32,22 @@ class EngineSlot:
 
     role: Role
     pid: int
-    """Its scheduler's process, 0 until that one attached."""
+    """Its scheduler's process; 0 until that has attached."""
     world_size: int
     is_leaving: bool = False
-    """One of its processes is gone or out of touch: its slabs are quarantined until all are gone."""
+    """Whether one of its processes is gone or lost; its slabs are then quarantined until all are gone."""
 
 
 class Ledger(SlabTable):
     """One process's view of the shared ledger. Usable from any thread."""
 
     def __init__(self, buffer: mmap.mmap) -> None:
-        """Opens a formatted ledger over a writable mmap. Raises: PoolError for another layout."""
+        """Opens a formatted ledger in a writable mmap. Raises: PoolError for another layout."""
         words = Words(buffer)
         magic, version = words.load(Word.MAGIC), words.load(Word.VERSION)
         if (magic, version) != (MAGIC, VERSION):
             raise PoolError(
-                f"ledger has layout {magic:#x} version {version}, this rose knows {MAGIC:#x} version "
+                f"ledger has layout {magic:#x} version {version}, but this rose knows {MAGIC:#x} version "
                 f"{VERSION}: restart the pool daemon with this version"
             )
         super().__init__(buffer, words, words.load(Word.NUM_SLABS))
@@ -67,9 +67,9 @@ class Ledger(SlabTable):
         num_shards: int = 1,
         backend: BackendKind = BackendKind.HOST,
     ) -> "Ledger":
-        """Formats zeroed memory of ``ledger_bytes(num_slabs)`` or more; every slab starts FREE."""
+        """Formats ``ledger_bytes(num_slabs)`` or more bytes of zeros; every slab starts FREE."""
         if num_slabs < 1 or not 0 <= headroom_slabs < num_slabs:
-            raise ValueError(f"headroom_slabs {headroom_slabs} must be >= 0 and below num_slabs {num_slabs}")
+            raise ValueError(f"headroom_slabs must be 0..{num_slabs - 1}, got {headroom_slabs}")
         words = Words(buffer)
         words.store(Word.VERSION, VERSION)
         words.store(Word.NUM_SLABS, num_slabs)
@@ -88,10 +88,10 @@ class Ledger(SlabTable):
         return PolicyState.decode(self._words.load(Word.POLICY))
 
     def swap_policy(self, seen: PolicyState, new: PolicyState) -> bool:
-        """Replaces what was read; False if somebody else changed it meanwhile, e.g. began a new RL step.
+        """Replaces the state that was read; returns False if it has changed meanwhile.
 
-        Decide again then: a cut computed from the last step's budget must not undo this step's. A change
-        notifies.
+        The caller then has to decide again: a cut that was computed from the last RL step's budget must not
+        undo this step's. A change notifies.
         """
         if not self._words.cas(Word.POLICY, seen.encode(), new.encode()):
             return False
@@ -100,14 +100,15 @@ class Ledger(SlabTable):
         return True
 
     def begin_rl_step(self, rl_step: int, rollout_budget_slabs: int) -> None:
-        """A new RL step with its budget, whatever was before; ends a freeze. Notifies."""
+        """Sets a new RL step and its budget, which ends a freeze. Notifies."""
         new = PolicyState(rl_step=rl_step, rollout_budget_slabs=rollout_budget_slabs)
         while not self.swap_policy(self.policy, new):
             pass
 
     @property
     def serving_used_slabs(self) -> int:
-        """Slabs that serving's KV needs now. Written every serving step, so setting doesn't notify."""
+        """Slabs that serving's KV needs now. It is set in every serving step, so setting it doesn't
+        notify."""
         return self._words.load(Word.SERVING_USED)
 
     @serving_used_slabs.setter
@@ -116,7 +117,7 @@ class Ledger(SlabTable):
 
     @property
     def serving_recent_peak_slabs(self) -> int:
-        """Maximum of the above over serving's window. Setting doesn't notify."""
+        """The maximum of serving_used_slabs over serving's window. Setting it doesn't notify."""
         return self._words.load(Word.SERVING_RECENT_PEAK)
 
     @serving_recent_peak_slabs.setter
@@ -124,7 +125,7 @@ class Ledger(SlabTable):
         self._words.store(Word.SERVING_RECENT_PEAK, value)
 
     def count(self, counter: Word, increment: int = 1) -> int:
-        """Adds to one of ``COUNTERS``; returns the new value (``increment=0`` reads it)."""
+        """Adds to one of ``COUNTERS`` and returns the new value; an increment of 0 reads it."""
         if counter not in COUNTERS:
             raise ValueError(f"{counter.name} is not a counter")
         return self._words.add(counter, increment)
@@ -145,7 +146,7 @@ class Ledger(SlabTable):
         return found
 
     def set_engine(self, slot: int, engine: EngineSlot | None) -> None:
-        """Records who sits in a slot, None for nobody. Only for the daemon."""
+        """Records the engine in a slot, None for an empty one. For the daemon alone."""
         self._check_slot(slot)
         at = Word.SLOTS + slot * SLOT_WORDS
         if engine is not None:
@@ -155,9 +156,10 @@ class Ledger(SlabTable):
         self._store_and_notify(at, _ROLES.index(engine.role if engine is not None else None))
 
     def vacate(self, slot: int) -> int:
-        """Frees an engine's slabs and its slot; returns how many slabs came free. Use as force_free."""
+        """Frees an engine's slabs and its slot; returns how many slabs came free. For the daemon, as
+        force_free."""
         if self.engines()[slot].role is Role.SERVING:
-            # Nobody else would take them back, and rollout would keep clear of memory that nobody uses.
+            # Nothing else resets them, and rollout would leave alone memory that nobody uses.
             self.serving_used_slabs = 0
             self.serving_recent_peak_slabs = 0
         num_freed = len(self.force_free(slot))
@@ -171,14 +173,14 @@ class Ledger(SlabTable):
 
     @property
     def num_quarantined(self) -> int:
-        """Slabs of engines that are leaving: they come free when the last process of each has ended."""
+        """Slabs of engines that are leaving; they come free when the engine's last process has ended."""
         leaving = [slot for slot, engine in self.engines().items() if engine.is_leaving]
         return sum(int(np.count_nonzero((self._slabs & 0xFF00) == slot << 8)) for slot in leaving)
 
     # Integrity -----------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Every word means something. Safe while others work. Raises: PoolError naming the slab."""
+        """Checks that every word has a meaning, also while others work. Raises: PoolError naming the slab."""
         before = self.engines().keys()
         words = self._slabs.tolist()
         # An engine may attach or leave during the check; either sighting vouches for its slabs.
@@ -191,7 +193,7 @@ class Ledger(SlabTable):
             has_owner = entry.slot in known if entry.state is not SlabState.FREE else entry.slot == NO_SLOT
             is_pending = entry.num_pending > 0
             if not has_owner or is_pending != (entry.state is SlabState.DRAINING) or entry.epoch < 0:
-                raise PoolError(f"slab {slab}: {entry} can't be, engine slots are {sorted(known)}")
+                raise PoolError(f"slab {slab}: {entry} can't be, the engine slots are {sorted(known)}")
 
     def _store_and_notify(self, index: int, value: int) -> None:
         if self._words.load(index) != value:

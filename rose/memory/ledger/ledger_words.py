@@ -1,11 +1,9 @@
-"""Where each word of the ledger lies.
+"""Where each int64 word of the ledger lies, and the version of this layout.
 
-Owns the layout, of int64 words, and its version. Never reads shared memory.
-
-    [0, 8)     header: magic, version, sizes           [32, 96)   engine slots, 4 words each
-    [8, 16)    change sequence, on its own cache line  [96, 128)  unused
-    [16, 24)   policy: see rose/memory/ledger/policy_word.py  [128, ..)  one word per slab:
-    [24, 32)   counters                                           see rose/memory/ledger/slab_word.py
+[0, 8)     header: magic, version, sizes           [32, 96)   engine slots, 4 words each
+[8, 16)    change sequence, on its own cache line  [96, 128)  unused
+[16, 24)   policy: see rose/memory/ledger/policy_word.py  [128, ..)  one word per slab:
+[24, 32)   counters                                           see rose/memory/ledger/slab_word.py
 """
 
 from enum import IntEnum
@@ -17,7 +15,7 @@ SLOT_WORDS = 4
 
 
 class Word(IntEnum):
-    """Index of each word below the slabs."""
+    """The index of each word before the slabs."""
 
     MAGIC = 0
     VERSION = 1
@@ -42,5 +40,5 @@ COUNTERS = (Word.CUTS, Word.RECLAIMED_REQUESTS, Word.EXPIRED_LEASES, Word.EXIT_F
 
 
 def ledger_bytes(num_slabs: int) -> int:
-    """Bytes that a ledger of ``num_slabs`` takes."""
+    """The bytes that a ledger of ``num_slabs`` slabs takes."""
     return (Word.SLABS + num_slabs) * WORD_BYTES

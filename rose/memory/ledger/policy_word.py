@@ -1,8 +1,7 @@
 """The memory policy's word in the ledger, and what it means.
 
-Owns the encoding: rl_step << 32 | rollout_budget_slabs << 8 | pressure. Promises that every word that
-``encode`` makes decodes to the same state. Never reads shared memory, and never decides:
-rose/memory/policy/budget.py does.
+The encoding is rl_step << 32 | rollout_budget_slabs << 8 | pressure. rose/memory/policy/budget.py makes the
+decisions.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from enum import IntEnum
 
 
 class Pressure(IntEnum):
-    """State of the memory policy (ROSE §4.1): see rose/memory/policy/budget.py."""
+    """The state of the memory policy (ROSE §4.1); see rose/memory/policy/budget.py."""
 
     NORMAL = 0
     PRESSURE = 1
@@ -19,7 +18,7 @@ class Pressure(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyState:
-    """What the memory policy decided last. Read and written as one word, so no half of it is ever stale."""
+    """What the memory policy decided last. It is read and written as one word, so no part of it is stale."""
 
     rl_step: int = 0
     rollout_budget_slabs: int = 0

@@ -1,11 +1,10 @@
-"""The words of a pool's slabs: who has each, changed by many processes at once.
+"""The words of a pool's slabs, which many processes change at once.
 
-Owns every change of a slab's state, and the change sequence that tells others of it. Promises that a state
-changes by one compare-and-swap, so a process killed at any instruction leaves a table that is whole.
-Never maps memory, and never decides who should own a slab.
+Every change of a slab's state is here, and so is the change sequence that tells others about it. A state
+changes by one compare-and-swap, so a process that is killed at any instruction leaves the table whole.
 
-A slab exists once per shard of the pool, that is once per tensor-parallel rank, each on its own GPU. It has
-one word all the same: a slab is acquired on all shards at once, and comes free when every rank has unmapped
+A slab exists once in each shard of the pool, that is once per tensor-parallel rank, on that rank's GPU. It
+has one word all the same: it is acquired on all shards at once, and comes free when every rank has unmapped
 its part.
 
     FREE --acquire(slot)--> OWNED(slot) --drain(n ranks)--> DRAINING(n) --release() by each rank--> FREE
@@ -28,13 +27,13 @@ class SlabTable:
     """One process's view of the slabs' words in the ledger's memory. Usable from any thread."""
 
     def __init__(self, buffer: mmap.mmap, words: Words, num_slabs: int) -> None:
-        """``words``: the whole ledger over ``buffer``. Raises: PoolError if it can't hold that many slabs."""
+        """``words`` is the whole ledger in ``buffer``. Raises: PoolError if it can't hold that many slabs."""
         if len(words) < Word.SLABS + num_slabs:
             raise PoolError(f"ledger of {len(words)} words can't hold {num_slabs} slabs")
         self.num_slabs = num_slabs
         self._words = words
-        # Scans take 5 us for 2,048 slabs, against 0.1 us a word through Words. What they see may be stale, so
-        # every change still goes through a compare-and-swap.
+        # A scan of 2,048 slabs takes 5 us; through Words each word takes 0.1 us. What a scan sees may be
+        # stale, so every change still goes through a compare-and-swap.
         self._slabs: npt.NDArray[np.int64] = np.frombuffer(
             buffer, dtype=np.int64, count=num_slabs, offset=Word.SLABS * WORD_BYTES
         )
@@ -59,10 +58,10 @@ class SlabTable:
         return taken
 
     def drain(self, slabs: Iterable[int], num_ranks: int) -> None:
-        """Starts giving OWNED slabs back: each is free once ``num_ranks`` ranks released it.
+        """Starts to give OWNED slabs back; each is free once ``num_ranks`` ranks have released it.
 
-        With 0 ranks, for slabs that no worker ever mapped, they are free at once.
-        Raises: PoolError where a slab isn't OWNED.
+        With 0 ranks, for slabs that no worker has mapped, they are free at once.
+        Raises: PoolError if a slab isn't OWNED.
         """
         if not 0 <= num_ranks <= MAX_RANKS:
             raise ValueError(f"num_ranks must be 0..{MAX_RANKS}, got {num_ranks}")
@@ -79,9 +78,9 @@ class SlabTable:
             self.notify()
 
     def release(self, slab: int) -> bool:
-        """One rank has unmapped a DRAINING slab; True if it was the last one, so the slab is FREE now.
+        """Says that one rank has unmapped a DRAINING slab; returns whether the slab is FREE by that.
 
-        Raises: PoolError where the slab isn't DRAINING.
+        Raises: PoolError if the slab isn't DRAINING.
         """
         while True:
             word = self._load(slab)
@@ -97,7 +96,7 @@ class SlabTable:
                 return True
 
     def force_free(self, slot: int) -> list[int]:
-        """Frees all slabs of an engine. Only for the daemon, once no process of that engine is left."""
+        """Frees all slabs of an engine. For the daemon alone, once no process of that engine is left."""
         self._check_slot(slot)
         freed: list[int] = []
         for slab in self._matching(0xFF00, slot << 8):
@@ -113,12 +112,12 @@ class SlabTable:
 
     @property
     def num_free(self) -> int:
-        """Slabs that anybody may acquire."""
+        """Slabs that any engine may acquire."""
         return int(np.count_nonzero((self._slabs & 0xFF) == SlabState.FREE))
 
     @property
     def num_draining(self) -> int:
-        """Slabs on their way back."""
+        """Slabs that are being given back."""
         return int(np.count_nonzero((self._slabs & 0xFF) == SlabState.DRAINING))
 
     def num_owned(self, slot: int) -> int:
@@ -133,18 +132,18 @@ class SlabTable:
 
     @property
     def change_seq(self) -> int:
-        """Grows with every change that another process may wait for."""
+        """A number that grows with every change that another process may wait for."""
         return self._words.load(Word.CHANGE_SEQ)
 
     def notify(self) -> None:
-        """Wakes everybody in :meth:`wait_change`."""
+        """Wakes every process in :meth:`wait_change`."""
         self._words.add(Word.CHANGE_SEQ, 1)
         self._words.wake(Word.CHANGE_SEQ)
 
     def wait_change(self, seen: int, timeout_s: float) -> int:
-        """Sleeps until ``change_seq`` differs from ``seen`` or the timeout; returns its value then.
+        """Sleeps until ``change_seq`` differs from ``seen``, or until the timeout; returns its value then.
 
-        May return early with ``seen`` itself. Releases the GIL.
+        It may return early, with ``seen`` itself. Releases the GIL.
         """
         self._words.wait(Word.CHANGE_SEQ, seen, timeout_s)
         return self.change_seq

@@ -1,7 +1,6 @@
 """One slab's word in the ledger, and what it means.
 
-Owns the encoding: epoch << 32 | pending << 16 | slot << 8 | state. Promises that every word that
-``encode`` makes decodes to the same entry. Never reads shared memory.
+The encoding is epoch << 32 | pending << 16 | slot << 8 | state.
 """
 
 from dataclasses import dataclass
@@ -27,23 +26,23 @@ class SlabEntry:
 
     state: SlabState
     slot: int
-    """The engine that holds it, ``NO_SLOT`` for nobody."""
+    """The engine that holds it; ``NO_SLOT`` if none does."""
     num_pending: int
-    """Ranks that have yet to release it."""
+    """The ranks that have not released it yet."""
     epoch: int
-    """How often it has come free, modulo 2**31."""
+    """The number of times it has come free, modulo 2**31."""
 
     def __str__(self) -> str:
         return f"{self.state.name} slot={self.slot} pending={self.num_pending} epoch={self.epoch}"
 
 
 def encode(state: SlabState, slot: int, num_pending: int, epoch: int) -> int:
-    """The word of an entry; the epoch wraps."""
+    """Makes the word of an entry; the epoch wraps."""
     return (epoch & _EPOCH_MASK) << 32 | num_pending << 16 | slot << 8 | state
 
 
 def decode(word: int) -> SlabEntry:
-    """Raises: ValueError for a word without a state."""
+    """Reads a word. Raises: ValueError for a word without a state."""
     return SlabEntry(
         state=SlabState(word & 0xFF),
         slot=word >> 8 & 0xFF,

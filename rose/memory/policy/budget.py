@@ -1,7 +1,7 @@
 """How many slabs each of two engines may hold: serving first (ROSE §4.1, preemptive memory sharing).
 
-Owns the budget formula, the pressure-cut-freeze rule, and what serving keeps. Promises to be pure: no I/O,
-no clock; the state lives with the caller, in the ledger's policy words.
+This module has the budget formula, the rule of pressure, cut and freeze, and what serving keeps. It is pure:
+the state lives with the caller, in the ledger's policy words.
 
 A GPU's slabs at the start of an RL step, and serving's growth into them:
 
@@ -20,12 +20,12 @@ from itertools import pairwise
 from rose.memory.ledger.policy_word import Pressure
 
 RETURN_PACE_SLABS = 8
-"""Slabs that an engine returns per step outside pressure: unmapping a populated 2 MiB slab took 70 us, so
-about 0.6 ms."""
+"""Slabs that an engine returns per step outside pressure. Unmapping a populated 2 MiB slab takes 70 us, so
+this takes about 0.6 ms."""
 
 ROLLOUT_SPARE_SHARE = 16
-"""Rollout keeps one slab in so many that it owns empty for the next turn: turns end and begin all the time,
-and each slab that leaves and comes back is an unmap, a map and a zeroing."""
+"""Of this many slabs that it owns, rollout keeps one empty for the next turn: turns end and begin all the
+time, and each slab that leaves and comes back costs an unmap, a map and a zeroing."""
 
 
 class BudgetEvent(StrEnum):
@@ -34,12 +34,12 @@ class BudgetEvent(StrEnum):
     CUT = "cut"
     FROZEN = "frozen"
     TAKEN_BACK = "taken back"
-    """Serving has traffic again, and the headroom that it had lent is its own."""
+    """Serving has traffic again, and takes the headroom that it had lent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetDecision:
-    """Outcome of one observation."""
+    """The outcome of one observation."""
 
     budget: int
     state: Pressure
@@ -48,59 +48,61 @@ class BudgetDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPolicy:
-    """The memory policy of one pool. All counts in slabs."""
+    """The memory policy of one pool. All counts are in slabs."""
 
     num_slabs: int
     headroom_slabs: int
     high_watermark: float = 0.5
     """Fraction of the headroom that serving may eat before the budget is cut."""
     cut_factor: int = 2
-    """The paper's factor."""
+    """The budget is divided by this; the default is the paper's."""
     min_slabs: int = 1
-    """What rollout keeps whatever happens: its padding block lives in one slab."""
+    """The slabs that rollout always keeps: its padding block lives in one."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom_slabs < self.num_slabs:
             raise ValueError(f"headroom_slabs must be 0..{self.num_slabs - 1}, got {self.headroom_slabs}")
         if not 0 <= self.high_watermark <= 1:
-            raise ValueError(f"high_watermark is a fraction of the headroom, got {self.high_watermark}")
+            raise ValueError(
+                f"high_watermark must be 0..1, a fraction of the headroom, got {self.high_watermark}"
+            )
         if self.cut_factor < 2:
             raise ValueError(f"cut_factor must be 2 or more, got {self.cut_factor}")
         if not 0 <= self.min_slabs <= self.num_slabs:
             raise ValueError(f"min_slabs must be 0..{self.num_slabs}, got {self.min_slabs}")
 
     def begin_step(self, serving_recent_peak_slabs: int) -> int:
-        """The rollout budget of a new RL step, which also ends a freeze (the state becomes NORMAL).
+        """Returns the rollout budget of a new RL step, which also ends a freeze (the state becomes NORMAL).
 
         Source: ROSE §4.1: recent serving usage and a fixed headroom are set aside.
         """
         return max(self.num_slabs - self.headroom_slabs - serving_recent_peak_slabs, self.min_slabs)
 
     def has_headroom_lent(self, budget: int) -> bool:
-        """Whether ``budget`` has slabs of the headroom in it."""
+        """Whether ``budget`` contains slabs of the headroom."""
         return budget > self.begin_step(0)
 
     @property
     def whole_budget(self) -> int:
-        """The rollout budget beside a serving engine out of service: all but the slab of its padding block.
-
-        Source: ROSE §4.3, GPUs that autoscaling leaves idle."""
+        """The rollout budget beside a serving engine that is out of service: all slabs but that of its
+        padding block. Source: ROSE §4.3, GPUs that autoscaling leaves idle."""
         return self.num_slabs - self.min_slabs
 
     def pressure_threshold(self, budget: int) -> float:
-        """Serving usage above which ``budget`` is cut: the high watermark within the headroom."""
+        """The serving usage above which ``budget`` is cut: the high watermark within the headroom."""
         return self.num_slabs - budget - self.headroom_slabs * (1 - self.high_watermark)
 
     def observe(
         self, *, serving_used: int, rollout_owned: int, budget: int, state: Pressure
     ) -> BudgetDecision:
-        """One look at serving's usage. PRESSURE lasts until rollout has given up what the cut took.
+        """Decides after one observation of serving's usage.
 
-        A cut raises the threshold by what it took, so the next one needs serving to have eaten that as well.
-        Where the paper cuts once per RL step, we then cut again, but only after the last cut has landed: with
-        serving first, a second burst in a step must not meet a frozen but too large budget.
+        PRESSURE lasts until rollout has given up what a cut took. A cut raises the threshold by what it took,
+        so the next one comes when serving has eaten that as well, and only once the last one has landed. The
+        paper cuts once per RL step; we cut again, because a second burst in a step must not meet a budget
+        that is frozen but too large.
 
-        A budget with the headroom in it ends with the first slab that serving uses. That is no cut: the
+        A budget that contains the headroom ends with the first slab that serving uses. That is no cut: the
         headroom may be lent again within the RL step.
         """
         if self.has_headroom_lent(budget):
@@ -119,10 +121,10 @@ class BudgetPolicy:
         return BudgetDecision(budget=budget, state=state)
 
     def rollout_growth(self, *, free: int, serving_used: int, rollout_owned: int, budget: int) -> int:
-        """How many more slabs rollout may take now: within its budget and without touching the headroom.
+        """Returns how many more slabs rollout may take now, within its budget and outside the headroom.
 
-        Serving can reach every slab that rollout doesn't hold; what it doesn't use of those stays at least
-        the headroom, or what of it isn't lent. Up to ``min_slabs`` rollout may always grow.
+        Serving can reach every slab that rollout doesn't hold. Of those, at least the headroom (or the part
+        of it that isn't lent) must stay unused. Up to ``min_slabs`` rollout may always grow.
 
         Source: ROSE §4.1, second condition of admission.
         """
@@ -132,37 +134,37 @@ class BudgetPolicy:
         return max(min(wanted, free), 0)
 
     def rollout_release(self, *, owned: int, empty: int, wanted: int) -> int:
-        """How many of rollout's ``empty`` slabs (idle, caching nothing) should go back in this step, paced.
+        """Returns how many of rollout's ``empty`` slabs (idle, caching nothing) should go back in this step.
 
-        They keep no prefix hit, so nothing is gained by holding them for their lease. What the next steps
-        want stays, and a small spare.
+        They give no prefix hit, so it gains nothing to hold them for a lease. What the next steps want stays,
+        and so does a small spare.
         """
         spare = math.ceil(owned / ROLLOUT_SPARE_SHARE)
         return max(min(empty - wanted - spare, RETURN_PACE_SLABS), 0)
 
     def serving_target(self, *, used: int, recent_peak: int) -> int:
-        """How many slabs serving should keep mapped; the rest belongs into the pool."""
+        """Returns how many slabs serving should keep mapped; the rest belongs in the pool."""
         return min(max(used, recent_peak, self.min_slabs), self.num_slabs)
 
     def serving_release(self, *, owned: int, used: int, recent_peak: int) -> int:
-        """How many slabs serving should return in this step, paced."""
+        """Returns how many slabs serving should give back in this step."""
         surplus = owned - self.serving_target(used=used, recent_peak=recent_peak)
         return max(min(surplus, RETURN_PACE_SLABS), 0)
 
 
 class RecentPeak:
-    """The maximum of a level over the last ``window_s`` seconds. A level holds until the next update."""
+    """The maximum of a level over the last ``window_s`` seconds. A level lasts until the next update."""
 
     def __init__(self, window_s: float) -> None:
         if window_s <= 0:
             raise ValueError(f"window_s must be positive, got {window_s}")
         self._window_s = window_s
-        # (level, when it ended), levels falling; smaller ones before a larger one can't be the maximum.
+        # (level, when it ended) in falling order: a smaller level before a larger one can't be the maximum.
         self._past: deque[tuple[int, float]] = deque()
         self._level = 0
 
     def update(self, level: int, now: float) -> None:
-        """The level from ``now`` on. ``now`` never goes back."""
+        """Sets the level from ``now`` on. ``now`` never goes back."""
         if level != self._level:
             while self._past and self._past[-1][0] <= max(level, self._level):
                 self._past.pop()
@@ -171,13 +173,13 @@ class RecentPeak:
             self._level = level
 
     def peak(self, now: float) -> int:
-        """The highest level that held at any time in (now - window_s, now]."""
+        """Returns the highest level at any time in (now - window_s, now]."""
         while self._past and self._past[0][1] <= now - self._window_s:
             self._past.popleft()
         return self._past[0][0] if self._past else self._level
 
     def check_integrity(self) -> None:
-        """Levels fall strictly, down to the current one, and ends rise. Raises: AssertionError."""
+        """Checks that levels fall strictly and ends rise. Raises: AssertionError."""
         levels = [level for level, _ in self._past] + [self._level]
         ends = [end for _, end in self._past]
         assert all(a > b for a, b in pairwise(levels)), levels

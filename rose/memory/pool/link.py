@@ -1,8 +1,8 @@
-"""A client's connection to the pool's daemon, renewed for as long as the client is attached.
+"""A client's connection to the pool's daemon, which is renewed for as long as the client is attached.
 
-Owns the socket and one thread that sleeps until the daemon hangs up, then knocks until a daemon is there
-again and presents the client and the memory it holds. Promises that nothing the daemon does, dying included,
-raises in the engine or makes it wait. Never touches a slab.
+One thread sleeps until the daemon hangs up. Then it tries to connect until a daemon is there again, and
+presents the client and the memory that it holds. Nothing that the daemon does, not even its death, raises in
+the engine or makes it wait.
 """
 
 import logging
@@ -24,21 +24,21 @@ from rose.memory.pool.wire import Bye, Hello, Refusal, Welcome, read_answer
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 1.0
-"""The daemon answers within a round of events; close() may have to wait this long for the thread."""
+"""The daemon answers within a round of events. close() may have to wait this long for the thread."""
 _QUICK_RETRY_S = 0.1
 _SLOW_RETRY_S = 1.0
 _QUICK_FOR_S = 10.0
-"""A daemon under a supervisor is back within seconds. A failed attempt is one system call."""
+"""A daemon under a supervisor is back within seconds, and a failed attempt costs one system call."""
 _MAX_FDS = 1 << 16
 
 
 class DaemonLink:
-    """One attached client's link. Made with an open connection; ``close`` it once."""
+    """One attached client's link. It is made with an open connection and closed once."""
 
     def __init__(
         self, path: Path, connection: socket.socket, hello: Hello, memory: PoolMemory, daemon_pid: int
     ) -> None:
-        """Takes the connection over. ``hello``: what the client presents when it comes back."""
+        """Takes the connection over; ``hello`` is what the client presents when it comes back."""
         self.daemon_pid = daemon_pid
         self._path = path
         self._hello = hello
@@ -49,7 +49,7 @@ class DaemonLink:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and says goodbye if a daemon is there; else it waits for the process to end."""
+        """Ends the thread and says bye. Without a daemon now, the next one waits for the process to end."""
         os.eventfd_write(self._closing_fd, 1)
         self._thread.join()
         os.close(self._closing_fd)
@@ -79,7 +79,7 @@ class DaemonLink:
             logger.exception("%s: the link to its daemon ended, the engine goes on", self._path.stem)
 
     def _wait_for_loss(self) -> bool:
-        """True once the daemon has hung up, False when this side closes."""
+        """Waits; returns True once the daemon has hung up, False when this side closes."""
         connection = self._connection
         assert connection is not None
         poll = select.poll()
@@ -99,7 +99,8 @@ class DaemonLink:
             return True
 
     def _come_back(self) -> bool:
-        """True once a daemon has us again; False when this side closes, or no daemon will ever have us."""
+        """Returns True once a daemon has this client again, False if this side closes or it is refused for
+        good."""
         lost_at = time.monotonic()
         while True:
             is_quick = time.monotonic() - lost_at < _QUICK_FOR_S
@@ -114,13 +115,13 @@ class DaemonLink:
                 return True
             if not refusal.is_transient:
                 logger.warning(
-                    "the daemon of %s won't have this engine back, it goes on with the memory it holds: %s",
+                    "the daemon of %s refuses this engine, which goes on with the memory it holds: %s",
                     *(self._path.stem, refusal.refused),
                 )
                 return False
 
     def _knock(self) -> Refusal | None:
-        """One attempt; None if it worked."""
+        """Tries once to come back; None if that worked."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(_ANSWER_TIMEOUT_S)
@@ -139,9 +140,12 @@ class DaemonLink:
 def exchange(
     connection: socket.socket, path: Path, hello: Hello, fds: Sequence[int] = ()
 ) -> tuple[Welcome | Refusal, list[int]]:
-    """Connects; hello and descriptors out, answer and descriptors in. Raises: OSError, PoolError."""
+    """Connects, sends hello and descriptors, and returns the answer with its descriptors.
+
+    Raises: OSError, PoolError.
+    """
     connection.connect(str(path))
-    with suppress(BrokenPipeError):  # it has hung up without hearing us: there may be a reason to read
+    with suppress(BrokenPipeError):  # it hung up without listening; it may have sent the reason
         send_line(connection, hello.to_line(), fds)
     inbox = Inbox(_MAX_FDS)
     try:
@@ -150,7 +154,7 @@ def exchange(
                 raise ConnectionResetError("it hung up")
         answer = read_answer(line)
         if isinstance(answer, Welcome) and answer.num_fds != inbox.num_fds:
-            raise PoolError(f"the daemon sent {inbox.num_fds} descriptors, it says {answer.num_fds}")
+            raise PoolError(f"the daemon sent {inbox.num_fds} descriptors, but announced {answer.num_fds}")
         return answer, inbox.take_fds()
     finally:
         inbox.close()

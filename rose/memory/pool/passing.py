@@ -1,8 +1,8 @@
-"""Lines and file descriptors over a unix stream socket.
+"""Lines and file descriptors over a Unix stream socket.
 
-Owns how descriptors travel: the kernel takes at most 253 with one message, so a line is cut into as many
-pieces as it takes, each with its share, and padded where it is too short for that. Promises that received
-descriptors are closed unless somebody takes them. Never looks into a line.
+The kernel takes at most 253 descriptors with one message. A line is therefore cut into as many pieces as it
+takes, each with its share of the descriptors, and is padded if it is too short for that. Received descriptors
+are closed unless the caller takes them.
 """
 
 import os
@@ -20,19 +20,19 @@ _RECEIVE_BYTES = 4096
 def send_line(connection: socket.socket, line: bytes, fds: Sequence[int] = ()) -> None:
     """Sends a line of JSON with descriptors, on a blocking socket. Raises: OSError."""
     num_pieces = max(1, -(-len(fds) // _MAX_FDS_PER_MESSAGE))
-    line = line[:-1].ljust(num_pieces - 1) + line[-1:]  # blanks at the end mean nothing in JSON
+    line = line[:-1].ljust(num_pieces - 1) + line[-1:]  # JSON ignores blanks at the end
     for piece in range(num_pieces - 1):
         share = fds[piece * _MAX_FDS_PER_MESSAGE : (piece + 1) * _MAX_FDS_PER_MESSAGE]
         socket.send_fds(connection, [line[piece : piece + 1]], share)
     last = num_pieces - 1
     num_sent = socket.send_fds(connection, [line[last:]], fds[last * _MAX_FDS_PER_MESSAGE :])
-    # Not for nothing: even an empty send fails where the other side has read the line, answered and closed.
+    # Checked: even an empty send fails if the other side has read the line, answered and closed.
     if rest := line[last + num_sent :]:
         connection.sendall(rest)
 
 
 class Inbox:
-    """What has arrived on one socket and wasn't taken yet."""
+    """What has arrived on one socket and has not been taken yet."""
 
     def __init__(self, max_fds: int) -> None:
         self._max_fds = max_fds
@@ -40,7 +40,7 @@ class Inbox:
         self._fds: list[int] = []
 
     def receive(self, connection: socket.socket) -> bool:
-        """Reads once; False at the end of the stream. Raises: PoolError for too much, OSError."""
+        """Reads once; returns False at the end of the stream. Raises: PoolError for too much; OSError."""
         received, fds, flags, _ = socket.recv_fds(
             connection, _RECEIVE_BYTES, _MAX_FDS_PER_MESSAGE, socket.MSG_CMSG_CLOEXEC
         )
@@ -60,7 +60,7 @@ class Inbox:
         return bool(received)
 
     def take_line(self) -> bytes | None:
-        """The next whole line without its end, if there is one."""
+        """Takes the next whole line without its end; None if there is none."""
         line, end, rest = bytes(self._bytes).partition(b"\n")
         if not end:
             return None
@@ -72,7 +72,7 @@ class Inbox:
         return len(self._fds)
 
     def take_fds(self) -> list[int]:
-        """All descriptors so far; the caller closes them."""
+        """Takes all descriptors so far; the caller closes them."""
         fds, self._fds = self._fds, []
         return fds
 

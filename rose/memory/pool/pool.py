@@ -1,8 +1,7 @@
-"""One process's connection to a slab pool.
+"""One process's connection to a slab pool: the shared memory it received, and its link to the daemon.
 
-Owns the shared memory received from the daemon, and an attached client's link to it. Promises one clear
-PoolError when there is no pool or it won't have us, and that everything received keeps working while there is
-no daemon. Never moves a slab itself: that is the ledger's and the address range's work.
+There is one clear PoolError where there is no pool, or it refuses the client. Everything that was received
+works on while there is no daemon. Slabs are moved through the ledger and an address range, not here.
 """
 
 import logging
@@ -25,10 +24,10 @@ from rose.types import Role
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 5.0
-"""Of a daemon that is there, however short the wait for one may be: it answers at once, as soon as the
-machine lets it run."""
+"""How long a daemon that is there may take to answer, however short the wait for one is: it answers at once,
+but only when the machine lets it run."""
 _RETRY_S = 0.05
-"""While the daemon is starting or an engine's predecessor is being buried; both take tens of ms."""
+"""Pause between attempts, while a daemon starts or an engine's predecessor ends; both take tens of ms."""
 
 
 class PoolClient:
@@ -37,7 +36,7 @@ class PoolClient:
     def __init__(
         self, path: Path, connection: socket.socket, hello: Hello, welcome: Welcome, memory: PoolMemory
     ) -> None:
-        """Takes the connection and the memory over."""
+        """Takes over the connection and the memory."""
         self.slot = welcome.slot
         """This engine's slot in the ledger; 0 for an observer."""
         self._memory = memory
@@ -70,15 +69,15 @@ class PoolClient:
     ) -> Self:
         """Joins an engine's scheduler or worker to a pool, waiting for the daemon to listen.
 
-        The engine keeps its slabs while any of its processes lives. ``runtime_dir`` None takes the
-        environment's. Raises: PoolError, one line, if there is no daemon or it refuses; ConfigError where the
+        The engine keeps its slabs while any of its processes lives. If ``runtime_dir`` is None, the
+        environment says it. Raises: PoolError if there is no daemon or it refuses; ConfigError if the
         descriptor limit is too low for the pool.
         """
         hello = Hello(
             role=role, engine_id=engine_id, kind=kind, rank=rank, world_size=world_size, pid=os.getpid()
         )
         deadline = time.monotonic() + timeout_s
-        # Asked first: descriptors beyond the limit would be lost on their way to us.
+        # Asked first: descriptors beyond the limit would be lost on their way here.
         size = describe_pool(name, runtime_dir=runtime_dir, timeout_s=timeout_s)
         ensure_fd_limit(size.num_fds, f"pool {name} with {size.num_shards} x {size.num_slabs} slabs")
         return cls._join(name, hello, runtime_dir, max(0.0, deadline - time.monotonic()))
@@ -123,9 +122,9 @@ class PoolClient:
             time.sleep(_RETRY_S)
 
     def open_slabs(self, device: int = 0) -> Slabs:
-        """This rank's slabs; ``device``: the rank's GPU, as this process counts. Not for observers.
+        """Opens this rank's slabs; ``device`` is its GPU as this process counts. Not for observers.
 
-        Raises: PoolError, ConfigError where the descriptor limit is too low.
+        Raises: PoolError; ConfigError if the descriptor limit is too low.
         """
         return self._memory.open_slabs(self._rank, device)
 
@@ -135,9 +134,9 @@ class PoolClient:
         return self._link.daemon_pid if self._link is not None else None
 
     def close(self) -> None:
-        """Leaves the pool. The caller has unmapped every slab: they may go to another engine right away.
+        """Leaves the pool. The caller must have unmapped every slab: they may go to another engine at once.
 
-        Idempotent. Without it the daemon waits for the process to end.
+        Idempotent. Without this call the daemon waits for the process to end.
         """
         if self._link is not None:
             self._link.close()
@@ -154,6 +153,6 @@ class PoolClient:
 
 
 def describe_pool(name: str, *, runtime_dir: Path | None = None, timeout_s: float = 5.0) -> PoolSize:
-    """What a running pool consists of. Raises: PoolError if there is no daemon."""
+    """Asks a running pool for its size. Raises: PoolError if there is no daemon."""
     with PoolClient.observe(name, runtime_dir=runtime_dir, timeout_s=timeout_s) as client:
         return client._memory.size

@@ -1,7 +1,6 @@
-"""Processes of other people, named so that a pid's next user is never taken for its last.
+"""Other processes, named so that a pid's next user is never taken for its last one.
 
-Owns the opening of pidfds. Promises that a descriptor it returns stands for the very process that was meant.
-Never signals anybody.
+A pidfd that is returned stands for the very process that was meant. No process is signalled.
 """
 
 import os
@@ -14,7 +13,7 @@ _START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1 as in proc(5)
 
 
 def open_pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends. Raises: PoolError if it has ended."""
+    """Opens a descriptor that is readable once the process ends. Raises: PoolError if it has ended."""
     try:
         return os.pidfd_open(pid)
     except (OSError, ValueError) as error:
@@ -24,17 +23,17 @@ def open_pidfd(pid: int) -> int:
 
 
 def start_ticks(pid: int) -> int:
-    """When the process started, in clock ticks since boot. Raises: PoolError if there is none."""
+    """Returns when a process started, in clock ticks since boot. Raises: PoolError if there is none."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError as error:
         raise PoolError(f"process {pid} is gone ({error.strerror})") from error
-    # The second field is the command in parentheses, and may hold anything, parentheses and spaces included.
+    # The second field is the command in parentheses; it may contain parentheses and spaces itself.
     return int(status.rpartition(")")[2].split()[_START_TIME_FIELD - 3])
 
 
 def watch_process(pid: int) -> tuple[int, int]:
-    """Of a living process: its pidfd and start_ticks. Raises: PoolError if it has ended."""
+    """Returns a living process's pidfd and start_ticks. Raises: PoolError if it has ended."""
     pidfd = open_pidfd(pid)
     try:
         return pidfd, start_ticks(pid)
@@ -51,17 +50,18 @@ def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
 
 
 def find_process(pid: int, started: int) -> int | None:
-    """A pidfd of the process that has ``pid`` since ``started`` (start_ticks), None if it has ended."""
+    """Returns a pidfd of the process that has had ``pid`` since ``started`` (start_ticks); None if it
+    ended."""
     try:
         pidfd = open_pidfd(pid)
     except PoolError:
         return None
-    # Read after opening: if the pid had passed on before, the new process has another start time.
+    # Read after opening: if the pid has a new process by then, that one has another start time.
     try:
         is_same = start_ticks(pid) == started
     except PoolError:
         is_same = False
-    if is_same and not is_readable(pidfd):  # else a zombie, its memory is gone
+    if is_same and not is_readable(pidfd):  # a zombie's memory is gone
         return pidfd
     os.close(pidfd)
     return None

@@ -1,14 +1,13 @@
-"""What the pool daemon and its clients say to each other.
+"""The messages between the pool daemon and its clients: one JSON line each way on a Unix stream socket.
 
-Owns the paths and the messages: one JSON line each way on a unix stream socket. The pool's descriptors
-(rose/memory/pool/pool_memory.py) travel with the answer to a new client, and with the hello of one that comes
-back; an observer gets those of ledger and board alone:
+The pool's descriptors (rose/memory/pool/pool_memory.py) travel with the answer to a new client, and with the
+hello of a client that comes back. An observer gets those of ledger and board alone:
 
     new client   Hello                        ->    Welcome + descriptors, or Refusal
     comes back   Hello(slot) + descriptors    ->    Welcome, or Refusal
     leaves       Bye                          ->    (closed)
 
-Promises that a malformed line raises PoolError. Never opens a socket.
+A malformed line raises PoolError.
 """
 
 import json
@@ -27,12 +26,12 @@ _MAX_SOCKET_PATH_BYTES = 107  # sun_path holds 108 with its end mark
 
 
 class Kind(StrEnum):
-    """Which part of an engine is connecting."""
+    """The part of an engine that a client is."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
     OBSERVER = "observer"
-    """Reads the ledger; belongs to no engine and owns nothing."""
+    """Reads the ledger. It belongs to no engine and owns nothing."""
 
 
 class _Message(BaseModel):
@@ -54,7 +53,7 @@ class _Message(BaseModel):
 
 
 class Hello(_Message):
-    """A client's first line, to a daemon or, after the connection broke, to that daemon or its successor."""
+    """A client's first line, also when it comes back after the connection broke."""
 
     protocol: int = PROTOCOL_VERSION
     role: Role = Role.SERVING
@@ -64,16 +63,16 @@ class Hello(_Message):
     world_size: Annotated[int, Field(ge=1, le=0xFFFF)] = 1
     pid: int
     slot: int = 0
-    """Where it is attached already, 0 for a new client."""
+    """Where the client is attached already; 0 for a new client."""
 
     @classmethod
     def from_line(cls, line: bytes) -> Self:
-        """Raises: PoolError for anything but a hello, and first of all for one in another version."""
+        """Reads a hello, its version first. Raises: PoolError for anything else."""
         try:
             content = json.loads(line)
         except (ValueError, RecursionError):
             content = None
-        # Another version has other fields: complaining about these would say nothing.
+        # Another version has other fields, and an error about those would say nothing.
         version = content.get("protocol", PROTOCOL_VERSION) if isinstance(content, dict) else PROTOCOL_VERSION
         if version != PROTOCOL_VERSION:
             raise PoolError(
@@ -84,13 +83,13 @@ class Hello(_Message):
 
 
 class Bye(_Message):
-    """A client's last line: this process has no slab mapped any more (for this connection's part)."""
+    """A client's last line: its part of the engine has no slab mapped any more."""
 
     bye: bool = True
 
 
 class Welcome(_Message):
-    """The daemon's answer; to a new client the descriptors travel with it."""
+    """The daemon's answer. Descriptors travel with it to a new client."""
 
     slot: int
     num_fds: int
@@ -98,16 +97,16 @@ class Welcome(_Message):
 
 
 class Refusal(_Message):
-    """The daemon's answer when it won't have the client."""
+    """The daemon's answer when it refuses the client."""
 
     refused: str
     is_transient: bool = False
-    """True where the same hello may succeed soon: the engine's predecessor is still being buried, or the
-    daemon has just started and looks for its predecessor's memory."""
+    """True if the same hello may succeed soon: the engine's predecessor has not ended yet, or the daemon has
+    just started and looks for its predecessor's memory."""
 
 
 def read_answer(line: bytes) -> Welcome | Refusal:
-    """The daemon's line. Raises: PoolError."""
+    """Reads the daemon's line. Raises: PoolError."""
     try:
         is_refusal = "refused" in json.loads(line)
     except (ValueError, TypeError) as error:
@@ -116,16 +115,17 @@ def read_answer(line: bytes) -> Welcome | Refusal:
 
 
 def socket_path(runtime_dir: Path, name: str) -> Path:
-    """Where the daemon of a pool listens. Raises: ConfigError for a name or folder that can't be used."""
+    """Returns where a pool's daemon listens. Raises: ConfigError for a bad name or too long a path."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
         raise ConfigError(
-            f"pool name {name!r}: use up to 64 letters, digits, '_', '.' and '-', the first a letter or digit"
+            f"pool name {name!r}: use up to 64 letters, digits, '_', '.' and '-', and begin with a letter "
+            f"or digit"
         )
     path = runtime_dir / f"pool-{name}.sock"
     num_bytes = len(bytes(path))
     if num_bytes > _MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
-            f"{path}: {num_bytes} bytes, a socket's path may have {_MAX_SOCKET_PATH_BYTES}; "
+            f"{path}: the path has {num_bytes} bytes, but a socket's path may have {_MAX_SOCKET_PATH_BYTES}; "
             f"set ROSE_RUNTIME_DIR to a shorter folder"
         )
     return path

@@ -1,7 +1,7 @@
-"""The process's limit on open descriptors.
+"""The process's limit on open descriptors, which is raised where a pool needs more.
 
 A CUDA pool needs one descriptor per slab while it is handed over, and the usual soft limit of 1,024 is less
-than a GPU has slabs. Owns the raise of that limit. Promises to never lower it.
+than a GPU has slabs. The limit is never lowered.
 """
 
 import logging
@@ -13,13 +13,13 @@ from rose.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _SPARE_FDS = 128
-"""For sockets, files and libraries that are opened later."""
+"""Descriptors kept for sockets, files and libraries that are opened later."""
 
 
 def ensure_fd_limit(num_fds: int, what: str) -> None:
-    """Makes room for ``num_fds`` more descriptors, for ``what``, raising the soft limit up to the hard one.
+    """Makes room for ``num_fds`` more descriptors by raising the soft limit, up to the hard one.
 
-    Raises: ConfigError with the numbers and the fix where the hard limit is too low.
+    ``what`` says what they are for. Raises: ConfigError if the hard limit is too low.
     """
     num_open = len(os.listdir("/proc/self/fd"))
     needed = num_open + num_fds + _SPARE_FDS

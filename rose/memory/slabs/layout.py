@@ -1,7 +1,7 @@
 """Where vLLM's KV blocks lie inside slabs.
 
-Owns the slab-interleaved arithmetic: one slab backs G blocks of all layers of a model, so any slab fits any
-model and any tensor-parallel shard. Promises that no block crosses a slab. Never touches memory.
+Layers are interleaved in each slab: a slab backs G blocks in all layers of a model, so any slab fits any
+model and any tensor-parallel shard. No block crosses a slab's edge.
 
 With ``bs`` bytes per block per layer, ``L`` layers and slabs of ``H`` bytes, position ``k`` covers
 
@@ -27,18 +27,18 @@ from rose.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabLayout:
-    """One model's blocks in slabs of one size. Made by :meth:`plan`. All strides in bytes."""
+    """One model's blocks in slabs of one size, made by :meth:`plan`. All strides are in bytes."""
 
     slab_bytes: int
     num_layers: int
     block_stride: int
     """Bytes per block per layer."""
     blocks_per_slab: int
-    """G: blocks that one slab backs, each in all layers."""
+    """G, the number of blocks that one slab backs, each in all layers."""
 
     @classmethod
     def plan(cls, *, block_bytes_per_layer: int, num_layers: int, slab_bytes: int) -> "SlabLayout":
-        """The layout for a model. Raises: ConfigError where its blocks don't fit into such slabs."""
+        """Makes the layout for a model. Raises: ConfigError if its blocks don't fit into such slabs."""
         if block_bytes_per_layer <= 0 or num_layers <= 0 or slab_bytes <= 0:
             raise ValueError(
                 f"sizes must be positive, got block_bytes_per_layer={block_bytes_per_layer} "
@@ -50,8 +50,8 @@ class SlabLayout:
             at_least = 1 << (all_layers_bytes + largest_skew - 1).bit_length()
             raise ConfigError(
                 f"a KV block needs {block_bytes_per_layer} bytes in each of {num_layers} layers = "
-                f"{all_layers_bytes}, a slab has {slab_bytes}: start the pool with --slab-bytes {at_least} "
-                f"or larger, or lower --block-size"
+                f"{all_layers_bytes}, but a slab has {slab_bytes}: start the pool with --slab-bytes "
+                f"{at_least} or larger, or lower --block-size"
             )
         return cls(
             slab_bytes=slab_bytes,
@@ -80,22 +80,23 @@ class SlabLayout:
         return range(first, first + self.blocks_per_slab)
 
     def num_ids(self, num_positions: int) -> int:
-        """Size of the id space of a range: one more than its last valid block id."""
+        """The size of a range's id space: one more than its last valid block id."""
         return self.first_id(num_positions - 1) + self.blocks_per_slab
 
     def is_valid(self, block_id: int) -> bool:
         """Whether the id names a block, as opposed to a gap between two positions' blocks."""
         return (
-            block_id >= 0 and 0 <= block_id - self.first_id(self._slab_with(block_id)) < self.blocks_per_slab
+            block_id >= 0
+            and 0 <= block_id - self.first_id(self._position_with(block_id)) < self.blocks_per_slab
         )
 
     def position_of(self, block_id: int) -> int:
         """The position that backs a block. Raises: ValueError for an id in a gap."""
-        position = self._slab_with(block_id)
+        position = self._position_with(block_id)
         first = self.first_id(position)
         if position < 0 or not 0 <= block_id - first < self.blocks_per_slab:
             raise ValueError(
-                f"block {block_id} lies in a gap: position {position} has {first} to "
+                f"block {block_id} lies in a gap: position {position} has the blocks {first}-"
                 f"{first + self.blocks_per_slab - 1}"
             )
         return position
@@ -106,6 +107,6 @@ class SlabLayout:
             raise ValueError(f"no block {block_id} in layer {layer} of {self.num_layers}")
         return block_id * self.block_stride + layer * self.layer_stride
 
-    def _slab_with(self, block_id: int) -> int:
-        """The position that the id's address lies in; only valid ids have a block there."""
+    def _position_with(self, block_id: int) -> int:
+        """The position that an id's address lies in. Only a valid id has a block there."""
         return block_id * self.block_stride // self.slab_bytes

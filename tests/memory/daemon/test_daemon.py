@@ -210,7 +210,9 @@ def test_a_client_of_another_version_is_told_both_versions(
     pool: DaemonHandle, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger_module, "VERSION", 4)
-    with pytest.raises(PoolError, match=r"version 3, this rose knows .* version 4: restart the pool daemon"):
+    with pytest.raises(
+        PoolError, match=r"version 3, but this rose knows .* version 4: restart the pool daemon"
+    ):
         attach(runtime_dir)
 
 

@@ -40,9 +40,9 @@ def test_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         ("", "not a pool's state"),
-        ("[]", "has version None, this rose knows 2"),
-        ("{}", "has version None, this rose knows 2"),
-        (json.dumps({"version": 3, "new": True}), "has version 3, this rose knows 2"),
+        ("[]", "has version None, but this rose knows 2"),
+        ("{}", "has version None, but this rose knows 2"),
+        (json.dumps({"version": 3, "new": True}), "has version 3, but this rose knows 2"),
         (json.dumps({"version": 2, "num_slabs": "many"}), "not a pool's state"),
     ],
 )
