@@ -55,7 +55,7 @@ class Moves:
     """What a rollout engine answered while its slabs came and went."""
 
     replies: list[list[Reply]]
-    """By round: to each prompt."""
+    """The replies of each round, one per prompt."""
     num_moves: int
     """Times that any slab of the pool changed hands."""
 
@@ -85,7 +85,7 @@ def _wait_for_tokens(driver: Driver, names: list[str]) -> None:
 
 
 def _cut(driver: Driver, budget: int) -> None:
-    """As serving does it under pressure."""
+    """Cuts the budget as serving does under pressure."""
     ledger = _tenant(driver).ledger
     while not ledger.swap_policy(seen := ledger.policy, replace(seen, rollout_budget_slabs=budget)):
         pass
@@ -157,14 +157,14 @@ def scheduler_block_hasher(driver: Driver) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventChecks:
-    """By moment: whether the consumer of the events knew exactly what was cached, and how much that was."""
+    """What was found at moments at which the events' consumer knew exactly what was cached."""
 
     moves: Moves
     cached: dict[str, int]
     num_removed: int
     num_cleared: int
     hits: dict[str, tuple[float, float, int]]
-    """By moment: tokens looked up, tokens found (vLLM's metrics), tokens found (the answer)."""
+    """At each moment: tokens looked up and found by vLLM's metrics, and tokens found by the answer."""
 
 
 def roll_out_beside_serving(

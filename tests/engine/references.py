@@ -55,7 +55,7 @@ class StockAnswers:
         self._process = ForkedServer(server).start()
 
     def of(self, name: str) -> dict[tuple[int, ...], dict[str, Any]]:
-        """By prompt: {tokens, logprobs}. Waits for the process at first."""
+        """Returns {tokens, logprobs} for each prompt. Waits until the process has ended."""
         assert self._process.wait(REFERENCE_S) == 0, self._process.log_tail()
         answers = json.loads(self._answers.read_text())[list(self._jobs).index(name)]
         return {tuple(p): one for p, one in zip(self._jobs[name]["prompts"], answers, strict=True)}

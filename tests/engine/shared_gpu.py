@@ -28,7 +28,7 @@ LEASE_S = 6.0
 WINDOW_S = 0.5
 STALL_S = 4.0
 SETTINGS = {
-    # Loose, so that rollouts get turns even where two busy cores run everything at a tenth of its speed.
+    # The SLOs are loose, so that rollouts get grants even if two busy cores run everything ten times slower.
     "slo_ttft_ms": 8000.0,
     "slo_tpot_ms": 2000.0,
     "lease_s": LEASE_S,
@@ -122,7 +122,7 @@ class SharedGpu:
             update(rollout, self._models[Role.ROLLOUT], 0)
 
     def begin_rl_step(self) -> None:
-        """As the router does at each step of the trainer; returns once the new budget counts."""
+        """Begins an RL step, as the router does. Returns once its budget counts."""
         self._rl_step += 1
         self.engine(Role.ROLLOUT).begin_rl_step(self._rl_step)
         until(lambda: self.ledger.policy.rl_step == self._rl_step, "the rollout engine began the RL step")
@@ -135,14 +135,14 @@ class SharedGpu:
 
 
 class LedgerLog:
-    """A context manager: samples who owns what, every few milliseconds, in a thread."""
+    """A context manager that samples every few milliseconds, in a thread, who owns which slab."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ledger-log", daemon=True)
         self.owners: dict[int, set[Role]] = defaultdict(set)
-        """By slab: the roles that owned it."""
+        """The roles that have owned each slab."""
         self.num_moves = 0
         """Times that a slab was seen with another role than before."""
         self._last: dict[int, Role] = {}
@@ -184,7 +184,7 @@ class LedgerLog:
 
 
 class BoardLog:
-    """A context manager: looks at the board's turns every fraction of a millisecond, in a thread."""
+    """A context manager that looks at the board's grants every fraction of a millisecond, in a thread."""
 
     def __init__(self, words: Words) -> None:
         self._words = words

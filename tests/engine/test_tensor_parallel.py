@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 NUM_RANKS = 2
 NUM_WAVES = 2
 STALL_S = 60.0
-"""Nothing waits for a turn here, and four processes may be slow where the machine is busy."""
+"""Nothing waits for a grant here, and four processes may be slow on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_all_ranks(
             assert answer.tokens == expected[tuple(given)]["tokens"][: len(answer.tokens)]
 
 
-def test_the_ranks_of_both_engines_take_turns_on_one_board(
+def test_engines_of_two_ranks_exchange_grants_on_one_board(
     ranks: SharedGpu, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
 ) -> None:
     for engine in (rollout, serving):  # profiling serving takes the whole pool, and so rollouts' budget

@@ -30,7 +30,7 @@ WINDOW = SlidingWindowSpec(
 
 
 def config_of(*groups: KVCacheGroupSpec) -> KVCacheConfig:
-    """As vLLM makes it: a tensor for each group, layer after layer, 1,000 blocks each."""
+    """Returns what vLLM makes: a tensor for each group, layer after layer, of 1,000 blocks."""
     tensors = [
         KVCacheTensor(
             size=3000 * group.kv_cache_spec.page_size_bytes,
