@@ -7,10 +7,11 @@ before another phase begins.
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,7 @@ from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import (
     Answer,
+    Call,
     Completed,
     Granted,
     Heartbeat,
@@ -87,15 +89,7 @@ class RunningJob:
         """
         if self._held is not None:
             raise ValueError(f"{phase} called inside of {self._held.phase}: a job holds one pool at a time")
-        grant = self._client.ask(
-            Request(
-                seq=self._client.next_seq(),
-                job=self.file.name,
-                attempt=self.file.attempt,
-                phase=phase,
-                iteration=iteration,
-            )
-        )
+        grant = self._client.ask(self._call(Request, phase=phase, iteration=iteration))
         if isinstance(grant, Answer):
             raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {grant.error}")
         self._hold(grant)
@@ -115,14 +109,8 @@ class RunningJob:
 
     def _release(self, grant: Granted, next_phase: Phase | None, iteration: int) -> Answer:
         self._hold(None)
-        release = Release(
-            seq=self._client.next_seq(),
-            job=self.file.name,
-            attempt=self.file.attempt,
-            phase=grant.phase,
-            epoch=grant.epoch,
-            next_phase=next_phase,
-            next_iteration=iteration,
+        release = self._call(
+            Release, phase=grant.phase, epoch=grant.epoch, next_phase=next_phase, next_iteration=iteration
         )
         reply = self._client.ask(release)
         assert isinstance(reply, Answer), reply
@@ -134,14 +122,7 @@ class RunningJob:
         The job may be in another group from here on: its next phases load their states on that group's nodes.
         Raises: SystemExit if that group is on another host; PermitLost if this attempt has been replaced.
         """
-        reply = self._client.ask(
-            Completed(
-                seq=self._client.next_seq(),
-                job=self.file.name,
-                attempt=self.file.attempt,
-                iteration=iteration,
-            )
-        )
+        reply = self._client.ask(self._call(Completed, iteration=iteration))
         assert isinstance(reply, Answer), reply
         if reply.error is not None:
             raise PermitLost(f"{self.file.name}: iteration {iteration} is not recorded: {reply.error}")
@@ -164,10 +145,8 @@ class RunningJob:
 
         Waits at most `REPORT_S`: without a scheduler the phase goes on.
         """
-        call = Report(
-            seq=self._client.next_seq(),
-            job=self.file.name,
-            attempt=self.file.attempt,
+        call = self._call(
+            Report,
             phase=phase,
             num_done=num_done,
             num_total=num_total,
@@ -188,18 +167,14 @@ class RunningJob:
         held = self._held
         if held is None:
             raise ValueError("no phase runs that could have moved")
-        reply = self._client.ask(
-            Moved(
-                seq=self._client.next_seq(),
-                job=self.file.name,
-                attempt=self.file.attempt,
-                epoch=held.epoch,
-                keep=list(keep),
-            )
-        )
+        reply = self._client.ask(self._call(Moved, epoch=held.epoch, keep=list(keep)))
         assert isinstance(reply, Answer), reply
         if reply.error is not None:
             raise PermitLost(f"{self.file.name}: the rollout's tail: {reply.error}")
+
+    def _call(self, kind: Callable[..., Call], **fields: Any) -> Call:
+        """Returns a new call of this attempt."""
+        return kind(seq=self._client.next_seq(), job=self.file.name, attempt=self.file.attempt, **fields)
 
     def cache(self, phase: Phase) -> HostCache:
         """Returns the phase's state in host memory."""

@@ -154,4 +154,4 @@ def test_a_killed_agents_job_resumes_on_another_host(tmp_path: Path, redis_serve
                 assert trained == list(range(trained[0], trained[0] + len(trained)))
                 assert (cluster.job("a")["restarts"], cluster.job("b")["restarts"]) == (1, 0)
                 assert len({each["pid"] for each in cluster.phases("b")}) == 1
-                assert "one has been silent" in cluster.job("a")["note"]
+                assert "one fell silent" in cluster.job("a")["note"]
