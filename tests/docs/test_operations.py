@@ -6,7 +6,7 @@ import pytest
 
 from rose.admission.gate import GateReason
 from rose.config import Settings
-from rose.scheduler.rollout.turn.endings import EndKind
+from rose.scheduler.rollout.turn.attempt.endings import EndKind
 from rose.types import GateMode
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
