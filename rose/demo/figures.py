@@ -33,6 +33,7 @@ __all__ = [
     "ttfts_s",
 ]
 
+BASELINES = (PhaseName.NAIVE, PhaseName.ALTERNATE)
 MAX_BUSY_SHARE = 0.35
 """The harvest criterion speaks of serving that is at most this busy."""
 MIN_HARVEST = 0.6
@@ -142,6 +143,13 @@ def busy_share(windows: Sequence[PhaseResult]) -> float | None:
     return sum(window.serving_busy_s for window in windows) / seconds if seconds > 0 else None
 
 
+def worse_attainment(result: DemoResult, *phases: PhaseName) -> float | None:
+    """The smaller one of two shares of these phases' requests: those that met the TTFT and the TPOT SLO."""
+    requests = pooled_requests(result.windows(*phases))
+    both = (attainment(requests, _ttft, result.slo.ttft_s), attainment(requests, _tpot, result.slo.tpot_s))
+    return min((share for share in both if share is not None), default=None)
+
+
 def compute_figures(result: DemoResult, env: Environment) -> DemoFigures:
     """All figures of a run; the order is the order of the printed table."""
     return DemoFigures(
@@ -161,6 +169,7 @@ def compute_figures(result: DemoResult, env: Environment) -> DemoFigures:
                 target="== 0",
                 peers={"checksums compared": result.checksums_compared},
             ),
+            *_attainment_figures(result),
             *_latency_figures(result),
             *_throughput_figures(result),
             *_training_figures(result),
@@ -169,13 +178,35 @@ def compute_figures(result: DemoResult, env: Environment) -> DemoFigures:
     )
 
 
+def _attainment_figures(result: DemoResult) -> list[Figure]:
+    """What co-location without ROSE and with it does to the SLOs: the demo's first sentence."""
+    return [
+        Figure(
+            name="demo_naive_attainment",
+            value=worse_attainment(result, PhaseName.NAIVE),
+            unit="share",
+            target="<= 0.9",
+            peers={PhaseName.ALTERNATE.value: worse_attainment(result, PhaseName.ALTERNATE)},
+        ),
+        Figure(
+            name="demo_rose_attainment",
+            value=worse_attainment(result, *UNDER_ROSE),
+            unit="share",
+            target=f">= {MIN_ATTAINMENT}",
+            peers={
+                name.value: worse_attainment(result, name) for name in (PhaseName.SERVING_ALONE, *UNDER_ROSE)
+            },
+        ),
+    ]
+
+
 def _latency_figures(result: DemoResult) -> list[Figure]:
     limits = (("ttft", _ttft, result.slo.ttft_s), ("tpot", _tpot, result.slo.tpot_s))
     figures = []
     for name, latency, limit_s in limits:
         met = {
             phases[0]: attainment(pooled_requests(result.windows(*phases)), latency, limit_s)
-            for phases in (UNDER_ROSE, (PhaseName.SERVING_ALONE,), (PhaseName.NAIVE,))
+            for phases in (UNDER_ROSE, (PhaseName.SERVING_ALONE,), (PhaseName.NAIVE,), (PhaseName.ALTERNATE,))
         }
         shares = [attainment(window.requests, latency, limit_s) for window in result.windows(*UNDER_ROSE)]
         figures.append(
@@ -211,14 +242,14 @@ def _throughput_figures(result: DemoResult) -> list[Figure]:
     }
     alone, rose = rates[PhaseName.ROLLOUT_ALONE], rates[PhaseName.ROSE]
     each = [rollout_rate([window]) for window in result.windows(PhaseName.ROSE)]
-    others = {name.value: rates[name] for name in (PhaseName.ROLLOUT_ALONE, PhaseName.NAIVE)}
+    others = {name.value: rates[name] for name in (PhaseName.ROLLOUT_ALONE, *BASELINES)}
     return [
         Figure(
             name="harvested_fraction",
             value=_ratio(rose, alone),
             unit="x rollout alone",
             target=f">= {MIN_HARVEST}",
-            peers={"naive": _ratio(rates[PhaseName.NAIVE], alone)},
+            peers={name.value: _ratio(rates[name], alone) for name in BASELINES},
             spread=_spread([_ratio(one, alone) for one in each]),
         ),
         Figure(

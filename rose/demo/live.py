@@ -84,7 +84,8 @@ class LiveView:
         self._num_events_printed = len(state.events)
         if is_new_phase or self._now() - self._last_drawn_s >= LINE_PERIOD_S:
             self._note_drawn(state)
-            self._print(line(state))
+            if (text := line(state, names_phase=is_new_phase)) is not None:
+                self._print(text)
 
     def _note_drawn(self, state: LiveState) -> None:
         self._last_drawn_s = self._now()
@@ -110,9 +111,9 @@ def render(state: LiveState) -> RenderableType:
     return Panel(Group(rows, *events), title=title, title_align="left", border_style="dim")
 
 
-def line(state: LiveState) -> str:
-    """The same in one plain line."""
-    parts = [f"[{clock(state.elapsed_s)}] {state.phase}"]
+def line(state: LiveState, *, names_phase: bool) -> str | None:
+    """The same in one plain line, which names the phase as it begins; None where there is nothing to say."""
+    parts = [state.phase] if names_phase else []
     if state.serving_rps is not None:
         parts.append(f"serving {_serving_text(state)}")
     if state.rollout_tok_s is not None:
@@ -123,7 +124,7 @@ def line(state: LiveState) -> str:
         parts.append(f"reward {state.rewards[-1]:.2f}")
     if state.weight_version is not None:
         parts.append(f"weights {state.weight_version}")
-    return " | ".join(parts)
+    return f"[{clock(state.elapsed_s)}] {' | '.join(parts)}" if parts else None
 
 
 def clock(seconds: float) -> str:

@@ -70,7 +70,7 @@ class Durations:
     window_s: float
     """Of each window with serving traffic."""
     num_rounds: int
-    """Rounds of rollout alone, serving alone, naive, ROSE."""
+    """How often rollout alone, serving alone, alternation, ROSE and naive co-location are each measured."""
     training_s: float
 
     @classmethod
@@ -127,5 +127,5 @@ class DemoPlan:
     def measured_s(self) -> float:
         """Seconds of all windows together, for the time-left display."""
         durations = self.durations
-        with_serving = 3 * (durations.window_s + self.serving.drain_s)
+        with_serving = 4 * (durations.window_s + self.serving.drain_s)
         return durations.num_rounds * (durations.rollout_alone_s + with_serving) + durations.training_s

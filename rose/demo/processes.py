@@ -2,7 +2,8 @@
 
 Owns their command lines, CPUs and priorities. Promises that everything started is stopped with the
 ``ProcessGroup`` that is passed in. The layout on two cores: both shared engines' models run on the first CPU,
-which stands for the GPU; all else runs on the others, the dedicated engine and the trainer with low priority.
+which stands for the GPU; all else runs on the others. The dedicated engine, the subscribers and the trainer
+stand for other machines, so the kernel lets them run only when nothing else wants a CPU.
 """
 
 import json
@@ -34,8 +35,8 @@ ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 CLIENT_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-NICE_DEDICATED = 10
-NICE_TRAINER = 15
+GUEST_NICE = 10
+"""The priority of a rollout engine's threads under ROSE (rose/engine/hooks/priority.py)."""
 RELAY_TIMEOUT_S = 120.0
 RELAY_CAPACITY_BYTES = 512 << 20
 ROUTER_TIMEOUT_S = 120.0
@@ -101,7 +102,7 @@ class Cluster:
             vllm_args=("--served-model-name", str(role), *_vllm_flags()),
         )
         server = launch.engine_process(config, self._logs / f"{name}.log", extra_env=ENGINE_ENV)
-        self._servers[name] = (self._start(server, nice=0 if shares_gpu else NICE_DEDICATED), config)
+        self._servers[name] = (self._start(server, is_elsewhere=not shares_gpu), config)
 
     # Weights and routing ----------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class Cluster:
             )
             assert process is not None
             self._stack.callback(launch.remove_staging_dir, following, self._settings)
-            self._start(process, nice=5)
+            self._start(process, is_elsewhere=True)
 
     def start_router(self) -> None:
         argv = [
@@ -160,11 +161,14 @@ class Cluster:
         argv: Sequence[str],
         name: str,
         *,
-        nice: int = 0,
+        is_elsewhere: bool = False,
         env: Mapping[str, str] | None = None,
         is_pinned: bool = True,
     ) -> ServerProcess:
-        """A Python process beside the engines, its output in ``logs/<name>.log``."""
+        """Starts a Python process beside the engines, with its output in ``logs/<name>.log``.
+
+        ``is_elsewhere``: it stands for another machine, and never takes a CPU from the engines.
+        """
         process = ServerProcess(
             [sys.executable, *argv],
             name,
@@ -172,12 +176,25 @@ class Cluster:
             env={**CLIENT_ENV, **(env if env is not None else {})},
             cpus=self._plan.cpus.others if is_pinned else None,
         )
-        return self._start(process, nice=nice)
+        return self._start(process, is_elsewhere=is_elsewhere)
 
-    def _start(self, server: ServerProcess, *, nice: int = 0) -> ServerProcess:
+    def share_compute_equally(self) -> None:
+        """Gives the steps of both shared engines one priority, as a GPU does without ROSE.
+
+        Only a privileged user could raise a priority again, so naive co-location is measured last.
+        """
+        compute = self._plan.cpus.compute
+        for name in ("serving", "rollout"):
+            leader = psutil.Process(self._servers[name][0].pid)
+            for process in [leader, *leader.children(recursive=True)]:
+                for thread in process.threads():
+                    if compute is not None and os.sched_getaffinity(thread.id) == {int(compute)}:
+                        os.setpriority(os.PRIO_PROCESS, thread.id, GUEST_NICE)
+
+    def _start(self, server: ServerProcess, *, is_elsewhere: bool = False) -> ServerProcess:
         self._group.start(server)
-        if nice:
-            os.setpriority(os.PRIO_PROCESS, server.pid, nice)
+        if is_elsewhere:
+            os.sched_setscheduler(server.pid, os.SCHED_IDLE, os.sched_param(0))
         return server
 
 

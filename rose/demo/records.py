@@ -21,6 +21,8 @@ class PhaseName(StrEnum):
     SERVING_ALONE = "serving_alone"
     ROLLOUT_ALONE = "rollout_alone"
     NAIVE = "naive"
+    ALTERNATE = "alternate"
+    """Strict alternation: a rollout step after each serving step."""
     ROSE = "rose"
     """Harvest under ROSE: the closed-loop rollout load beside the replay."""
     TRAINING = "training"

@@ -32,12 +32,14 @@ from rose.demo.verdicts import judge
 SERVING_PHASES = (
     (PhaseName.SERVING_ALONE, "serving alone", charts.ALONE),
     (PhaseName.NAIVE, "naive co-location", charts.NAIVE),
+    (PhaseName.ALTERNATE, "strict alternation", charts.NAIVE),
     (PhaseName.ROSE, "ROSE, full load", charts.ROSE),
     (PhaseName.TRAINING, "ROSE, RL training", charts.ROSE),
 )
 ROLLOUT_PHASES = (
     (PhaseName.ROLLOUT_ALONE, "rollout alone", charts.ALONE),
     (PhaseName.NAIVE, "naive co-location", charts.NAIVE),
+    (PhaseName.ALTERNATE, "strict alternation", charts.NAIVE),
     (PhaseName.ROSE, "ROSE", charts.ROSE),
 )
 DISTURBED_SHARE = 0.05
@@ -63,6 +65,7 @@ def print_summary(result: DemoResult, console: Console, env: Environment | None 
     for verdict in judge(result, figures):
         label = _STATES[verdict.is_met][1]
         verdicts.add_row(f"[{styles[verdict.is_met]}]{label}[/]", f"[bold]{verdict.title}.[/] {verdict.text}")
+    console.print(headline(figures), style="bold", markup=False)
     console.print(verdicts)
     latencies = Table(box=None)
     for head in _LATENCY_HEAD:
@@ -76,6 +79,18 @@ def print_summary(result: DemoResult, console: Console, env: Environment | None 
         console.print(f"{label}: {value} {unit} ({beside})", markup=False, highlight=False)
     for line in (*(f"note: {note}" for note in result.notes), figures.env.describe()):
         console.print(line, markup=False, highlight=False)
+
+
+def headline(figures: DemoFigures) -> str:
+    """The run's result in one sentence."""
+    rose, naive = figures.value("demo_rose_attainment"), figures.value("demo_naive_attainment")
+    harvest = figures.value("harvested_fraction")
+    if rose is None or naive is None or harvest is None:
+        return "This run did not measure co-location with and without ROSE."
+    return (
+        f"Under ROSE, {rose:.1%} of the serving requests met their latency objectives while rollouts ran at "
+        f"{harvest:.0%} of the speed that they have alone; naive co-location kept {naive:.1%}."
+    )
 
 
 def figures_table(figures: DemoFigures) -> Table:
@@ -143,6 +158,7 @@ def _page(result: DemoResult, figures: DemoFigures, verdicts: Sequence[Verdict])
         "ROSE demo report",
         (
             "<h1>RL rollouts in a serving GPU's slack</h1>",
+            f'<p class="lead"><strong>{html.escape(headline(figures))}</strong></p>',
             f'<p class="lead">{met} of {len(verdicts)} criteria met in {result.wall_s / 60:.1f} minutes. '
             "A serving engine and a rollout engine, two real vLLM processes, share one slab pool and one "
             f"core that stands for the GPU; serving comes first.{mode}</p>",

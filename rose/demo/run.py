@@ -43,8 +43,10 @@ MODELS_TIMEOUT_S = 600.0
 SETUP_ESTIMATE_S = 150.0
 RL_STEP_S = 4.0
 """About a step of the demo's trainer."""
-ROUND = (PhaseName.ROLLOUT_ALONE, PhaseName.SERVING_ALONE, PhaseName.NAIVE, PhaseName.ROSE)
+ROUND = (PhaseName.ROLLOUT_ALONE, PhaseName.SERVING_ALONE, PhaseName.ALTERNATE, PhaseName.ROSE)
 """Measured in turn in every round: a slow minute of the machine touches all of them."""
+GATES = {PhaseName.NAIVE: GateMode.OFF, PhaseName.ALTERNATE: GateMode.ALTERNATE}
+"""The gate's mode in a window; everywhere else it is the default one."""
 TRAINING_INDEX = 100
 """Sample of the trace that the training phase replays."""
 
@@ -79,8 +81,9 @@ class _Progress:
     started_s: float = field(default_factory=time.monotonic)
     state: LiveState = field(default_factory=LiveState)
 
-    def phase(self, text: str) -> None:
-        self.state.phase = text
+    def phase(self, text: str, takes_s: float | None = None) -> None:
+        """Names what begins now, and about how long it takes."""
+        self.state.phase = text if takes_s is None else f"{text} (about {takes_s:.0f} s)"
         logger.info("phase=%s", text)
         self.tick()
 
@@ -128,6 +131,7 @@ class _Demo:
             runner = WindowRunner(self._plan, self._cluster, serving, rollout)
             self._measure_baselines(runner, serving, rollout)
             training = self._train(runner, serving, rollout)
+            self._measure_naive(runner, serving, rollout)
         self._progress.phase("stopping")
         self._group.stop()
         self._keep_slab_record()
@@ -188,12 +192,19 @@ class _Demo:
         for index in range(self._plan.durations.num_rounds):
             for name in ROUND:
                 spec = self._window_spec(name, index, rollout)
-                with _gate(GateMode.OFF if name is PhaseName.NAIVE else GateMode.DUAL, serving, rollout):
+                with _gate(GATES.get(name, GateMode.DUAL), serving, rollout):
                     is_probed = name is PhaseName.ROSE and index == 0
                     probe = self._greedy.probe(rollout) if is_probed else None
                     self._window(runner, spec)
                     if probe is not None:
                         probe.join()
+
+    def _measure_naive(self, runner: WindowRunner, serving: EngineControl, rollout: EngineControl) -> None:
+        """Measures without gate and priorities. It comes last, as the priorities can't be taken back."""
+        self._cluster.share_compute_equally()
+        for index in range(self._plan.durations.num_rounds):
+            with _gate(GATES[PhaseName.NAIVE], serving, rollout):
+                self._window(runner, self._window_spec(PhaseName.NAIVE, index, rollout))
 
     def _window_spec(self, name: PhaseName, index: int, rollout: EngineControl) -> WindowSpec:
         durations = self._plan.durations
@@ -207,7 +218,9 @@ class _Demo:
         )
 
     def _window(self, runner: WindowRunner, spec: WindowSpec) -> None:
-        self._progress.phase(f"measuring {spec.name.replace('_', ' ')}, window {spec.index + 1}")
+        takes_s = spec.duration_s + LEAD_S + (self._plan.serving.drain_s if spec.has_serving else 0.0)
+        of = self._plan.durations.num_rounds
+        self._progress.phase(f"measuring {spec.name.replace('_', ' ')}, {spec.index + 1} of {of}", takes_s)
         result = runner.run(spec, self._tick_window)
         self._phases.append(result)
         self._show(result)
@@ -215,7 +228,7 @@ class _Demo:
     def _train(self, runner: WindowRunner, serving: EngineControl, rollout: EngineControl) -> TrainingRun:
         """The whole loop: trainer, router, both rollout engines, weight updates, beside the replay."""
         seconds = self._plan.durations.training_s
-        self._progress.phase("RL training on FrozenLake through the router")
+        self._progress.phase("RL training on FrozenLake through the router", seconds)
         self._cluster.start_subscribers()
         training = self._training
         training.begin()

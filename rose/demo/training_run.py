@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rose.demo.processes import NICE_TRAINER, RUN_ID, Cluster
+from rose.demo.processes import RUN_ID, Cluster
 from rose.demo.records import RewardPoint, SyncPoint
 from rose.errors import WorkerError
 from rose.node.processes import ServerProcess
@@ -39,7 +39,7 @@ class TrainingRun:
             *("--time-limit-s", str(seconds), "--seed", str(seed)),
             *("--start-file", str(self._start_file)),
         ]
-        self._process: ServerProcess = cluster.run(argv, "trainer", nice=NICE_TRAINER, is_pinned=False)
+        self._process: ServerProcess = cluster.run(argv, "trainer", is_elsewhere=True, is_pinned=False)
 
     def begin(self) -> None:
         """Publish version 0, then the first rollout. From here on the trainer keeps off the compute CPUs."""

@@ -152,6 +152,8 @@ def test_figures_of_a_worked_run() -> None:
         "checksum_mismatches": 0,
         "slo_attainment[ttft]": 1.0,
         "slo_attainment[tpot]": 1.0,
+        "demo_naive_attainment": 0.0,
+        "demo_rose_attainment": 1.0,
         "ttft_p99_ratio": 2.0,
         "tpot_p99_ratio": 2.0,
         "naive_ttft_p99_ratio": 7.0,
