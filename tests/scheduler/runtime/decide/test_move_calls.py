@@ -210,79 +210,36 @@ class Client:
         self.done: list[tuple[int, str]] = []
 
 
-def test_no_iteration_is_lost_or_run_twice_whoever_is_killed() -> None:
-    assert sum(num_moves_of(seed) for seed in range(12)) >= 12
+class RandomDay:
+    """Jobs that come, end, crash and lose their scheduler at random, all of them on one clock."""
 
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.scheduler = Scheduler(policy="lifetime", groups={}, move_pause_s=1.0, lease_s=1e7)
+        self.scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+        self.clients: dict[str, Client] = {}
+        self.granted: dict[str, Granted] = {}
+        self.completed: dict[str, list[int]] = {}
 
-def num_moves_of(seed: int) -> int:
-    """Plays jobs that come, end, crash and lose their scheduler at random; moves that were made."""
-    rng = random.Random(seed)
-    scheduler = Scheduler(policy="lifetime", groups={}, move_pause_s=1.0, lease_s=1e7)
-    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
-    clients: dict[str, Client] = {}
-    granted: dict[str, Granted] = {}
-    completed: dict[str, list[int]] = {}
-    num_moves = 0
-
-    def hear(answers: list[SchedulerMessage]) -> list[Answer]:
-        for each in answers:
-            if isinstance(each, Granted):
-                granted[each.job] = each
-            elif isinstance(each, Start) and each.job in clients:
-                client = clients[each.job]
-                client.attempt, client.iteration, client.phase = each.attempt, each.first_iteration, "rollout"
-                granted.pop(each.job, None)
-        return [each for each in answers if isinstance(each, Answer)]
-
-    def step(client: Client) -> None:
-        held = granted.get(client.name)
-        common: dict[str, Any] = {"job": client.name, "attempt": client.attempt, "client": client.name}
-        if held is None:
-            hear(scheduler.request(client.name, client.phase, client.iteration, client.attempt))
-            return
-        del granted[client.name]
-        call = dict(phase=held.phase, epoch=held.epoch, **common)
-        if rng.random() < 0.1:  # its answer is lost with the scheduler
-            scheduler.call(Release, **call)
-            scheduler.restart(scheduler.now, "clock 1")
-        for reply in hear(scheduler.call(Release, **call)):
-            assert reply.error is None
-        if client.phase == "rollout":
-            client.phase = "train"
-            return
-        for _ in range(rng.choice([1, 1, 2])):
-            [reply] = hear(scheduler.call(Completed, iteration=client.iteration, **common))
-            assert reply.error is None
-            if rng.random() < 0.1:
-                scheduler.restart(scheduler.now, "clock 1")
-        completed[client.name].append(client.iteration)
-        client.iteration, client.phase = client.iteration + 1, "rollout"
-        if client.iteration == client.num_iterations:
-            exited = {"job": client.name, "attempt": client.attempt, "exit_status": 0}
-            hear(scheduler.call(Exited, client="runner", **exited))
-
-    for number in range(400):
-        running = [each for each in clients.values() if each.iteration < each.num_iterations]
-        choice = rng.random()
+    def play(self, number: int) -> None:
+        """Lets one thing happen: a job comes, one crashes, or one makes a step."""
+        running = [each for each in self.clients.values() if each.iteration < each.num_iterations]
+        choice = self.rng.random()
         if number < 300 and choice < 0.1 and len(running) < 8:
-            name = f"j{number}"
-            clients[name] = Client(name, rng.randint(2, 12))
-            completed[name] = []
-            train_s = rng.choice([0.3, 1.0]) * HOUR_S
-            phases = {"rollout": {"seconds": HOUR_S}, "train": {"seconds": train_s}}
-            fields = {"iterations": clients[name].num_iterations, "phases": phases}
-            hear(scheduler.submit(name, **{**long_job(name, rng.choice([1.1, 1.5, 2.2])), **fields}))
+            self._submit(f"j{number}")
         elif choice < 0.13 and running:
-            crashed = rng.choice(running)
-            granted.pop(crashed.name, None)
-            exited = {"job": crashed.name, "attempt": crashed.attempt, "exit_status": 1}
-            hear(scheduler.call(Exited, client="runner", **exited))
+            crashed = self.rng.choice(running)
+            self.granted.pop(crashed.name, None)
+            self._exit(crashed, 1)
         elif running:
-            scheduler.now += rng.random() * HOUR_S
-            scheduler.control.tick(scheduler.now)
-            hear(scheduler.wait(0.25))
-            step(rng.choice(running))
-        groups = only(Answer, scheduler.call(Status)).body["groups"]
+            self.scheduler.now += self.rng.random() * HOUR_S
+            self.scheduler.control.tick(self.scheduler.now)
+            self._hear(self.scheduler.wait(0.25))
+            self._step(self.rng.choice(running))
+
+    def check_nodes(self) -> None:
+        """Checks that no node is held by two phases at once."""
+        groups = only(Answer, self.scheduler.call(Status)).body["groups"]
         for group in groups.values():
             used = [
                 node if phase == "rollout" else "train"
@@ -290,10 +247,76 @@ def num_moves_of(seed: int) -> int:
                 for node in (group["jobs"][job] if phase == "rollout" else [0])
             ]
             assert len(used) == len(set(used)), group
-    for name, client in clients.items():
-        job = scheduler.job(name)
-        num_moves += len(job["moves"])
-        if job["state"] != "failed":
-            assert completed[name] == list(range(client.iteration)), "each once, in order"
-            assert job["iterations"][0] == client.iteration
-    return num_moves
+
+    def num_moves(self) -> int:
+        """Checks each job's iterations, and returns how many moves were made."""
+        num_moves = 0
+        for name, client in self.clients.items():
+            job = self.scheduler.job(name)
+            num_moves += len(job["moves"])
+            if job["state"] != "failed":
+                assert self.completed[name] == list(range(client.iteration)), "each once, in order"
+                assert job["iterations"][0] == client.iteration
+        return num_moves
+
+    def _submit(self, name: str) -> None:
+        self.clients[name] = client = Client(name, self.rng.randint(2, 12))
+        self.completed[name] = []
+        train_s = self.rng.choice([0.3, 1.0]) * HOUR_S
+        phases = {"rollout": {"seconds": HOUR_S}, "train": {"seconds": train_s}}
+        fields = {"iterations": client.num_iterations, "phases": phases}
+        self._hear(
+            self.scheduler.submit(name, **{**long_job(name, self.rng.choice([1.1, 1.5, 2.2])), **fields})
+        )
+
+    def _step(self, client: Client) -> None:
+        """Asks for the client's next permit, or releases the one that it has."""
+        held = self.granted.pop(client.name, None)
+        if held is None:
+            self._hear(self.scheduler.request(client.name, client.phase, client.iteration, client.attempt))
+            return
+        common: dict[str, Any] = {"job": client.name, "attempt": client.attempt, "client": client.name}
+        call = dict(phase=held.phase, epoch=held.epoch, **common)
+        if self.rng.random() < 0.1:  # its answer is lost with the scheduler
+            self.scheduler.call(Release, **call)
+            self.scheduler.restart(self.scheduler.now, "clock 1")
+        for reply in self._hear(self.scheduler.call(Release, **call)):
+            assert reply.error is None
+        if client.phase == "rollout":
+            client.phase = "train"
+            return
+        for _ in range(self.rng.choice([1, 1, 2])):
+            [reply] = self._hear(self.scheduler.call(Completed, iteration=client.iteration, **common))
+            assert reply.error is None
+            if self.rng.random() < 0.1:
+                self.scheduler.restart(self.scheduler.now, "clock 1")
+        self.completed[client.name].append(client.iteration)
+        client.iteration, client.phase = client.iteration + 1, "rollout"
+        if client.iteration == client.num_iterations:
+            self._exit(client, 0)
+
+    def _exit(self, client: Client, exit_status: int) -> None:
+        exited = {"job": client.name, "attempt": client.attempt, "exit_status": exit_status}
+        self._hear(self.scheduler.call(Exited, client="runner", **exited))
+
+    def _hear(self, messages: list[SchedulerMessage]) -> list[Answer]:
+        """Takes permits and starts down for the clients, and returns the answers."""
+        for each in messages:
+            if isinstance(each, Granted):
+                self.granted[each.job] = each
+            elif isinstance(each, Start) and each.job in self.clients:
+                client = self.clients[each.job]
+                client.attempt, client.iteration, client.phase = each.attempt, each.first_iteration, "rollout"
+                self.granted.pop(each.job, None)
+        return [each for each in messages if isinstance(each, Answer)]
+
+
+def test_no_iteration_is_lost_or_run_twice_whoever_is_killed() -> None:
+    num_moves = 0
+    for seed in range(12):
+        day = RandomDay(seed)
+        for number in range(400):
+            day.play(number)
+            day.check_nodes()
+        num_moves += day.num_moves()
+    assert num_moves >= 12
