@@ -237,7 +237,7 @@ def _latency_figures(result: DemoResult) -> list[Figure]:
 
 
 def _throughput_figures(result: DemoResult) -> list[Figure]:
-    rates = {
+    rates: dict[PhaseName, float | None] = {
         name: rollout_rate(result.windows(name)) for name in PhaseName if name != PhaseName.SERVING_ALONE
     }
     alone, rose = rates[PhaseName.ROLLOUT_ALONE], rates[PhaseName.ROSE]

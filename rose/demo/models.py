@@ -5,6 +5,7 @@ same spec and seed give the same bits; no hub access; KV geometry that fits the 
 never serves.
 """
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,6 +102,23 @@ def make_rollout_model(directory: Path, spec: ModelSpec = ROLLOUT_SPEC, seed: in
 
     config = Qwen3Config(head_dim=spec.head_dim, **_shared_settings(spec))
     return _write(directory, spec, config, word_tokenizer(frozenlake.WORDS, spec.vocab_size), seed)
+
+
+def prefill_token_s(directory: Path, num_tokens: int = 128) -> float:
+    """Returns the seconds that one thread of this machine needs for a prompt's token, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    prompt = torch.arange(num_tokens)[None] + 1
+    times_s = []
+    with torch.inference_mode():
+        for _ in range(5):
+            start_s = time.perf_counter()
+            model(prompt)
+            times_s.append(time.perf_counter() - start_s)
+    return min(times_s) / num_tokens
 
 
 def _shared_settings(spec: ModelSpec) -> dict[str, object]:

@@ -14,6 +14,10 @@ from rose.types import SLO
 DEMO_SLO = SLO(ttft_s=0.6, tpot_s=0.15)
 """Of the serving model on one CPU core; the paper's ratio of TTFT to TPOT is similar (500/150 ms)."""
 
+BURST_SIZE = 6
+BURST_PREFILL_S = 0.6
+"""Of six of the longest prompts; most prompts of the trace are much shorter."""
+
 AZURE_TRACE = Path("../shared/traces/AzureLLMInferenceTrace_conv.csv")
 """Used where it is; otherwise a generated trace of the same burst shape."""
 
@@ -53,6 +57,16 @@ class ServingLoad:
     vocab_size: int = SERVING_SPEC.vocab_size
     drain_s: float = 8.0
 
+    @classmethod
+    def for_machine(cls, prefill_token_s: float) -> "ServingLoad":
+        """Chooses a load that takes about as long on every machine, given a prompt token's seconds.
+
+        Six prompts come at once. Alone, serving answers the last one within 0.7 of the TTFT SLO. With half of
+        the compute, as beside a rollout engine that never waits, it misses the SLO of every fourth one.
+        """
+        num_tokens = round(BURST_PREFILL_S / BURST_SIZE / prefill_token_s)
+        return cls(burst_size=BURST_SIZE, max_prompt_tokens=min(max(num_tokens, 48), 320))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTraffic:
@@ -70,14 +84,14 @@ class Durations:
     window_s: float
     """Of each window with serving traffic."""
     num_rounds: int
-    """How often rollout alone, serving alone, alternation, ROSE and naive co-location are each measured."""
+    """How often rollouts alone, serving alone, ROSE and naive co-location are measured; alternation once."""
     training_s: float
 
     @classmethod
     def choose(cls, *, is_quick: bool) -> "Durations":
         if is_quick:
             return cls(rollout_alone_s=12, window_s=24, num_rounds=1, training_s=75)
-        return cls(rollout_alone_s=15, window_s=24, num_rounds=2, training_s=180)
+        return cls(rollout_alone_s=15, window_s=20, num_rounds=2, training_s=180)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,5 +141,6 @@ class DemoPlan:
     def measured_s(self) -> float:
         """Seconds of all windows together, for the time-left display."""
         durations = self.durations
-        with_serving = 4 * (durations.window_s + self.serving.drain_s)
-        return durations.num_rounds * (durations.rollout_alone_s + with_serving) + durations.training_s
+        window_s = durations.window_s + self.serving.drain_s
+        a_round_s = durations.rollout_alone_s + 3 * window_s
+        return durations.num_rounds * a_round_s + window_s + durations.training_s

@@ -199,10 +199,11 @@ class Cluster:
 
 
 class ModelDirs:
-    """Where the two checkpoints lie."""
+    """Where the two checkpoints lie, and how fast this machine computes the serving one."""
 
     def __init__(self, root: Path) -> None:
         self.serving = root / "serving"
+        self.speed = root / "prefill_token_s"
         self.rollout = root / "rollout"
 
 
@@ -233,10 +234,11 @@ def _ready_line(path: Path) -> str | None:
 
 
 def write_models(root: Path) -> list[str]:
-    """The Python arguments that write both checkpoints: torch stays out of this process."""
+    """The Python arguments that write ``ModelDirs``: torch stays out of this process."""
     code = (
         "import sys; from pathlib import Path; from rose.demo.models import *; root = Path(sys.argv[1]); "
-        "make_serving_model(root / 'serving'); make_rollout_model(root / 'rollout')"
+        "make_serving_model(root / 'serving'); make_rollout_model(root / 'rollout'); "
+        "(root / 'prefill_token_s').write_text(str(prefill_token_s(root / 'serving')))"
     )
     return ["-c", code, str(root)]
 

@@ -59,7 +59,7 @@ def run_demo(
 ) -> DemoResult:
     """Run the whole demo; its logs and records stay in ``options.out_dir``.
 
-    ``durations``, ``serving`` None: those of the options.
+    ``durations`` None: those of the options; ``serving`` None: a load that fits this machine's speed.
     Raises: RoseError when a part could not run; everything started is stopped by then.
     """
     plan = DemoPlan.of(options)
@@ -69,7 +69,7 @@ def run_demo(
         plan = replace(plan, serving=serving)
     options.out_dir.mkdir(parents=True, exist_ok=True)
     with LiveView(console) as view, ExitStack() as stack:
-        return _Demo(plan, view, stack).run()
+        return _Demo(plan, view, stack, fits_load=serving is None).run()
 
 
 @dataclass(slots=True)
@@ -111,14 +111,14 @@ class RlSteps:
 class _Demo:
     """One run. The methods are called in the order in which they stand."""
 
-    def __init__(self, plan: DemoPlan, view: LiveView, stack: ExitStack) -> None:
+    def __init__(self, plan: DemoPlan, view: LiveView, stack: ExitStack, *, fits_load: bool) -> None:
         self._plan = plan
+        self._fits_load = fits_load
         self._stack = stack
         self._progress = _Progress(view, SETUP_ESTIMATE_S + plan.measured_s)
         self._models = ModelDirs(plan.options.out_dir / "models")
         self._group = stack.enter_context(ProcessGroup())
         self._cluster = Cluster(plan, self._group, stack, self._models)
-        self._greedy = GreedyCheck(plan, self._cluster, self._models)
         self._phases: list[PhaseResult] = []
         self._notes: list[str] = []
 
@@ -145,6 +145,11 @@ class _Demo:
         process = self._cluster.run(write_models(self._plan.options.out_dir / "models"), "models")
         if process.wait(MODELS_TIMEOUT_S) != 0:
             raise WorkerError(f"the models could not be made:\n{process.log_tail()}")
+        if self._fits_load:
+            load = ServingLoad.for_machine(float(self._models.speed.read_text()))
+            self._plan = replace(self._plan, serving=load)
+            self._notes.append(f"prompts: up to {load.max_prompt_tokens} tokens, as fits this machine")
+        self._greedy = GreedyCheck(self._plan, self._cluster, self._models)
 
     def _start(self) -> dict[str, EngineControl]:
         """All engines at once, and stock vLLM beside them for the greedy references."""
@@ -190,7 +195,7 @@ class _Demo:
     ) -> None:
         self._rl_steps = RlSteps(rollout)
         for index in range(self._plan.durations.num_rounds):
-            for name in ROUND:
+            for name in ROUND if index == 0 else [each for each in ROUND if each not in GATES]:
                 spec = self._window_spec(name, index, rollout)
                 with _gate(GATES.get(name, GateMode.DUAL), serving, rollout):
                     is_probed = name is PhaseName.ROSE and index == 0
