@@ -84,6 +84,8 @@ class Cluster:
         for name, (server, config) in self._servers.items():
             launch.wait_engine_ready(server, config, self._settings)
             pin_tree(server.pid, self._plan.cpus.others)
+            if config.pool is None:  # now that it has started
+                give_way(server.pid)
             controls[name] = EngineControl(config.url, str(config.role))
             self._stack.callback(controls[name].close)
         return controls
@@ -102,7 +104,7 @@ class Cluster:
             vllm_args=("--served-model-name", str(role), *_vllm_flags()),
         )
         server = launch.engine_process(config, self._logs / f"{name}.log", extra_env=ENGINE_ENV)
-        self._servers[name] = (self._start(server, is_elsewhere=not shares_gpu), config)
+        self._servers[name] = (self._start(server), config)
 
     # Weights and routing ----------------------------------------------------------------------------
 
@@ -194,7 +196,7 @@ class Cluster:
     def _start(self, server: ServerProcess, *, is_elsewhere: bool = False) -> ServerProcess:
         self._group.start(server)
         if is_elsewhere:
-            os.sched_setscheduler(server.pid, os.SCHED_IDLE, os.sched_param(0))
+            give_way(server.pid)
         return server
 
 
@@ -241,6 +243,14 @@ def write_models(root: Path) -> list[str]:
         "(root / 'prefill_token_s').write_text(str(prefill_token_s(root / 'serving')))"
     )
     return ["-c", code, str(root)]
+
+
+def give_way(pid: int) -> None:
+    """Lets every thread of a process and its descendants run only when nothing else wants a CPU."""
+    leader = psutil.Process(pid)
+    for process in [leader, *leader.children(recursive=True)]:
+        for thread in process.threads():
+            os.sched_setscheduler(thread.id, os.SCHED_IDLE, os.sched_param(0))
 
 
 def pin_tree(pid: int, cpus: Sequence[int] | None) -> None:
