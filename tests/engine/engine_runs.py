@@ -167,105 +167,81 @@ class EventChecks:
     """At each moment: tokens looked up and found by vLLM's metrics, and tokens found by the answer."""
 
 
-class EventMoments:
-    """A rollout engine and a consumer of its KV events, compared when the consumer knows what is cached."""
-
-    def __init__(self, engine: Any, consumer: Any) -> None:
-        self.driver = Driver(engine)
-        self.tenant = _tenant(self.driver)
-        self.cached: dict[str, int] = {}
-        self.hits: dict[str, tuple[float, float, int]] = {}
-        self._engine = engine
-        self._consumer = consumer
-
-    def compare(self, moment: str) -> None:
-        """Waits until the events say what is really cached."""
-        from kv_consumer import really_cached
-
-        blocks = self.tenant.pool
-        self.driver.step_until(
-            lambda: self._consumer.cached() == really_cached(blocks), f"{moment}: events say what is cached"
-        )
-        self.cached[moment] = len(self._consumer.cached())
-
-    def look_up(self, moment: str, prompts: Prompts) -> None:
-        """Answers the first prompt, and notes what vLLM says of its prefix hits."""
-        before = _prefix_counts(self._engine)
-        (reply,) = self.driver.answer(prompts[:1], 4)
-        after = _prefix_counts(self._engine)
-        self.hits[moment] = (after[0] - before[0], after[1] - before[1], reply.num_cached_tokens)
-
-    def lose_all(self, what: str) -> None:
-        """Waits until the engine has one slab left; then there is nothing cached."""
-        self.driver.step_until(lambda: self.tenant.num_owned == 1 and not self.tenant.has_ops, what)
-        self.compare(what)
-
-    def answer_beside_bursts(
-        self, prompts: Prompts, max_tokens: int, num_rounds: int, burst: Event
-    ) -> list[list[Reply]]:
-        """Answers the prompts once a round, while a serving burst cuts the budget.
-
-        There are more rounds where the burst came so late that no rollout had to end.
-        """
-        replies: list[list[Reply]] = []
-        tenant, driver = self.tenant, self.driver
-        while len(replies) < num_rounds or not any(
-            reply.finish_reason == "abort" for answers in replies for reply in answers
-        ):
-            driver.step_until(
-                lambda: tenant.ledger.num_free + tenant.num_owned >= tenant.client.num_slabs - 1,
-                "serving returned its slabs",
-            )
-            _begin_rl_step(driver, len(replies) + 1)
-            names = driver.ask(prompts, max_tokens)
-            _wait_for_tokens(driver, names)
-            burst.set()
-            replies.append(driver.wait(names))
-            self.compare(f"round {len(replies) - 1}")
-        return replies
-
-
 def roll_out_beside_serving(
     model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, burst: Event, stop: Event
 ) -> EventChecks:
     """Rounds of answers, each with a serving burst that cuts the budget; then the end of leases, a cut and a
     reset of the prefix cache. All along, a consumer replays the KV events."""
-    from kv_consumer import KVConsumer
+    from kv_consumer import KVConsumer, really_cached
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 
     settings = {"role": "rollout", "pool": pool, "engine_id": "rollout", "lease_s": LEASE_S}
     with KVConsumer() as consumer:
         engine = make_engine(model, settings, kv_events_config=consumer.config, disable_log_stats=False)
-        moments = EventMoments(engine, consumer)
-        driver, tenant = moments.driver, moments.tenant
+        driver, cached, hits = Driver(engine), {}, {}
+        tenant = _tenant(driver)
+        blocks = tenant.pool
+
+        def compare(moment: str) -> None:
+            driver.step_until(
+                lambda: consumer.cached() == really_cached(blocks), f"{moment}: events say what is cached"
+            )
+            cached[moment] = len(consumer.cached())
+
+        def look_up(moment: str) -> None:
+            before = _prefix_counts(engine)
+            (reply,) = driver.answer(prompts[:1], 4)
+            after = _prefix_counts(engine)
+            hits[moment] = (after[0] - before[0], after[1] - before[1], reply.num_cached_tokens)
+
+        def lose_all(what: str) -> None:
+            driver.step_until(lambda: tenant.num_owned == 1 and not tenant.has_ops, what)
+
+        def is_serving_quiet() -> bool:
+            return tenant.ledger.num_free + tenant.num_owned >= tenant.client.num_slabs - 1
+
+        def has_ended_any() -> bool:
+            return any(reply.finish_reason == "abort" for answers in replies for reply in answers)
+
         driver.step_until(lambda: tenant.ledger.num_held(Role.SERVING) > 0, "a serving engine", 1200.0)
-        before = _num_changes(tenant)
-        replies = moments.answer_beside_bursts(prompts, max_tokens, num_rounds, burst)
+        before, replies, number = _num_changes(tenant), [], 0
+        # More rounds where the burst came so late that no rollout had to end.
+        while number < num_rounds or not has_ended_any():
+            driver.step_until(is_serving_quiet, "serving returned its slabs")
+            _begin_rl_step(driver, number + 1)
+            names = driver.ask(prompts, max_tokens)
+            _wait_for_tokens(driver, names)
+            burst.set()
+            replies.append(driver.wait(names))
+            compare(f"round {number}")
+            number += 1
         stop.set()
         driver.step_until(lambda: tenant.ledger.num_held(Role.SERVING) == 0, "serving has left")
-        _begin_rl_step(driver, len(replies) + 1)
+        _begin_rl_step(driver, number + 1)
         # Bursts may have ended every answer; these come whole, on slabs that serving has used.
         replies.append(driver.answer(prompts, max_tokens))
-        moments.compare("whole")
+        compare("whole")
         moves = Moves(replies=replies, num_moves=_num_changes(tenant) - before)
-        moments.lose_all("leases ended")
-        moments.look_up("first", prompts)
-        moments.look_up("again", prompts)
-        moments.compare("again")
+        lose_all("leases ended")
+        compare("leases ended")
+        look_up("first")
+        look_up("again")
+        compare("again")
         _cut(driver, 1)
-        moments.lose_all("cut")
-        _begin_rl_step(driver, len(replies) + 1)
-        moments.look_up("after the cut", prompts)
+        lose_all("cut")
+        compare("cut")
+        _begin_rl_step(driver, number + 2)
+        look_up("after the cut")
         driver.step_until(lambda: not driver.scheduler.has_requests(), "an idle engine")
         assert engine.reset_prefix_cache()
-        moments.compare("reset")
-        tenant.pool.check_integrity()
+        compare("reset")
+        blocks.check_integrity()
         return EventChecks(
             moves=moves,
-            cached=moments.cached,
+            cached=cached,
             num_removed=consumer.view.num_events[BlockRemoved],
             num_cleared=consumer.view.num_events[AllBlocksCleared],
-            hits=moments.hits,
+            hits=hits,
         )
 
 
