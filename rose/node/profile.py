@@ -174,7 +174,7 @@ def _num_gpus(vllm_args: Sequence[str]) -> int:
 
 
 def _flag_value(vllm_args: Sequence[str], names: Sequence[str]) -> str | None:
-    """Of the last such flag, written with a space or with =."""
+    """Returns the value of the last flag with one of these names, written with a space or with =."""
     found = None
     for index, argument in enumerate(vllm_args):
         name, equals, value = argument.partition("=")

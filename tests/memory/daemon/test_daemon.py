@@ -31,6 +31,11 @@ from rose.memory.pool.pool import describe_pool
 from rose.memory.pool.pool_memory import PoolSize
 from rose.types import Role
 
+SMALL_POOL = [
+    *(sys.executable, "-m", "rose.memory.daemon.daemon", POOL),
+    *("--num-slabs", "4", "--headroom-slabs", "1"),
+]
+
 
 def test_close_frees_the_engine_while_its_process_lives(pool: DaemonHandle, runtime_dir: Path) -> None:
     for _ in range(3):
@@ -99,18 +104,8 @@ def test_daemon_ends_with_its_starter(runtime_dir: Path) -> None:
 def test_daemon_of_an_ended_starter_does_not_open(runtime_dir: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    command = [
-        sys.executable,
-        "-m",
-        "rose.memory.daemon.daemon",
-        POOL,
-        "--num-slabs",
-        "4",
-        "--headroom-slabs",
-        "1",
-    ]
     done = subprocess.run(
-        [*command, "--runtime-dir", str(runtime_dir), "--exit-with", str(ended.pid)],
+        [*SMALL_POOL, "--runtime-dir", str(runtime_dir), "--exit-with", str(ended.pid)],
         capture_output=True,
         text=True,
         check=False,
@@ -227,18 +222,8 @@ def test_clients_beyond_the_limit_are_refused(pool: DaemonHandle, runtime_dir: P
 
 
 def test_command_line_exits_with_status_2_and_one_line(pool: DaemonHandle, runtime_dir: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "rose.memory.daemon.daemon",
-        POOL,
-        "--num-slabs",
-        "4",
-        "--headroom-slabs",
-        "1",
-    ]
     done = subprocess.run(
-        [*command, "--runtime-dir", str(runtime_dir)], capture_output=True, text=True, check=False
+        [*SMALL_POOL, "--runtime-dir", str(runtime_dir)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "pool already owned" in done.stderr
