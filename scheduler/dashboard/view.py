@@ -35,7 +35,7 @@ def _price(prices: Mapping[str, float], num_rollout_nodes: int, num_train_nodes:
 def _cost(facts: Mapping[str, Any], jobs: Mapping[str, Job], prices: Mapping[str, float]) -> dict[str, Any]:
     """Sums over groups that have jobs, as the policies do: an empty group of the file costs nothing."""
     used = [group for group in facts["groups"].values() if group["jobs"]]
-    running = [jobs[each["name"]] for each in facts["jobs"] if not each["is_over"]]
+    running = [jobs[each["name"]] for each in facts["jobs"] if each["group"] and not each["is_over"]]
     now = sum(_price(prices, group["num_rollout_nodes"], group["num_train_nodes"]) for group in used)
     solo = sum(_price(prices, job.num_rollout_nodes, job.num_train_nodes) for job in running)
     return {
@@ -114,6 +114,7 @@ def _job(
         "name",
         "state",
         "is_over",
+        "ahead",
         "group",
         "why",
         "iterations",

@@ -54,6 +54,18 @@ class Cancel(Call, frozen=True, kw_only=True):
     job: str
 
 
+class HoldJob(Call, frozen=True, kw_only=True):
+    """Keeps a queued job from starting until it is released."""
+
+    job: str
+
+
+class ReleaseJob(Call, frozen=True, kw_only=True):
+    """Lets a held job start again when its turn comes."""
+
+    job: str
+
+
 class Drain(Call, frozen=True, kw_only=True):
     """Places no more jobs on a node, or does again (``undo``). The jobs on it run to their ends."""
 
@@ -206,6 +218,8 @@ AnyCall = (
     | Overview
     | History
     | Cancel
+    | HoldJob
+    | ReleaseJob
     | Drain
     | Hello
     | Alive

@@ -1,4 +1,4 @@
-"""`rose sched submit|events|cancel|drain|logs`: what people ask a running scheduler to do.
+"""`rose sched submit|events|cancel|hold|release|drain|logs`: what people ask a running scheduler to do.
 
 Answers are JSON on stdout. A refusal is one line on stderr and exit status 2.
 """
@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose.errors import ConfigError
-from rose.scheduler.runtime.channel.messages import NUM_EVENTS, Cancel, Drain, History, Status, Submit
+from rose.scheduler.runtime.channel.messages import (
+    NUM_EVENTS,
+    Cancel,
+    Drain,
+    History,
+    HoldJob,
+    ReleaseJob,
+    Status,
+    Submit,
+)
 from rose.scheduler.runtime.command.connection import ask, channel_parser, connect, print_json
 from rose.scheduler.runtime.job.spec import EXAMPLE, read_job
 
@@ -21,14 +30,22 @@ def submit(argv: Sequence[str]) -> int:
     indented = "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
     parser = channel_parser(
         "submit",
-        f"Places a job in a group and starts it.\n\na complete JOB.yaml:\n{indented}\n"
+        "Starts a job, or queues it until there is room.\n\n"
+        f"a complete JOB.yaml:\n{indented}\n"
         "`seconds` are worst-case times; `rose sched profile` measures them.",
         "rose sched submit job.yaml --dry-run",
     )
     parser.add_argument("job", type=Path, metavar="JOB.yaml")
+    parser.add_argument(
+        "--priority",
+        type=int,
+        help="of the queued jobs, the highest is tried first (default: the file's, or 0)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say whether and how the job would run")
     arguments = parser.parse_args(argv)
     content, spec = read_job(arguments.job)
+    if arguments.priority is not None:
+        content["priority"] = arguments.priority
     # A relative folder is relative to the job's file: the runner runs somewhere else.
     content["folder"] = str((arguments.job.parent / spec.folder).resolve())
     with connect(arguments.channel) as client:
@@ -59,13 +76,25 @@ def events(argv: Sequence[str]) -> int:
 
 def cancel(argv: Sequence[str]) -> int:
     """``rose sched cancel JOB``."""
-    parser = channel_parser(
-        "cancel", "Ends a job and frees its nodes and its host memory.", "rose sched cancel grpo-7b"
-    )
+    return _tell("cancel", Cancel, "Ends a job and frees its nodes and its host memory.", argv)
+
+
+def hold(argv: Sequence[str]) -> int:
+    """``rose sched hold JOB``."""
+    return _tell("hold", HoldJob, "Keeps a queued job from starting until it is released.", argv)
+
+
+def release(argv: Sequence[str]) -> int:
+    """``rose sched release JOB``."""
+    return _tell("release", ReleaseJob, "Puts a held job back where it was in the queue.", argv)
+
+
+def _tell(name: str, call: type[Cancel | HoldJob | ReleaseJob], summary: str, argv: Sequence[str]) -> int:
+    parser = channel_parser(name, summary, f"rose sched {name} grpo-7b")
     parser.add_argument("job")
     arguments = parser.parse_args(argv)
     with connect(arguments.channel) as client:
-        print_json(ask(client, Cancel(seq=client.next_seq(), job=arguments.job)))
+        print_json(ask(client, call(seq=client.next_seq(), job=arguments.job)))
     return 0
 
 

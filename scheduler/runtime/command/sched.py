@@ -27,7 +27,7 @@ SUBCOMMANDS = (
     Subcommand(name="serve", module="rose.jobs.serve", summary="schedule jobs and run them on this machine"),
     Subcommand(name="profile", module="rose.jobs.profile", summary="measure the times of a job's phases"),
     Subcommand(name="agent", module="rose.jobs.agent", summary="offer this host's nodes to a scheduler"),
-    Subcommand(name="submit", module=_JOBS, function="submit", summary="place a job and start it"),
+    Subcommand(name="submit", module=_JOBS, function="submit", summary="start a job, or queue it"),
     Subcommand(name="status", module=_STATUS, function="status", summary="show jobs and what they wait for"),
     Subcommand(
         name="dashboard",
@@ -36,6 +36,8 @@ SUBCOMMANDS = (
     ),
     Subcommand(name="events", module=_JOBS, function="events", summary="print what has happened, as JSON"),
     Subcommand(name="cancel", module=_JOBS, function="cancel", summary="end a job"),
+    Subcommand(name="hold", module=_JOBS, function="hold", summary="keep a queued job from starting"),
+    Subcommand(name="release", module=_JOBS, function="release", summary="let a held job start again"),
     Subcommand(name="logs", module=_JOBS, function="logs", summary="print a job's output"),
     Subcommand(name="drain", module=_JOBS, function="drain", summary="place no more jobs on a node"),
     Subcommand(

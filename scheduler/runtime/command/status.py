@@ -12,6 +12,7 @@ from rose.scheduler.runtime.channel.messages import Status
 from rose.scheduler.runtime.command.connection import ask, channel_parser, connect, print_json
 
 HEADER = ("JOB", "STATE", "GROUP", "ITERATIONS", "NOW")
+WAITING = ("queued", "held")
 MIN_NOW = 20
 """Columns for what a job does now: longer names of jobs and groups are cut first."""
 
@@ -54,7 +55,7 @@ def status_lines(jobs: Sequence[Mapping[str, Any]], width: int) -> list[str]:
 
 
 def _row(job: Mapping[str, Any]) -> tuple[str, ...]:
-    return job["name"], job["state"], job["group"], "{} of {}".format(*job["iterations"]), _now(job)
+    return job["name"], job["state"], job["group"] or "-", "{} of {}".format(*job["iterations"]), _now(job)
 
 
 def _cut(name: str, length: int) -> str:
@@ -62,6 +63,8 @@ def _cut(name: str, length: int) -> str:
 
 
 def _now(job: Mapping[str, Any]) -> str:
+    if job["state"] in WAITING:
+        return _turn(job)
     if job["is_over"]:
         return ""
     if job["holds"] is not None:
@@ -73,7 +76,17 @@ def _now(job: Mapping[str, Any]) -> str:
     return "waits for a host" if job["host"] is None else "between two phases"
 
 
+def _turn(job: Mapping[str, Any]) -> str:
+    """When the job is tried for a place."""
+    if job["state"] == "held":
+        return "starts after rose sched release"
+    return f"priority {job['priority']}, {job['ahead']} ahead of it"
+
+
 def _details(job: Mapping[str, Any]) -> Iterator[str]:
+    if job["state"] in WAITING:
+        yield job["why"]
+        return
     if job["restarts"]:
         yield f"started again {job['restarts']} time{'s' if job['restarts'] > 1 else ''}"
     if job["host"] not in (None, "local"):
@@ -91,9 +104,16 @@ def explain_running(job: str, channel: str, *, as_json: bool) -> int:
     """``rose sched explain --job JOB``."""
     with connect(channel) as client:
         [found] = ask(client, Status(seq=client.next_seq(), job=job))["jobs"]
-    shown = ("name", "state", "group", "rollout_nodes", "why", "moving_to", "moves")
+    shown = (
+        *("name", "state", "group", "rollout_nodes", "why", "moving_to", "moves"),
+        *("priority", "ahead", "num_overtaken"),
+    )
     if as_json:
         print_json({key: found[key] for key in shown})
+        return 0
+    if found["state"] in WAITING:
+        print(f"{job} is {found['state']}: {found['why']}")
+        print(f"  {_turn(found)}, overtaken by {found['num_overtaken']} jobs")
         return 0
     nodes = ", ".join(map(str, found["rollout_nodes"]))
     print(f"{job} is {found['state']} in {found['group']}, on rollout nodes {nodes}: {found['why']}")

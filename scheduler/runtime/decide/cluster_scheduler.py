@@ -22,9 +22,11 @@ from rose.scheduler.runtime.channel.messages import (
     Heartbeat,
     Hello,
     History,
+    HoldJob,
     Moved,
     Overview,
     Release,
+    ReleaseJob,
     Report,
     Request,
     Status,
@@ -38,6 +40,7 @@ from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.move_calls import MoveCalls
 from rose.scheduler.runtime.decide.overview import overview
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
+from rose.scheduler.runtime.decide.queue_calls import QueueCalls
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.decide.tail_calls import TailCalls
 from rose.scheduler.runtime.job.spec import ServeSpec
@@ -65,6 +68,7 @@ class ClusterScheduler:
         self._tails = TailCalls(self._state, self._permits)
         self._moves = MoveCalls(self._state, self._permits)
         self._jobs = JobCalls(self._state, self._permits, self._moves)
+        self._queue = QueueCalls(self._state, self._jobs)
         self._drift = DriftCalls(self._state, self._permits, self._jobs)
         self._hosts = HostCalls(self._state, self._jobs)
 
@@ -89,7 +93,7 @@ class ClusterScheduler:
             case Moved():
                 self._tails.moved(client, call, now)
             case Submit():
-                self._jobs.submit(client, call, now)
+                self._queue.submit(client, call, now)
             case Status():
                 self._status(client, call)
             case Overview():
@@ -97,6 +101,10 @@ class ClusterScheduler:
                 self._state.answer(client, call.seq, body=body)
             case Cancel():
                 self._jobs.cancel(client, call, now)
+            case HoldJob():
+                self._queue.hold(client, call)
+            case ReleaseJob():
+                self._queue.release(client, call)
             case Drain():
                 self._drain(client, call)
             case Hello():
@@ -108,6 +116,12 @@ class ClusterScheduler:
                 self._jobs.exited(client, call, now)
             case History():
                 raise ValueError("the history is the channel's, and no decision")
+        self._follow_up(now)
+
+    def _follow_up(self, now: float) -> None:
+        """Lets queued jobs into new room first, then asks the policy for moves."""
+        self._queue.place_waiting(now)
+        self._moves.rearrange(now)
 
     def tick(self, now: float) -> None:
         """Handles expired leases: frees the nodes when the process has been ended, or a lease later."""
@@ -118,6 +132,7 @@ class ClusterScheduler:
         for host in self._state.hosts.silent(now, self._state.cluster.host_lease_s):
             self._hosts.lose(host, now)
         self._jobs.start_waiting(now)
+        self._follow_up(now)
         for group, permits in list(self._state.permits.items()):
             if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
                 permits.renew(now)
@@ -166,6 +181,7 @@ class ClusterScheduler:
         drained = set(self._state.drained.get(call.group, []))
         drained = drained - {call.node} if call.undo else drained | {call.node}
         self._state.drained[call.group] = sorted(drained)
+        self._state.has_new_room |= call.undo
         self._state.keep(f"drained:{call.group}", msgspec.json.encode(self._state.drained[call.group]))
         users = [
             member.job.name

@@ -45,13 +45,18 @@ class HostCalls:
             if record is None or not is_its_own or record.state is not JobState.RUNNING:
                 self._state.send(client, Stop(job=name, attempt=attempt, is_lost=True))
         for name, record in self._state.jobs.items():
-            if record.state.is_over or record.host != call.host or call.running.get(name) == record.attempt:
+            if (
+                not record.state.is_placed
+                or record.host != call.host
+                or call.running.get(name) == record.attempt
+            ):
                 continue
             if record.state is JobState.CANCELLING:
                 self._jobs.end(name, JobState.CANCELLED, "", now)
             else:
                 self._jobs.start_again(name, "its runner was started again", now)
         self._jobs.start_waiting(now)
+        self._state.has_new_room = True
 
     def alive(self, client: str, call: Alive, now: float) -> None:
         """An agent's heartbeat. One that counts as dead is told to say Hello again."""
@@ -64,7 +69,7 @@ class HostCalls:
 
     def lose(self, host: str, now: float) -> None:
         """A host has been silent for its lease: its jobs continue on other hosts, or wait for nodes."""
-        running = {name: each for name, each in self._state.jobs.items() if not each.state.is_over}
+        running = {name: each for name, each in self._state.jobs.items() if each.state.is_placed}
         lost = [
             name
             for name, record in running.items()

@@ -46,9 +46,9 @@ class Hosts:
             and now - self.heard_s.setdefault(name, now) > lease_s
         ]
 
-    def total(self, kind: Phase) -> int | None:
+    def total(self, kind: Phase, *, with_dead: bool = False) -> int | None:
         """Returns the nodes that living hosts offer; None if they are unlimited or no host is known yet."""
-        alive = [host for host in self.by_name.values() if host.is_alive]
+        alive = [host for host in self.by_name.values() if host.is_alive or with_dead]
         if not self.by_name or any(host.num_nodes is None for host in alive):
             return None
         return sum(host.num_nodes[kind] for host in alive if host.num_nodes is not None)

@@ -1,75 +1,30 @@
-"""A job's life: submitted, placed, started, started again after a crash, ended.
+"""A job's life: placed, started, started again after a crash, ended.
 
-Owns the answers to those who submit and cancel jobs and to the runners that start processes. A job runs only
+Owns the answers to those who cancel jobs and to the runners that start processes. A job runs only
 in a group whose order is certified, and a job that ends returns its nodes and memory. Pure: takes ``now``;
 runners are told to start processes.
 """
 
-from rose.config import parse_config
-from rose.errors import ConfigError, JobRefused, PoolsFull
-from rose.scheduler.group.certificate import Certificate, CertificateError
-from rose.scheduler.runtime.channel.messages import Cancel, Exited, Start, Stop, Submit
-from rose.scheduler.runtime.decide import accounts
+from rose.errors import JobRefused
+from rose.scheduler.cluster.model import POOL_PHASES
+from rose.scheduler.group.certificate import Certificate, CertificateError, certify
+from rose.scheduler.group.order import round_robin
+from rose.scheduler.runtime.channel.messages import Cancel, Exited, Start, Stop
 from rose.scheduler.runtime.decide.move_calls import MoveCalls
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
-from rose.scheduler.runtime.decide.placing import Placed
-from rose.scheduler.runtime.decide.records import JobRecord, JobState
+from rose.scheduler.runtime.decide.placing import Groups, Placed
+from rose.scheduler.runtime.decide.records import JobState
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.job.spec import RunSpec
 
 
 class JobCalls:
-    """Answers Submit, Cancel and Exited calls."""
+    """Answers Cancel and Exited calls."""
 
     def __init__(self, state: State, permits: PermitCalls, moves: MoveCalls) -> None:
         self._state = state
         self._permits = permits
         self._moves = moves
-
-    def submit(self, client: str, call: Submit, now: float) -> None:
-        """Places and starts a new job. A dry run only says where the job would go."""
-        caller = f"{client}#{call.seq}"
-        name = call.spec.get("name")
-        earlier = self._state.jobs.get(name) if isinstance(name, str) else None
-        if earlier is not None and earlier.submitted_by == caller:
-            self._state.answer(client, call.seq, body={"job": name, "state": earlier.state})
-            return
-        try:
-            spec = parse_config(call.spec, RunSpec, "job")
-            if earlier is not None and not earlier.state.is_over:
-                raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
-            placed, certificate = self.place(spec, now)
-        except (ConfigError, PoolsFull, CertificateError) as error:
-            self._state.answer(client, call.seq, str(error))
-            return
-        member = next(each for each in placed.group.members if each.job.name == spec.name)
-        body = {
-            "job": spec.name,
-            "group": placed.group.name,
-            "rollout_nodes": list(member.rollout_nodes),
-            "why": placed.why,
-            "iteration_s": certificate.bounds[spec.name].longest_s,
-            "limit_s": certificate.bounds[spec.name].limit_s,
-        }
-        if call.dry_run:
-            self._state.answer(client, call.seq, body={**body, "state": "would run"})
-            return
-        record = JobRecord(
-            spec=call.spec,
-            group=placed.group.name,
-            rollout_nodes=member.rollout_nodes,
-            why=placed.why,
-            submitted_by=caller,
-            number=max((each.number for each in self._state.jobs.values()), default=0) + 1,
-        )
-        self._state.jobs[spec.name], self._state.specs[spec.name] = record, spec
-        self._state.meter.forget(spec.name)
-        self._state.forget_past(spec.name)
-        self._state.form(placed.group, certificate, now)
-        self._state.event("submitted", spec.name, group=placed.group.name)
-        self._start(spec.name, now)
-        self._moves.rearrange(now)
-        self._state.answer(client, call.seq, body={**body, "state": record.state})
 
     def place(self, spec: RunSpec, now: float, avoid: str | None = None) -> tuple[Placed, Certificate]:
         """Returns a group for the job whose order is certified, but never the group `avoid`.
@@ -87,6 +42,39 @@ class JobCalls:
                 raise
             placed = self._state.groups.place_alone(spec, residents, now)
             return placed, self._state.certify(placed.group)
+
+    def check_possible(self, spec: RunSpec, now: float) -> None:
+        """Raises what refuses the job even where no other job runs, on all hosts that are known.
+
+        Raises: ConfigError, PoolsFull, CertificateError.
+        """
+        if spec.group is not None and spec.group not in self._state.cluster.groups:
+            self.place(spec, now)  # a group that was formed for other jobs ends with them
+            return
+        offered: dict[str, int | None] = {
+            kind: self._state.hosts.total(kind, with_dead=True) for kind in POOL_PHASES
+        }
+        for kind, num_nodes in offered.items():
+            wanted = spec.phases[kind].nodes
+            if num_nodes is not None and wanted > num_nodes:
+                raise JobRefused(
+                    f"{spec.name}: {kind} needs {wanted} nodes, all hosts together offer {num_nodes}; "
+                    "ask for fewer nodes, or start agents on more hosts first"
+                )
+        empty = Groups(self._state.cluster, offered=offered)
+        group = empty.place(spec, {}, {}, now).group
+        certify(group, round_robin(group))
+
+    def admit(self, name: str, placed: Placed, certificate: Certificate, now: float) -> None:
+        """Gives a waiting job its place, and starts it."""
+        record = self._state.jobs[name]
+        [member] = [each for each in placed.group.members if each.job.name == name]
+        record.group, record.rollout_nodes, record.why = placed.group.name, member.rollout_nodes, placed.why
+        self._state.become(name, JobState.RUNNING)
+        self._state.form(placed.group, certificate, now)
+        self._state.event("placed", name, group=record.group)
+        self._start(name, now)
+        self._state.has_come_or_gone = True
 
     def start_waiting(self, now: float) -> None:
         """Starts the jobs that waited for nodes and have them now."""
@@ -118,7 +106,7 @@ class JobCalls:
         record.attempt += 1  # also without a host: what may still run of the last attempt is nobody's
         if host is None:
             return
-        accounts.started(record, now, self._state.clock)
+        record.started(now, self._state.clock)
         self._state.event("started", name, attempt=record.attempt, iteration=record.num_done, host=host)
         self._state.order(
             Start(
@@ -179,24 +167,28 @@ class JobCalls:
     def end(self, name: str, state: JobState, note: str, now: float) -> None:
         """The job is over: frees its place and its memory."""
         record = self._state.jobs[name]
-        record.state, record.note = state, note
+        self._state.become(name, state)
+        record.note = note
         self._free(name, now)
         self._moves.forget(name)
         self._state.groups.remove(name, record.group)
         self._state.event(state.value, name)
         self._state.order(Stop(job=name, attempt=record.attempt, forget=True))
-        self._moves.rearrange(now)
+        self._state.has_new_room = self._state.has_come_or_gone = True
 
     def cancel(self, client: str, call: Cancel, now: float) -> None:
-        """Cancels a job; it is over when its process has ended."""
+        """Cancels a job. One that runs is over when its process has ended."""
         record = self._state.jobs.get(call.job)
         if record is None:
             self._state.answer(client, call.seq, self._state.unknown(call.job))
             return
-        if record.state is JobState.RUNNING:
-            record.state = JobState.CANCELLING
+        if record.state.is_waiting:
+            self._state.become(call.job, JobState.CANCELLED)
+            self._state.event("cancelled", call.job)
+            self._state.has_new_room = True  # it may have kept others from being placed
+        elif record.state is JobState.RUNNING:
+            self._state.become(call.job, JobState.CANCELLING)
             record.waiting = None
-            self._state.changed(call.job)
             if call.job not in self._state.permits_of(call.job).holds:
                 self._state.permits_of(call.job).drop(call.job, now)  # what it waits for
             self._state.order(Stop(job=call.job, attempt=record.attempt))

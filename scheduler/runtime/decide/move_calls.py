@@ -34,7 +34,10 @@ class MoveCalls:
         self._permits = permits
 
     def rearrange(self, now: float) -> None:
-        """Decides on moves after a job has come or ended, at most as many as the policy allows per event."""
+        """Decides on moves if a job has come or ended, at most as many as the policy allows per event."""
+        if not self._state.has_come_or_gone:
+            return
+        self._state.has_come_or_gone = False
         left = POLICIES[self._state.cluster.policy](0).max_moves
         while left > 0:
             residents = self._state.residents(now)
@@ -94,6 +97,7 @@ class MoveCalls:
         )
         record.group, record.rollout_nodes, record.why = place.group, place.rollout_nodes, place.why
         record.next_place = None
+        self._state.has_new_room = True
         self._issue_again(rest, now)
         self._state.changed(job)
         self._state.changed_group(old)

@@ -5,7 +5,6 @@ Serves only the present attempt of a running job, and only under the epoch of it
 
 from rose.scheduler.cluster.model import POOL_PHASES
 from rose.scheduler.runtime.channel.messages import Completed, Granted, Heartbeat, Release, Request
-from rose.scheduler.runtime.decide import accounts
 from rose.scheduler.runtime.decide.holds import Hold
 from rose.scheduler.runtime.decide.records import JobState, PermitRequest
 from rose.scheduler.runtime.decide.state import State
@@ -108,7 +107,7 @@ class PermitCalls:
             record = self._state.jobs[call.job]
             if call.iteration >= record.num_done:  # else a second time, after a restart
                 self._state.meter.completed(call.job, now)
-                accounts.completed(record, now)
+                record.completed(now)
             record.num_done = max(record.num_done, call.iteration + 1)
             record.num_crashes = 0
             self._state.changed(call.job)

@@ -1,22 +1,41 @@
-"""A job's record: what the scheduler knows of the job and keeps across its own restarts, as JSON."""
+"""A job's record: what the scheduler knows of the job and keeps across its own restarts, as JSON.
+
+Owns the account of the time that the job has used, in the form that the policies read. Only completed
+iterations count. A job banks the time that its SLO allowed and that it did not use, and a job that used more
+may not be slowed at all.
+"""
 
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.cluster.model import Job, Phase
+from rose.scheduler.cluster.residents import Resident
 
 
 class JobState(StrEnum):
-    """A job is running from its submission on, through crashes, and then one of the others for good."""
+    """A job is queued until it has a place, then running, through crashes, and then over for good."""
 
+    QUEUED = "queued"
+    HELD = "held"
+    """Queued, and passed over until it is released."""
     RUNNING = "running"
     CANCELLING = "cancelling"
     """Its process has been told to end."""
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+    @property
+    def is_waiting(self) -> bool:
+        """The job has no place yet."""
+        return self in (JobState.QUEUED, JobState.HELD)
+
+    @property
+    def is_placed(self) -> bool:
+        """The job is a member of a group."""
+        return self in (JobState.RUNNING, JobState.CANCELLING)
 
     @property
     def is_over(self) -> bool:
@@ -64,15 +83,18 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """One job. Its times are of `clock`: they mean nothing to a scheduler that has another one."""
 
     spec: dict[str, Any]
-    group: str
-    rollout_nodes: tuple[int, ...]
+    group: str = ""
+    """Its group; empty while it has never been placed."""
+    rollout_nodes: tuple[int, ...] = ()
     """Their numbers in the group."""
-    why: str
-    """Why the job was placed here."""
+    why: str = ""
+    """Why the job was placed here, or why it still waits for a place."""
     submitted_by: str
     """Client and number of the call, so that asking again is not a second job."""
     number: int
     """Counts submissions."""
+    num_overtaken: int = 0
+    """The jobs behind it in the queue that were placed before it."""
     state: JobState = JobState.RUNNING
     attempt: int = 0
     """0: never started."""
@@ -98,6 +120,40 @@ class JobRecord(msgspec.Struct, kw_only=True):
     since_s: float | None = None
     """When the iteration that it is in began; None: the job has never been started."""
     clock: str = ""
+
+    def started(self, now: float, clock: str) -> None:
+        """The first attempt begins."""
+        if self.since_s is None:
+            self.since_s, self.clock = now, clock
+
+    def completed(self, now: float) -> None:
+        """An iteration is done, and the next one begins."""
+        if self.since_s is not None:
+            self.spent_s += now - self.since_s
+            self.since_s = now
+
+    def adopted(self, now: float, clock: str) -> None:
+        """A scheduler with this clock takes the job over. Time on another clock counts as none."""
+        if self.clock == clock:
+            return
+        self.clock = clock
+        self.since_s = now if self.since_s is not None else None
+        for move in self.moves:
+            move.left_s = now if move.left_s is not None else None
+
+    def resident(self, job: Job, *, may_move: bool, pause_s: float, now: float) -> Resident:
+        """Returns the job as of ``now``. A job that is being moved has the pause of the move before it."""
+        work_s = job.solo_s * max(0, job.num_iterations - self.num_done)
+        bank_s = job.slo * job.solo_s * self.num_done - self.spent_s
+        is_free = may_move and self.next_place is None and self.state is JobState.RUNNING
+        found = Resident(
+            job=job,
+            since_s=now,
+            work_s=work_s,
+            bank_s=max(bank_s, -(job.slo - 1.0) * work_s),
+            stays=not is_free,
+        )
+        return found.paused(pause_s) if self.next_place is not None else found
 
     def to_row(self) -> bytes:
         """Encodes the record for the channel."""

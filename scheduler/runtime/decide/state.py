@@ -4,6 +4,7 @@ A state restored from the rows of all commits equals the one that wrote them. Pu
 nothing and does no I/O.
 """
 
+import bisect
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,13 +19,12 @@ from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate, certify
 from rose.scheduler.runtime.channel.messages import Answer, Message, Start, Stop, encode
 from rose.scheduler.runtime.channel.protocol import Batch, Outgoing
-from rose.scheduler.runtime.decide import accounts
 from rose.scheduler.runtime.decide.group_permits import GroupPermits
 from rose.scheduler.runtime.decide.holds import OrderRow, PermitsRow
 from rose.scheduler.runtime.decide.hosts import Host, Hosts
 from rose.scheduler.runtime.decide.meter import Meter
 from rose.scheduler.runtime.decide.placing import Groups
-from rose.scheduler.runtime.decide.records import JobRecord, NextPlace
+from rose.scheduler.runtime.decide.records import JobRecord, JobState, NextPlace
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
 
@@ -39,6 +39,13 @@ class State:
         self.permits: dict[str, GroupPermits] = {}
         self.jobs: dict[str, JobRecord] = {}
         self.specs: dict[str, RunSpec] = {}
+        self.queue: list[str] = []
+        """Queued jobs in the order in which they are tried: by priority, then as they were submitted."""
+        self.num_submitted = 0
+        self.has_new_room = True
+        """Something has changed since the queue was last tried that may let a queued job in."""
+        self.has_come_or_gone = False
+        """A job has been placed or is over since the policy was last asked for moves."""
         self.drained: dict[str, list[str]] = {}
         self._nodes: dict[str, tuple[int, int]] = {}
         """For each group, its rollout and training nodes; kept when the group is gone."""
@@ -71,7 +78,7 @@ class State:
             elif kind == "homes":
                 self.hosts.homes = msgspec.json.decode(row, type=dict[str, dict[str, str]])
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
-            accounts.adopted(record, now, self.clock)
+            record.adopted(now, self.clock)
             self._adopt(name, record)
         self.settle()
         for group in list(self.groups.by_name.values()):
@@ -88,7 +95,10 @@ class State:
         """Takes over a job of an earlier scheduler, where it was placed."""
         spec = parse_config(record.spec, RunSpec, f"job {name} of the channel")
         self.jobs[name], self.specs[name] = record, spec
-        if record.state.is_over:
+        self.num_submitted = max(self.num_submitted, record.number)
+        if record.state is JobState.QUEUED:
+            bisect.insort(self.queue, name, key=self._turn)
+        if not record.state.is_placed:
             return
         self._join(name, record.group, record.rollout_nodes)
         if record.next_place is not None:
@@ -115,6 +125,19 @@ class State:
     def changed(self, job: str) -> None:
         """The job's record is part of the next batch."""
         self._dirty.add(job)
+
+    def become(self, job: str, state: JobState) -> None:
+        """Changes a job's state, and keeps the queue in order."""
+        record = self.jobs[job]
+        if record.state is JobState.QUEUED:
+            self.queue.remove(job)
+        record.state = state
+        if state is JobState.QUEUED:
+            bisect.insort(self.queue, job, key=self._turn)
+        self.changed(job)
+
+    def _turn(self, job: str) -> tuple[int, int]:
+        return -self.specs[job].priority, self.jobs[job].number
 
     def changed_group(self, group: str) -> None:
         """The group's permits are part of the next batch."""
@@ -185,10 +208,9 @@ class State:
         """Returns the running jobs as policies see them. A job that named its group is not moved."""
         pools, found = self.cluster.pools.to_pools(), {}
         for name, record in self.jobs.items():
-            if not record.state.is_over:
+            if record.state.is_placed:
                 spec = self.specs[name]
-                found[name] = accounts.resident(
-                    record,
+                found[name] = record.resident(
                     spec.to_job(pools),
                     may_move=spec.group is None,
                     pause_s=self.cluster.move_pause_s,
@@ -210,7 +232,8 @@ class State:
 
     def describe(self, name: str) -> dict[str, Any]:
         record, spec = self.jobs[name], self.specs[name]
-        hold = self.permits_of(name).holds.get(name)
+        permits = self.permits_of(name) if record.state.is_placed else None
+        hold = permits.holds.get(name) if permits is not None else None
         progress = self.progress.get(name)
         return {
             "name": name,
@@ -226,7 +249,10 @@ class State:
             "restarts": record.num_restarts,
             "holds": hold.phase if hold is not None else None,
             "waits_for": record.waiting.phase if record.waiting is not None else None,
-            "behind": self.permits_of(name).holders_before(name),
+            "behind": permits.holders_before(name) if permits is not None else [],
+            "priority": spec.priority,
+            "ahead": self.queue.index(name) if record.state is JobState.QUEUED else None,
+            "num_overtaken": record.num_overtaken,
             "progress": list(progress) if progress is not None else None,
             "moving_to": record.next_place.group if record.next_place is not None else None,
             "moves": [

@@ -63,6 +63,8 @@ class RunSpec(JobSpec):
     """Run in `folder`, once per attempt."""
     folder: str = "."
     """Relative to the file."""
+    priority: int = 0
+    """Among queued jobs, the highest is tried first; equal ones in the order of submission."""
     group: str | None = None
     """A group of the cluster's file, or a running one. None: the policy chooses."""
     rollout_nodes: tuple[int, ...] | None = None

@@ -206,13 +206,13 @@ def test_a_second_scheduler_on_a_channel_is_refused(tmp_path: Path, channel_url:
         assert first.job("a")["attempt"] == 1
 
 
-def test_a_neighbour_that_would_become_too_slow_refuses_a_job(shared: ServedCluster) -> None:
+def test_a_job_waits_for_a_neighbour_that_would_become_too_slow(shared: ServedCluster) -> None:
     shared.submit("tight", group="slow", rollout_s=3600.0, train_s=1.0, slo=1.5)
     taken = shared.submit("tight", group="slow").error
     assert taken is not None and "a job of this name is running" in taken
-    slow = shared.submit("other", group="slow", rollout_s=3600.0, train_s=1.0).error
-    assert slow is not None and "7200 s" in slow and "5401.5 s (1.5 x 3601 s alone)" in slow
-    assert "other" not in shared.status()["jobs"]
+    slow = shared.submit("other", group="slow", rollout_s=3600.0, train_s=1.0).body
+    assert slow["state"] == "queued"
+    assert "7200 s" in slow["why"] and "5401.5 s (1.5 x 3601 s alone)" in slow["why"]
 
 
 def test_the_policy_packs_jobs_that_name_no_group(shared: ServedCluster) -> None:
@@ -244,5 +244,34 @@ def test_the_commands_speak_json_and_refuse_in_one_line(shared: ServedCluster, t
     assert shared.command("logs", "cli", "--follow").returncode == 0
     events = [json.loads(line) for line in shared.command("events").stdout.splitlines()]
     assert [each["event"] for each in events if each["job"] == "cli"] == [
-        *("submitted", "started", "granted", "exited", "cancelled")
+        *("submitted", "placed", "started", "granted", "exited", "cancelled")
     ]
+
+
+def test_a_user_watches_and_orders_the_queue(tmp_path: Path) -> None:
+    pools = {
+        kind: {"name": kind, "dollars_per_gpu_hour": 1.0, "num_nodes": 1} for kind in ("rollout", "train")
+    }
+    with ServedCluster(tmp_path, groups={}, policy="solo", pools=pools) as cluster:
+        path = tmp_path / "job.yaml"
+
+        def submit(name: str, *flags: str) -> dict[str, Any]:
+            path.write_text(yaml.safe_dump(cluster.spec(name, group=None, rollout_s=3600.0)))
+            answer: dict[str, Any] = json.loads(cluster.command("submit", str(path), *flags).stdout)
+            return answer
+
+        assert submit("a")["state"] == "running"
+        assert submit("b")["state"] == "queued"
+        assert submit("c", "--priority", "3")["ahead"] == 0
+        assert "priority 0, 1 ahead of it" in cluster.command("status").stdout
+        explained = cluster.command("explain", "--job", "b").stdout
+        assert "b is queued: fits no group, and a new one needs 1 nodes of pool rollout" in explained
+        assert json.loads(cluster.command("hold", "c").stdout)["state"] == "held"
+        scheduler = cluster.status()["scheduler_pid"]
+        kill(scheduler)
+        wait_until(lambda: cluster.status()["scheduler_pid"] != scheduler, "another scheduler")
+        assert json.loads(cluster.command("cancel", "a").stdout)["job"] == "a"
+        cluster.wait_state("b", "running")
+        assert json.loads(cluster.command("release", "c").stdout)["state"] == "queued"
+        cluster.command("cancel", "b")
+        cluster.wait_state("c", "running")

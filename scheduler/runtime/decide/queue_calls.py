@@ -1,0 +1,164 @@
+"""The queue: which jobs wait for a place, and which of them is placed next.
+
+Owns the answers to those who submit, hold and release jobs. A job that finds no place at the moment is queued
+with the reason, and one that would find none in the empty cluster is refused. Whenever there may be new room,
+queued jobs are tried by priority, then in the order of submission, and each that fits is placed. A job is
+overtaken at most `MAX_OVERTAKEN` times: after that, no job behind it that could use the same nodes is placed
+before it. Pure: takes ``now``.
+"""
+
+from rose.config import parse_config
+from rose.errors import ConfigError, JobRefused, PoolsFull
+from rose.scheduler.group.certificate import Certificate, CertificateError
+from rose.scheduler.runtime.channel.messages import HoldJob, ReleaseJob, Submit
+from rose.scheduler.runtime.decide.job_calls import JobCalls
+from rose.scheduler.runtime.decide.placing import Placed
+from rose.scheduler.runtime.decide.records import JobRecord, JobState
+from rose.scheduler.runtime.decide.state import State
+from rose.scheduler.runtime.job.spec import RunSpec
+
+MAX_OVERTAKEN = 16
+"""Small jobs may fill what a large one leaves idle, but only so many of them."""
+RETRY_S = 60.0
+"""A job that runs faster than its SLO demands may later have another beside it that it may not have now."""
+
+_Found = tuple[Placed, Certificate]
+
+
+class QueueCalls:
+    """Answers Submit, HoldJob and ReleaseJob calls."""
+
+    def __init__(self, state: State, jobs: JobCalls) -> None:
+        self._state = state
+        self._jobs = jobs
+        self._tried_s = float("-inf")
+
+    def submit(self, client: str, call: Submit, now: float) -> None:
+        """Places a new job and starts it, or queues it. A dry run only says which."""
+        caller = f"{client}#{call.seq}"
+        name = call.spec.get("name")
+        earlier = self._state.jobs.get(name) if isinstance(name, str) else None
+        if earlier is not None and earlier.submitted_by == caller:
+            self._state.answer(client, call.seq, body={"job": name, "state": earlier.state})
+            return
+        try:
+            spec = parse_config(call.spec, RunSpec, "job")
+            if earlier is not None and not earlier.state.is_over:
+                raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
+            self.place_waiting(now)
+            ahead = [each for each in self._state.queue if self._state.specs[each].priority >= spec.priority]
+            found = self._find(spec, ahead, now)
+            if isinstance(found, str):
+                self._jobs.check_possible(spec, now)
+        except (ConfigError, PoolsFull, CertificateError) as error:
+            self._state.answer(client, call.seq, str(error))
+            return
+        body = {"job": spec.name, **_answer(spec, found, len(ahead))}
+        if call.dry_run:
+            what = "would be queued" if isinstance(found, str) else "would run"
+            self._state.answer(client, call.seq, body={**body, "state": what})
+            return
+        record = self._add(call, spec, caller)
+        if isinstance(found, str):
+            record.why = found
+            self._state.event("queued", spec.name, reason=found)
+        else:
+            self._place(spec, found, ahead, now)
+        self._state.answer(client, call.seq, body={**body, "state": record.state})
+
+    def hold(self, client: str, call: HoldJob) -> None:
+        """Passes a queued job over until it is released."""
+        self._change(client, call, JobState.HELD, "held")
+        self._state.has_new_room = True  # it may have kept others from being placed
+
+    def release(self, client: str, call: ReleaseJob) -> None:
+        """Puts a held job back where it was in the queue."""
+        self._change(client, call, JobState.QUEUED, "released_to_queue")
+        self._state.has_new_room = True
+
+    def place_waiting(self, now: float) -> None:
+        """Tries all queued jobs, if there may be new room, and places those that fit."""
+        if not self._state.has_new_room and now - self._tried_s < RETRY_S:
+            return
+        self._state.has_new_room, self._tried_s = False, now
+        ahead: list[str] = []
+        refused: dict[tuple[object, ...], str] = {}
+        for name in list(self._state.queue):
+            spec, record = self._state.specs[name], self._state.jobs[name]
+            alike = self._wants(spec)
+            found = refused[alike] if alike in refused else self._find(spec, ahead, now)
+            if isinstance(found, str):
+                ahead.append(name)
+                refused[alike] = found
+                if record.why != found:
+                    record.why = found
+                    self._state.changed(name)
+                continue
+            self._place(spec, found, ahead, now)
+            refused.clear()
+            self._state.has_new_room = True  # beside a job that came, another may fit
+
+    def _find(self, spec: RunSpec, ahead: list[str], now: float) -> _Found | str:
+        """Returns a place for the job, or why it must wait."""
+        for name in ahead:
+            is_rival = None in (spec.group, self._state.specs[name].group) or (
+                spec.group == self._state.specs[name].group
+            )
+            if is_rival and self._state.jobs[name].num_overtaken >= MAX_OVERTAKEN:
+                return f"behind {name}, which {MAX_OVERTAKEN} jobs have overtaken"
+        try:
+            return self._jobs.place(spec, now)
+        except (ConfigError, PoolsFull, CertificateError) as error:
+            return str(error).removeprefix(f"job {spec.name} ").removeprefix(f"{spec.name}: ")
+
+    def _wants(self, spec: RunSpec) -> tuple[object, ...]:
+        """Returns what decides where a job fits: jobs that are alike fit in the same places."""
+        phases = tuple(sorted((name, each.model_dump_json()) for name, each in spec.phases.items()))
+        return spec.group, spec.rollout_nodes, spec.slo, spec.slo_kind, phases
+
+    def _add(self, call: Submit, spec: RunSpec, caller: str) -> JobRecord:
+        self._state.num_submitted += 1
+        record = JobRecord(
+            spec=call.spec, submitted_by=caller, number=self._state.num_submitted, state=JobState.HELD
+        )
+        self._state.jobs[spec.name], self._state.specs[spec.name] = record, spec
+        self._state.become(spec.name, JobState.QUEUED)
+        self._state.meter.forget(spec.name)
+        self._state.forget_past(spec.name)
+        self._state.event("submitted", spec.name)
+        return record
+
+    def _place(self, spec: RunSpec, found: _Found, ahead: list[str], now: float) -> None:
+        for name in ahead:
+            self._state.jobs[name].num_overtaken += 1
+            self._state.changed(name)
+        self._jobs.admit(spec.name, *found, now)
+
+    def _change(self, client: str, call: HoldJob | ReleaseJob, state: JobState, event: str) -> None:
+        record = self._state.jobs.get(call.job)
+        if record is None:
+            self._state.answer(client, call.seq, self._state.unknown(call.job))
+            return
+        if not record.state.is_waiting:
+            error = f"{call.job} is {record.state}: only a job that is queued can be held or released"
+            self._state.answer(client, call.seq, error)
+            return
+        if record.state is not state:
+            self._state.become(call.job, state)
+            self._state.event(event, call.job)
+        self._state.answer(client, call.seq, body={"job": call.job, "state": state})
+
+
+def _answer(spec: RunSpec, found: _Found | str, num_ahead: int) -> dict[str, object]:
+    """What the submitter is told of the job's place."""
+    if isinstance(found, str):
+        return {"ahead": num_ahead, "why": found}
+    placed, certificate = found
+    [member] = [each for each in placed.group.members if each.job.name == spec.name]
+    return {
+        "group": placed.group.name,
+        "rollout_nodes": list(member.rollout_nodes),
+        "why": placed.why,
+        "iteration_s": certificate.bounds[spec.name].longest_s,
+        "limit_s": certificate.bounds[spec.name].limit_s,
+    }

@@ -1,0 +1,188 @@
+"""Jobs that wait for a place, with a clock of the test's own."""
+
+from typing import Any
+
+import pytest
+from lone_scheduler import Scheduler, error_of, only, spec_of
+
+from rose.scheduler.runtime.channel.messages import (
+    Answer,
+    Cancel,
+    Drain,
+    Exited,
+    Hello,
+    HoldJob,
+    ReleaseJob,
+    Start,
+    Status,
+    Submit,
+)
+from rose.scheduler.runtime.decide.queue_calls import MAX_OVERTAKEN
+
+
+def pool(name: str, num_nodes: int) -> dict[str, Any]:
+    return {"name": name, "dollars_per_gpu_hour": 2.0, "num_nodes": num_nodes}
+
+
+class Full:
+    """So many nodes of each kind, and jobs that share none of them."""
+
+    def __init__(self, num_nodes: int = 1, **cluster: Any) -> None:
+        pools = {"rollout": pool("h20", num_nodes), "train": pool("h800", num_nodes)}
+        self.scheduler = Scheduler(**{"policy": "solo", "groups": {}, "pools": pools, **cluster})
+        self.scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+
+    def submit(self, name: str, num_nodes: int = 1, **fields: Any) -> dict[str, Any]:
+        phases = {kind: {"seconds": 1.0, "nodes": num_nodes} for kind in ("rollout", "train")}
+        answers = self.scheduler.submit(name, **{"group": None, "phases": phases, **fields})
+        [answer] = [each for each in answers if isinstance(each, Answer)]
+        assert answer.error is None, answer.error
+        return dict(answer.body)
+
+    def end(self, name: str) -> list[str]:
+        """Returns the jobs that start."""
+        attempt = self.scheduler.job(name)["attempt"]
+        self.scheduler.call(Cancel, job=name)
+        answers = self.scheduler.call(Exited, job=name, attempt=attempt, exit_status=-15, client="runner")
+        return [each.job for each in answers if isinstance(each, Start)]
+
+    def states(self) -> dict[str, str]:
+        body = only(Answer, self.scheduler.call(Status)).body
+        return {each["name"]: each["state"] for each in body["jobs"]}
+
+
+def test_a_job_without_room_is_queued_with_the_reason_and_starts_when_a_node_comes_free() -> None:
+    full = Full()
+    assert full.submit("a")["state"] == "running"
+    queued = full.submit("b")
+    assert (queued["state"], queued["ahead"]) == ("queued", 0)
+    assert "a new one needs 1 nodes of pool h20, 0 of 1 free" in queued["why"]
+    assert full.submit("c")["ahead"] == 1
+    job = full.scheduler.job("b")
+    assert (job["state"], job["group"], job["why"]) == ("queued", "", queued["why"])
+    assert full.end("a") == ["b"]
+    assert full.scheduler.job("c")["ahead"] == 0
+
+
+def test_a_higher_priority_starts_first_and_equal_ones_in_the_order_of_submission() -> None:
+    full = Full()
+    for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", 5), ("e", -1)):
+        full.submit(name, priority=priority)
+    order = []
+    running = "a"
+    for _ in range(4):
+        [running] = full.end(running)
+        order.append(running)
+    assert order == ["c", "d", "b", "e"]
+
+
+def test_a_job_that_fits_does_not_wait_behind_one_that_does_not() -> None:
+    full = Full(num_nodes=2)
+    full.submit("a")
+    assert full.submit("big", num_nodes=2)["state"] == "queued"
+    assert full.submit("small")["state"] == "running"
+    assert full.scheduler.job("big")["num_overtaken"] == 1
+
+
+def test_small_jobs_overtake_a_large_one_only_so_often() -> None:
+    full = Full(num_nodes=2)
+    full.submit("first")
+    full.submit("big", num_nodes=2)
+    for number in range(MAX_OVERTAKEN):
+        assert full.submit(f"small-{number}")["state"] == "running"
+        full.end(f"small-{number}")
+    late = full.submit("late")
+    assert (
+        late["state"] == "queued" and f"behind big, which {MAX_OVERTAKEN} jobs have overtaken" in late["why"]
+    )
+    full.scheduler.restart(0.0)
+    assert full.end("first") == ["big"], "the scheduler's restart has forgotten nothing"
+    assert full.end("big") == ["late"]
+
+
+def test_a_held_job_lets_others_by_and_keeps_its_turn() -> None:
+    full = Full()
+    for name in ("a", "b", "c", "d"):
+        full.submit(name)
+    assert only(Answer, full.scheduler.call(HoldJob, job="b")).body["state"] == "held"
+    assert full.end("a") == ["c"]
+    assert only(Answer, full.scheduler.call(ReleaseJob, job="b")).body["state"] == "queued"
+    assert full.end("c") == ["b"]
+    assert "d is" not in full.scheduler.job("d")["why"]
+    assert "b is running: only a job that is queued" in error_of(full.scheduler.call(HoldJob, job="b"))
+    assert "no job 'x'" in error_of(full.scheduler.call(ReleaseJob, job="x"))
+
+
+def test_a_queued_job_is_cancelled_at_once() -> None:
+    full = Full()
+    for name in ("a", "b", "c"):
+        full.submit(name)
+    assert only(Answer, full.scheduler.call(Cancel, job="b")).body["state"] == "cancelled"
+    assert full.end("a") == ["c"]
+    assert full.submit("b")["state"] == "queued", "the name is free again"
+
+
+@pytest.mark.parametrize("now", [0.0, 1e9])
+def test_the_queue_survives_the_scheduler(now: float) -> None:
+    full = Full()
+    for name, priority in (("a", 0), ("b", 0), ("c", 1), ("d", 0)):
+        full.submit(name, priority=priority)
+    full.scheduler.call(HoldJob, job="b")
+    full.scheduler.restart(now)
+    assert full.states() == {"a": "running", "b": "held", "c": "queued", "d": "queued"}
+    assert full.end("a") == ["c"]
+    assert full.end("c") == ["d"]
+
+
+def test_a_job_that_could_never_run_is_refused_with_the_numbers() -> None:
+    full = Full(num_nodes=2, groups={"main": {}})
+    phases = {"rollout": {"seconds": 1.0, "nodes": 3}, "train": {"seconds": 1.0}}
+    refused = full.scheduler.submit("a", group=None, phases=phases)
+    assert "rollout needs 3 nodes, pool h20 has 2" in error_of(refused)
+    memory = {"rollout": {"seconds": 1.0}, "train": {"seconds": 1.0, "memory_gb": 3000}}
+    assert "keeps 3000 GB" in error_of(full.scheduler.submit("a", group="main", phases=memory))
+    assert "a" not in full.states()
+
+
+def test_a_job_that_wants_more_nodes_than_all_hosts_offer_is_refused() -> None:
+    scheduler = Scheduler(policy="solo", groups={}, host_lease_s=5.0)
+    for host in ("one", "two"):
+        nodes = {"rollout": 1, "train": 1}
+        scheduler.call(Hello, client=host, host=host, num_nodes=nodes, running={}, log_folder="/logs")
+    phases = {"rollout": {"seconds": 1.0, "nodes": 3}, "train": {"seconds": 1.0}}
+    error = error_of(scheduler.submit("a", **{**spec_of("a"), "group": None, "phases": phases}))
+    assert "rollout needs 3 nodes, all hosts together offer 2" in error
+    scheduler.wait(10.0)
+    phases["rollout"]["nodes"] = 2
+    reply = only(Answer, scheduler.submit("a", **{**spec_of("a"), "group": None, "phases": phases}))
+    assert reply.body["state"] == "queued", "hosts that are silent now may come back"
+
+
+def test_a_host_that_comes_starts_what_is_queued() -> None:
+    scheduler = Scheduler(policy="solo", groups={})
+    nodes = {"rollout": 1, "train": 1}
+    scheduler.call(Hello, client="one", host="one", num_nodes=nodes, running={}, log_folder="/logs")
+    for name in ("a", "b"):
+        scheduler.submit(name, **{**spec_of(name), "group": None})
+    assert scheduler.job("b")["state"] == "queued"
+    answers = scheduler.call(Hello, client="two", host="two", num_nodes=nodes, running={}, log_folder="/logs")
+    start = only(Start, answers)
+    assert (start.job, scheduler.job("b")["host"]) == ("b", "two")
+
+
+def test_a_drained_node_that_returns_starts_what_is_queued() -> None:
+    full = Full(groups={"main": {}}, pools={})
+    full.scheduler.call(Drain, group="main", node="train")
+    assert full.submit("a", group="main")["state"] == "queued"
+    answers = full.scheduler.call(Drain, group="main", node="train", undo=True)
+    assert only(Start, answers).job == "a"
+
+
+def test_a_dry_run_says_that_the_job_would_be_queued() -> None:
+    full = Full()
+    full.submit("a")
+    rows = dict(full.scheduler.rows)
+    spec = {**spec_of("b"), "group": None}
+    reply = only(Answer, full.scheduler.call(Submit, spec=spec, dry_run=True))
+    assert (reply.body["state"], reply.body["ahead"]) == ("would be queued", 0)
+    assert full.scheduler.rows == rows
