@@ -48,7 +48,7 @@ cxx: setup
 
 types: setup
 	$(PYTHON_BIN) -m mypy -p rose
-	cd benchmarks && ../$(PYTHON_BIN) -m mypy --config-file ../pyproject.toml .
+	cd benchmarks && ../$(PYTHON_BIN) -m mypy --config-file ../pyproject.toml --exclude '^measure/' . # checked as rose.measure
 	cd docs && ../$(PYTHON_BIN) -m mypy --config-file ../pyproject.toml . ../.ci/check_names.py
 
 contracts: setup

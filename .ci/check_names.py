@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("rose", "scheduler", "transfer")
+LINKED = {"rose/scheduler": "scheduler", "rose/transfer": "transfer", "rose/measure": "benchmarks/measure"}
+"""Where a link in the package leads."""
 FOREIGN = {"train.py", "conftest.py", "bench_NAME.py", "cuda.h", "malloc.h"}
 """Names that stand for a user's file, or that every project has."""
 
@@ -47,7 +48,7 @@ class Tree:
     def has_file(self, name: str) -> bool:
         """Whether some file's path ends with `name`; `*` and `{a,b}` stand for anything."""
         if not re.search(r"[{},*]", name):
-            is_ours = name in self.tails or name.removeprefix("rose/") in self.files
+            is_ours = name in self.tails or _followed(name) in self.files
             return is_ours or Path(name).name in FOREIGN
         pattern = re.sub(r"\\\{[^/]*?\\\}|\\\*+|\\\{|\\\}|,", lambda _: "[^/]*", re.escape(name))
         return any(re.fullmatch(pattern, tail) for tail in self.tails)
@@ -55,9 +56,8 @@ class Tree:
     def has_module(self, name: str) -> bool:
         """Whether `name` is a module or package of ours, or something that one of them defines."""
         parts = name.split(".")
-        parts = parts[1:] if len(parts) > 1 and parts[1] in PACKAGES else parts
         for end in range(len(parts), 0, -1):
-            path = "/".join(parts[:end])
+            path = _followed("/".join(parts[:end]))
             file = next(
                 (f for f in (f"{path}.py", f"{path}.pyi", f"{path}/__init__.py") if f in self.files), None
             )
@@ -72,11 +72,16 @@ class Tree:
 
     def has_folder(self, name: str) -> bool:
         """Whether `name` is a folder, or a file without its ending."""
-        inside = name.removeprefix("rose/")
-        return any(
-            each in self.folders or each in self.files or f"{each}.py" in self.files
-            for each in (name, inside)
-        )
+        path = _followed(name)
+        return path in self.folders or path in self.files or f"{path}.py" in self.files
+
+
+def _followed(path: str) -> str:
+    """Returns where a path leads that begins with a link of the package."""
+    for link, target in LINKED.items():
+        if path == link or path.startswith(f"{link}/"):
+            return target + path.removeprefix(link)
+    return path
 
 
 def missing(tree: Tree, text: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from lib.engines.lone import VOCABULARY, Size, lone_engine, write_model
 from lib.harness import median_figure, run_benchmark
 
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 from rose.node.control import EngineControl
 
 NUM_REQUESTS = 6

@@ -30,8 +30,8 @@ from sim.group.fifo import longest_iteration_s
 from sim.group.scenario import group_of, random_group, random_order, tightened
 from sim.group.search import best_certificate, best_round_robin
 
-from rose.demo.figures import Figure
 from rose.errors import ConfigError
+from rose.measure.figures import Figure
 from rose.scheduler.cluster.model import Group
 from rose.scheduler.group.certificate import certify
 from rose.scheduler.group.order import TRAIN_POOL, round_robin

@@ -29,8 +29,8 @@ import torch
 from lib.harness import median_figure, run_benchmark
 from lib.transfer.codec_peers import PEERS, Bits, PeerFormat, adam_step
 
-from rose.demo.figures import Figure
 from rose.errors import RoseError
+from rose.measure.figures import Figure
 from rose.transfer.format.codec import Codec, decode, encode
 from rose.transfer.format.frame import HEADER_BYTES
 

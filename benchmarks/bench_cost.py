@@ -32,7 +32,7 @@ from pathlib import Path
 from lib.harness import run_benchmark
 from sim.drift import drifts
 
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.exact import Exact
 from rose.scheduler.cluster.lifetime import Lifetime

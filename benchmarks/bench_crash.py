@@ -24,8 +24,8 @@ from lib.cluster.redis_server import RedisServer, redis_server
 from lib.cluster.rig import ClusterRig, RigJob
 from lib.harness import median_figure, run_benchmark
 
-from rose.demo.figures import Figure
 from rose.errors import WorkerError
+from rose.measure.figures import Figure
 
 CASES = ("permit holder", "scheduler", "redis")
 PATIENCE_S = 120.0

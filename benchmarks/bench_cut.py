@@ -26,8 +26,8 @@ from lib.harness import median_figure, run_benchmark
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from rose.demo.figures import Figure, percentile
 from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool
+from rose.measure.figures import Figure, percentile
 from rose.memory.ledger.policy_word import PolicyState, Pressure
 from rose.memory.policy.spread import Spread
 from rose.memory.policy.victims import PositionUse, choose_victims
@@ -68,7 +68,7 @@ def _cut_figures(args: argparse.Namespace) -> list[Figure]:
         rollout = rig.wait_engine("rollout")
         load = rig.run(
             [
-                *("-m", "rose.demo.rollout_load", "--url", rollout.url, "--model", rollout.model),
+                *("-m", "rose.measure.rollout_load", "--url", rollout.url, "--model", rollout.model),
                 *("--out", str(rig.folder / "load.json"), "--concurrency", str(CONCURRENCY)),
                 *("--duration-s", "3600", "--seed", str(args.seed), "--vocab-size", "64"),
             ],

@@ -15,10 +15,11 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from rose.demo.figures import collect_env, compute_figures
+from rose.demo.figures import compute_figures
 from rose.demo.records import DemoResult
 from rose.demo.report import figures_table, write_report
 from rose.errors import RoseError
+from rose.measure.environment import collect_env
 
 
 def run(args: argparse.Namespace, out_dir: Path) -> DemoResult:

@@ -40,8 +40,8 @@ from lib.harness import run_benchmark
 from lib.load.turns import RouterClient, until_so
 from lib.router.rig import COMPLETIONS_PATH, add_peers, peer_name, peer_path
 
-from rose.demo.figures import Figure
 from rose.errors import WorkerError
+from rose.measure.figures import Figure
 from rose.types import GateMode, Role
 
 Beside = dict[str, dict[str, float | None]]

@@ -29,8 +29,8 @@ from rose.admission.deadlines import ServingDeadlines
 from rose.admission.gate import GatePolicy, ServingView
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import NO_WORK, ServingSide
-from rose.demo.figures import Figure, percentile
 from rose.errors import WorkerError
+from rose.measure.figures import Figure, percentile
 
 NUM_RUNNING = 256
 CONTEXT_TOKENS = NUM_RUNNING * 1000

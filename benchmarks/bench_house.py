@@ -3,8 +3,8 @@
 Everything is counted in one git checkout (--tree, this one by default), over the files that git tracks; links
 are not followed, generated files don't count.
 
-  lines_total, lines_product  lines of all text files, and of the product (rose, transfer, scheduler, csrc and
-                    the build files)
+  lines_total, lines_product  lines of all text files, and of the product (rose, transfer, scheduler, csrc,
+                    benchmarks/measure and the build files)
   files_a_room      the most source files in one folder of the product, `__init__.py` aside
   mutual_imports    groups of files, or of sibling packages, of the product that import each other in a circle
   longest_function, max_file  Python functions and source files, tests and benchmarks included
@@ -29,8 +29,8 @@ from lib.house.tree import Size, Tree
 from lib.house.trips import trace_turn
 from lib.router.rig import stub
 
-from rose.demo.figures import Figure
 from rose.errors import ConfigError
+from rose.measure.figures import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 _SUMMARY = re.compile(r"^=* ?.*\b(passed|failed)\b.* in (\d+(?:\.\d+)?)s\b", re.MULTILINE)

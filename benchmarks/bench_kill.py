@@ -22,8 +22,8 @@ from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 from lib.load.turns import random_prompt
 
-from rose.demo.figures import Figure
 from rose.errors import WorkerError
+from rose.measure.figures import Figure
 from rose.memory.ledger.ledger import Ledger
 from rose.node.control import EngineControl
 from rose.types import GateMode, Role

@@ -31,8 +31,8 @@ from time import perf_counter
 
 from lib.harness import median_figure, run_benchmark
 
-from rose.demo.figures import Figure
 from rose.errors import VmmError, WorkerError
+from rose.measure.figures import Figure
 from rose.memory.slabs.backend import Backend, BackendKind, open_backend
 
 MIB = 1 << 20

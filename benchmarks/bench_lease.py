@@ -40,13 +40,13 @@ from lib.harness import run_benchmark
 from lib.load.sessions import play_sessions
 from lib.load.traffic import add_trace, latency_ms, note_foreign_share, plan_traffic, window_runner
 
-from rose.demo.figures import Figure
 from rose.demo.models import ROLLOUT_SPEC
 from rose.demo.plan import DemoPlan
-from rose.demo.records import PhaseName, PhaseResult
-from rose.demo.run import RlSteps
-from rose.demo.windows import WindowSpec
+from rose.demo.records import PhaseName
 from rose.errors import WorkerError
+from rose.measure.figures import Figure
+from rose.measure.records import Window
+from rose.measure.windows import RlSteps, WindowSpec
 from rose.memory.pool.pool import PoolClient
 from rose.node.control import EngineControl
 from rose.types import GateMode, Role
@@ -71,7 +71,7 @@ class _Measured:
 
     lease_s: float
     hits: float
-    window: PhaseResult
+    window: Window
 
     @property
     def name(self) -> str:

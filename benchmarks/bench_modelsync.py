@@ -24,7 +24,7 @@ from lib.harness import median_figure, run_benchmark
 from lib.transfer.slow_link import TRAINER, stop_signals_raise
 from lib.transfer.sync_cluster import Cluster, Setup, Sync
 
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 from rose.transfer.format.layout import BUCKET_BYTES
 
 RANKS = 8

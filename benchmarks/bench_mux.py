@@ -23,7 +23,7 @@ from lib.cluster.redis_server import redis_server
 from lib.cluster.rig import ClusterRig, RigJob
 from lib.harness import median_figure, run_benchmark
 
-from rose.demo.figures import Figure, percentile
+from rose.measure.figures import Figure, percentile
 from rose.scheduler.cluster.model import Group, Job, Member
 
 ROLLOUT_DOLLARS, TRAIN_DOLLARS = 1.85 * 8, 5.28 * 8

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 
-from rose.demo.completions import Completion, open_session, stream_completion
-from rose.demo.figures import Figure, percentile
+from rose.measure.completions import Completion, open_session, stream_completion
+from rose.measure.figures import Figure, percentile
 from rose.node.control import completion_body
 from rose.types import Role
 

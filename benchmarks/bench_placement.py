@@ -20,7 +20,7 @@ from importlib.util import find_spec
 
 from lib.harness import median_figure, run_benchmark
 
-from rose.demo.figures import Figure, percentile
+from rose.measure.figures import Figure, percentile
 from rose.scheduler.cluster.candidates import own_limit_s
 from rose.scheduler.cluster.exact import optimum
 from rose.scheduler.cluster.groups import Cluster, Rearrangement

@@ -21,8 +21,8 @@ from lib.harness import median_figure, run_benchmark
 from lib.transfer.shard_check import wrong_parameters
 from vllm.engine.arg_utils import EngineArgs
 
-from rose.demo.figures import Figure
 from rose.engine.weights.shard_recorder import pretended_rank, record_shard_plan
+from rose.measure.figures import Figure
 from rose.transfer.format.layout import TensorSpec
 
 GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2))

@@ -33,12 +33,12 @@ from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 from lib.load.traffic import add_trace, latency_ms, note_foreign_share, plan_traffic, window_runner
 
-from rose.demo.figures import Figure
 from rose.demo.plan import DemoPlan
-from rose.demo.records import PhaseName, PhaseResult
-from rose.demo.run import RlSteps
-from rose.demo.windows import WindowSpec
+from rose.demo.records import PhaseName
 from rose.errors import WorkerError
+from rose.measure.figures import Figure
+from rose.measure.records import Window
+from rose.measure.windows import RlSteps, WindowSpec
 from rose.node.control import EngineControl
 from rose.types import GateMode, Role
 
@@ -74,7 +74,7 @@ class _Variant:
     serving: EngineControl
     rollout: EngineControl
     rl_steps: RlSteps
-    windows: list[PhaseResult] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
     hit_shares: list[float] = field(default_factory=list)
 
     def measure(self, plan: DemoPlan, rig: Rig, index: int, window_s: float) -> None:
@@ -176,7 +176,7 @@ def _figures(variant: _Variant) -> list[Figure]:
     ]
 
 
-def _latency_figure(windows: Sequence[PhaseResult], kind: str, case: str) -> Figure:
+def _latency_figure(windows: Sequence[Window], kind: str, case: str) -> Figure:
     """P99 over all windows' requests; the spread is that of single windows."""
     each = [p99 for window in windows if (p99 := latency_ms([window], kind, 99)) is not None]
     requests = [request for window in windows for request in window.requests]

@@ -23,8 +23,8 @@ from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 from lib.load.turns import RouterClient, random_prompt, until_so
 
-from rose.demo.figures import Figure
 from rose.errors import WorkerError
+from rose.measure.figures import Figure
 from rose.types import GateMode, Role
 
 NUM_SESSIONS = 12

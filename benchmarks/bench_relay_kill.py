@@ -21,8 +21,8 @@ import time
 import torch
 from lib.harness import median_figure, run_benchmark
 
-from rose.demo.figures import Figure
 from rose.errors import RoseError
+from rose.measure.figures import Figure
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.publish.publisher import WeightPublisher

@@ -56,7 +56,7 @@ from lib.router.rig import (
 )
 from lib.router.streams import fairness, streams
 
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 
 _OURS = "ours"
 _ECHOED = "ids echoed"

@@ -30,7 +30,7 @@ from lib.harness import run_benchmark
 from sim.rollout.loop import Simulation
 from sim.rollout.scenario import QWEN3_8B, QWEN3_32B, Scenario
 
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 from rose.scheduler.rollout.turn.dataplane import POLICIES
 
 TABLE_3 = {

@@ -18,8 +18,8 @@ from lib.slo.policies import MODES
 from lib.slo.simulated import Sampling, TwinBench
 from rich.console import Console
 
-from rose.demo.figures import Figure
-from rose.demo.trace import trace_or_synthetic
+from rose.measure.figures import Figure
+from rose.measure.trace import trace_or_synthetic
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:

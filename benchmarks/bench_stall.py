@@ -24,9 +24,9 @@ from tempfile import TemporaryDirectory
 from lib.engines.lone import VOCABULARY, Size, lone_engine, write_model
 from lib.harness import median_figure, run_benchmark
 
-from rose.demo.figures import Figure
 from rose.errors import WorkerError
 from rose.http import http_client
+from rose.measure.figures import Figure
 from rose.messages import WeightUpdate
 from rose.node.control import EngineControl, completion_body
 from rose.transfer.format.checkpoint import checkpoint_state_hash

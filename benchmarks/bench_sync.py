@@ -34,7 +34,7 @@ from lib.transfer.slow_link import SERVING, TRAINER, stop_signals_raise
 from lib.transfer.sync_cluster import Cluster, Run, Setup, Sync
 from lib.transfer.sync_worker import model_specs
 
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 from rose.transfer.relay.mooncake import mooncake_available
 
 LINKS_GBPS = (0.2, 1.0, 5.0, 20.0)

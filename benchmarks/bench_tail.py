@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from lib.cluster.tails import RealGroup, measured_gain
 from lib.harness import run_benchmark
 
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 from rose.scheduler.cluster.model import Group, Job, Member, Phase, SloKind
 from rose.scheduler.group.certificate import certify
 from rose.scheduler.group.order import round_robin

@@ -26,10 +26,10 @@ from lib.harness import run_benchmark
 from lib.load import toy_trainer
 
 from rose.config import Settings, child_environment
-from rose.demo.figures import Figure
 from rose.demo.processes import CLIENT_ENV
 from rose.errors import WorkerError
 from rose.http import http_client
+from rose.measure.figures import Figure
 from rose.node import launch
 from rose.node.processes import ServerProcess
 from rose.types import Role

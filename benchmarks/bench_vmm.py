@@ -27,8 +27,8 @@ from typing import Protocol
 
 from lib.harness import median_figure, run_benchmark
 
-from rose.demo.figures import Figure
 from rose.errors import ConfigError
+from rose.measure.figures import Figure
 from rose.memory.slabs.backend import Backend, BackendKind, SlabRange, Slabs, open_backend
 
 MIB = 1 << 20

@@ -26,8 +26,8 @@ from pathlib import Path
 from lib.slo.figures import ALONE
 from lib.slo.policies import IDLE
 
-from rose.demo.figures import percentile
-from rose.demo.records import RequestRecord, read_records
+from rose.measure.figures import percentile
+from rose.measure.records import RequestRecord, read_records
 
 Window = Sequence[RequestRecord]
 

@@ -9,15 +9,15 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from rose.demo.figures import Figure, collect_env
-from rose.demo.windows import CpuUse
 from rose.errors import RoseError
+from rose.measure.environment import collect_env
+from rose.measure.figures import Figure, to_json
+from rose.measure.windows import CpuUse
 
 Measure = Callable[[argparse.Namespace], list[Figure]]
 
@@ -58,8 +58,8 @@ def run_benchmark(
         console.print(f"other processes used up to {foreign:.0%} of the machine's CPU", markup=False)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        env_json = env.to_json() | {"foreign_cpu_share": foreign}
-        report = {"env": env_json, "figures": [asdict(figure) for figure in figures]}
+        report = to_json(env, figures)
+        report["env"]["foreign_cpu_share"] = foreign
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 

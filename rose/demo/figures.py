@@ -1,37 +1,29 @@
 """The demo's figures: from records to the numbers that the issue asks for, and a verdict on each.
 
-Owns percentiles, attainment, ratios and the benchmark JSON. Promises that a figure nobody measured
-is null, never zero, and that an unanswered request misses every SLO. Never measures or draws.
+Owns the figures' names and targets. Promises that a figure nobody measured is null, never zero. Never
+measures or draws.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rose.demo.environment import Environment, collect_env
-from rose.demo.records import UNDER_ROSE, DemoResult, PhaseName, PhaseResult, RequestRecord
-
-__all__ = [
-    "MAX_BUSY_SHARE",
-    "MIN_ATTAINMENT",
-    "MIN_HARVEST",
-    "MIN_REWARD_RISE",
-    "DemoFigures",
-    "Environment",
-    "Figure",
-    "Verdict",
-    "attainment",
-    "busy_share",
-    "collect_env",
-    "compute_figures",
-    "percentile",
-    "pooled_requests",
-    "reward_ends",
-    "rollout_rate",
-    "tpots_s",
-    "ttfts_s",
-]
+from rose.demo.records import UNDER_ROSE, DemoResult, PhaseName
+from rose.measure.environment import Environment
+from rose.measure.figures import (
+    Figure,
+    attainment,
+    percentile,
+    pooled_requests,
+    ratio,
+    spread,
+    to_json,
+    tpot,
+    tpots_s,
+    ttft,
+    ttfts_s,
+)
+from rose.measure.records import Window
 
 BASELINES = (PhaseName.NAIVE, PhaseName.ALTERNATE)
 MAX_BUSY_SHARE = 0.35
@@ -43,20 +35,6 @@ MIN_REWARD_STEPS = 40
 """Training steps within which a reward has to have risen; a run cut off before proves nothing either way."""
 REWARD_WINDOW = 5
 """Steps averaged at either end of the run: one step's reward is noise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One number of a benchmark, in the project's format."""
-
-    name: str
-    value: float | None
-    unit: str
-    target: str | None = None
-    kind: str = "measured"
-    peers: dict[str, float | None] = field(default_factory=dict)
-    spread: tuple[float, float] | None = None
-    """Smallest and largest value over the windows, when there were several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,57 +65,16 @@ class DemoFigures:
 
     def to_json(self) -> dict[str, Any]:
         """The benchmark object: ``env`` and ``figures``."""
-        return {"env": self.env.to_json(), "figures": [asdict(figure) for figure in self.figures]}
+        return to_json(self.env, self.figures)
 
 
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear interpolation between closest ranks; None without values."""
-    if not values:
-        return None
-    if not 0 <= percent <= 100:
-        raise ValueError(f"a percentile lies in 0..100, got {percent}")
-    ranked = sorted(values)
-    position = (len(ranked) - 1) * percent / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (ranked[high] - ranked[low]) * (position - low)
-
-
-def ttfts_s(requests: Iterable[RequestRecord]) -> list[float]:
-    """TTFT of every request that got a first token."""
-    return [r.ttft_s for r in requests if r.ttft_s is not None]
-
-
-def tpots_s(requests: Iterable[RequestRecord]) -> list[float]:
-    """Mean TPOT of every request with at least two tokens."""
-    return [r.tpot_s for r in requests if r.tpot_s is not None]
-
-
-def attainment(
-    requests: Sequence[RequestRecord], latency: Callable[[RequestRecord], float | None], limit_s: float
-) -> float | None:
-    """Share within the limit. Incomplete requests miss; a complete one-token request has no TPOT to miss."""
-    if not requests:
-        return None
-    met = 0
-    for request in requests:
-        value = latency(request)
-        met += request.is_complete and (value is None or value <= limit_s)
-    return met / len(requests)
-
-
-def pooled_requests(windows: Iterable[PhaseResult]) -> list[RequestRecord]:
-    """All requests of several windows."""
-    return [request for window in windows for request in window.requests]
-
-
-def rollout_rate(windows: Sequence[PhaseResult]) -> float | None:
+def rollout_rate(windows: Sequence[Window]) -> float | None:
     """Rollout tokens per second over all windows."""
     seconds = sum(window.duration_s for window in windows)
     return sum(window.rollout_tokens for window in windows) / seconds if seconds > 0 else None
 
 
-def busy_share(windows: Sequence[PhaseResult]) -> float | None:
+def busy_share(windows: Sequence[Window]) -> float | None:
     """Share of the time in which the serving engine ran steps."""
     seconds = sum(window.duration_s for window in windows)
     return sum(window.serving_busy_s for window in windows) / seconds if seconds > 0 else None
@@ -146,7 +83,7 @@ def busy_share(windows: Sequence[PhaseResult]) -> float | None:
 def worse_attainment(result: DemoResult, *phases: PhaseName) -> float | None:
     """The smaller one of two shares of these phases' requests: those that met the TTFT and the TPOT SLO."""
     requests = pooled_requests(result.windows(*phases))
-    both = (attainment(requests, _ttft, result.slo.ttft_s), attainment(requests, _tpot, result.slo.tpot_s))
+    both = (attainment(requests, ttft, result.slo.ttft_s), attainment(requests, tpot, result.slo.tpot_s))
     return min((share for share in both if share is not None), default=None)
 
 
@@ -157,7 +94,7 @@ def compute_figures(result: DemoResult, env: Environment) -> DemoFigures:
         figures=(
             Figure(
                 name="greedy_equal",
-                value=_ratio(result.greedy_equal, result.greedy_compared),
+                value=ratio(result.greedy_equal, result.greedy_compared),
                 unit="share",
                 target="== 1",
                 peers={"outputs compared": result.greedy_compared},
@@ -201,7 +138,7 @@ def _attainment_figures(result: DemoResult) -> list[Figure]:
 
 
 def _latency_figures(result: DemoResult) -> list[Figure]:
-    limits = (("ttft", _ttft, result.slo.ttft_s), ("tpot", _tpot, result.slo.tpot_s))
+    limits = (("ttft", ttft, result.slo.ttft_s), ("tpot", tpot, result.slo.tpot_s))
     figures = []
     for name, latency, limit_s in limits:
         met = {
@@ -216,7 +153,7 @@ def _latency_figures(result: DemoResult) -> list[Figure]:
                 unit="share",
                 target=f">= {MIN_ATTAINMENT}",
                 peers={phase.value: share for phase, share in met.items()},
-                spread=_spread(shares),
+                spread=spread(shares),
             )
         )
     for prefix, phases in (("", UNDER_ROSE), ("naive_", (PhaseName.NAIVE,))):
@@ -227,10 +164,10 @@ def _latency_figures(result: DemoResult) -> list[Figure]:
             figures.append(
                 Figure(
                     name=f"{prefix}{name}_p99_ratio",
-                    value=_ratio(p99, alone),
+                    value=ratio(p99, alone),
                     unit="x serving alone",
                     peers={"serving alone, s": alone, f"{phases[0].value}, s": p99},
-                    spread=_spread([_ratio(one, alone) for one in each]),
+                    spread=spread([ratio(one, alone) for one in each]),
                 )
             )
     return figures
@@ -246,11 +183,11 @@ def _throughput_figures(result: DemoResult) -> list[Figure]:
     return [
         Figure(
             name="harvested_fraction",
-            value=_ratio(rose, alone),
+            value=ratio(rose, alone),
             unit="x rollout alone",
             target=f">= {MIN_HARVEST}",
-            peers={name.value: _ratio(rates[name], alone) for name in BASELINES},
-            spread=_spread([_ratio(one, alone) for one in each]),
+            peers={name.value: ratio(rates[name], alone) for name in BASELINES},
+            spread=spread([ratio(one, alone) for one in each]),
         ),
         Figure(
             name="serving_busy_share",
@@ -259,7 +196,7 @@ def _throughput_figures(result: DemoResult) -> list[Figure]:
             target=f"<= {MAX_BUSY_SHARE}",
             peers={"rose": busy_share(result.windows(PhaseName.ROSE))},
         ),
-        Figure(name="rollout_tokens_per_s", value=rose, unit="tokens/s", peers=others, spread=_spread(each)),
+        Figure(name="rollout_tokens_per_s", value=rose, unit="tokens/s", peers=others, spread=spread(each)),
     ]
 
 
@@ -286,27 +223,10 @@ def _wire_figure(result: DemoResult) -> Figure:
     changed = sum(sync.num_changed for sync in deltas)
     return Figure(
         name="wire_bytes_per_changed_element",
-        value=_ratio(sum(sync.wire_bytes for sync in deltas), changed),
+        value=ratio(sum(sync.wire_bytes for sync in deltas), changed),
         unit="bytes",
         peers={
-            "coo": _ratio(sum(sync.coo_bytes for sync in deltas), changed),
-            "dense": _ratio(sum(sync.dense_bytes for sync in deltas), changed),
+            "coo": ratio(sum(sync.coo_bytes for sync in deltas), changed),
+            "dense": ratio(sum(sync.dense_bytes for sync in deltas), changed),
         },
     )
-
-
-def _ttft(request: RequestRecord) -> float | None:
-    return request.ttft_s
-
-
-def _tpot(request: RequestRecord) -> float | None:
-    return request.tpot_s
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
-
-
-def _spread(values: Sequence[float | None]) -> tuple[float, float] | None:
-    known = [value for value in values if value is not None]
-    return (min(known), max(known)) if len(known) > 1 else None

@@ -12,11 +12,12 @@ from typing import Any
 
 from rose.demo.plan import DemoPlan
 from rose.demo.processes import ENGINE_DTYPE, MAX_MODEL_LEN, Cluster, ModelDirs
-from rose.demo.records import UNDER_ROSE, PhaseResult
-from rose.demo.trace import ReplayRequest
-from rose.demo.windows import replayed_requests
+from rose.demo.records import UNDER_ROSE
 from rose.engine.stock import STOCK_ENV
 from rose.errors import WorkerError
+from rose.measure.records import Window
+from rose.measure.trace import ReplayRequest
+from rose.measure.windows import replayed_requests
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 
@@ -45,7 +46,7 @@ class GreedyCheck:
     def start_reference(self, samples: Sequence[tuple[int, float]]) -> ServerProcess:
         """Stock vLLM on the replay samples (index, seconds) that will run under ROSE, and on the probe."""
         self._requests = [
-            r for index, seconds in samples for r in replayed_requests(self._plan, index, seconds)
+            r for index, seconds in samples for r in replayed_requests(self._plan.traffic, index, seconds)
         ]
         serving = {
             "model": str(self._models.serving),
@@ -84,7 +85,7 @@ class GreedyCheck:
         thread.start()
         return thread
 
-    def compare(self, phases: Sequence[PhaseResult]) -> None:
+    def compare(self, phases: Sequence[Window]) -> None:
         """Counts equal answers; a probe that ROSE ended early is compared as far as it got."""
         tested = [request for phase in phases if phase.name in UNDER_ROSE for request in phase.requests]
         for request in tested:

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rose.demo.completions import Clock
+from rose.measure.completions import Clock
 
 SCREEN_PERIOD_S = 0.5
 LINE_PERIOD_S = 10.0

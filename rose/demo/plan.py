@@ -4,11 +4,12 @@ Owns every number of the demo. Pure; reads the machine's CPU count and nothing e
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rose.demo import frozenlake
 from rose.demo.models import SERVING_SPEC
+from rose.measure.windows import RolloutTraffic, ServingLoad, Traffic
 from rose.types import SLO
 
 DEMO_SLO = SLO(ttft_s=0.6, tpot_s=0.15)
@@ -17,6 +18,16 @@ DEMO_SLO = SLO(ttft_s=0.6, tpot_s=0.15)
 BURST_SIZE = 6
 BURST_PREFILL_S = 0.6
 """Of six of the longest prompts; most prompts of the trace are much shorter."""
+
+SERVING_LOAD = ServingLoad(
+    rate_rps=1.3,
+    burst_size=3,
+    max_prompt_tokens=256,
+    max_output_tokens=48,
+    vocab_size=SERVING_SPEC.vocab_size,
+    drain_s=8.0,
+)
+ROLLOUT_TRAFFIC = RolloutTraffic(concurrency=12, vocab_size=frozenlake.VOCAB_SIZE)
 
 AZURE_TRACE = Path("../shared/traces/AzureLLMInferenceTrace_conv.csv")
 """Used where it is; otherwise a generated trace of the same burst shape."""
@@ -44,36 +55,6 @@ class PoolPlan:
     num_slabs: int = 32
     slab_bytes: int = 768 << 10
     headroom_slabs: int = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingLoad:
-    """The replayed traffic: three neighbours of the trace at a time, lengths scaled to the tiny model."""
-
-    rate_rps: float = 1.3
-    burst_size: int = 3
-    max_prompt_tokens: int = 256
-    max_output_tokens: int = 48
-    vocab_size: int = SERVING_SPEC.vocab_size
-    drain_s: float = 8.0
-
-    @classmethod
-    def for_machine(cls, prefill_token_s: float) -> "ServingLoad":
-        """Chooses a load that takes about as long on every machine, given a prompt token's seconds.
-
-        Six prompts come at once. On an AMD EPYC without AVX-512, the P99 of the TTFT is 0.33 s alone, 0.51 s
-        where a rollout engine takes half of the compute, and 0.28 s under ROSE.
-        """
-        num_tokens = round(BURST_PREFILL_S / BURST_SIZE / prefill_token_s)
-        return cls(burst_size=BURST_SIZE, max_prompt_tokens=min(max(num_tokens, 48), 320))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutTraffic:
-    """The closed-loop rollout load of the harvest windows."""
-
-    concurrency: int = 12
-    vocab_size: int = frozenlake.VOCAB_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +99,8 @@ class DemoPlan:
     cpus: CpuPlan
     pool: PoolPlan
     slo: SLO = DEMO_SLO
-    serving: ServingLoad = field(default_factory=ServingLoad)
-    rollout: RolloutTraffic = field(default_factory=RolloutTraffic)
+    serving: ServingLoad = SERVING_LOAD
+    rollout: RolloutTraffic = ROLLOUT_TRAFFIC
 
     @classmethod
     def of(cls, options: DemoOptions) -> "DemoPlan":
@@ -138,9 +119,24 @@ class DemoPlan:
         return AZURE_TRACE if AZURE_TRACE.is_file() else None
 
     @property
+    def traffic(self) -> Traffic:
+        """What the windows send."""
+        return Traffic(serving=self.serving, rollout=self.rollout, trace=self.trace, seed=self.options.seed)
+
+    @property
     def measured_s(self) -> float:
         """Seconds of all windows together, for the time-left display."""
         durations = self.durations
         window_s = durations.window_s + self.serving.drain_s
         a_round_s = durations.rollout_alone_s + 3 * window_s
         return durations.num_rounds * a_round_s + window_s + durations.training_s
+
+
+def load_for_machine(prefill_token_s: float) -> ServingLoad:
+    """Chooses a load that takes about as long on every machine, given a prompt token's seconds.
+
+    Six prompts come at once. On an AMD EPYC without AVX-512, the P99 of the TTFT is 0.33 s alone, 0.51 s
+    where a rollout engine takes half of the compute, and 0.28 s under ROSE.
+    """
+    num_tokens = round(BURST_PREFILL_S / BURST_SIZE / prefill_token_s)
+    return replace(SERVING_LOAD, burst_size=BURST_SIZE, max_prompt_tokens=min(max(num_tokens, 48), 320))

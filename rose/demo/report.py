@@ -13,21 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from rose.demo import charts, page
-from rose.demo.figures import (
-    DemoFigures,
-    Environment,
-    Figure,
-    Verdict,
-    collect_env,
-    compute_figures,
-    percentile,
-    pooled_requests,
-    rollout_rate,
-    tpots_s,
-    ttfts_s,
-)
+from rose.demo.figures import DemoFigures, Verdict, compute_figures, rollout_rate
 from rose.demo.records import DemoResult, PhaseName
 from rose.demo.verdicts import judge
+from rose.measure.environment import Environment, collect_env
+from rose.measure.figures import Figure, percentile, pooled_requests, tpots_s, ttfts_s
 
 SERVING_PHASES = (
     (PhaseName.SERVING_ALONE, "serving alone", charts.ALONE),
@@ -251,7 +241,7 @@ def _window_rows(result: DemoResult) -> list[tuple[str, ...]]:
         foreign = f"{phase.foreign_cpu_share:.1%}"
         rows.append(
             (
-                phase.name.value.replace("_", " "),
+                phase.name.replace("_", " "),
                 f"{phase.duration_s:.0f}",
                 str(len(phase.requests)),
                 f"{phase.rollout_tokens:,}",

@@ -19,17 +19,20 @@ from pathlib import Path
 from rich.console import Console
 
 from rose.arguments import CommandParser, run_command
-from rose.demo.figures import collect_env, compute_figures, percentile, tpots_s, ttfts_s
+from rose.demo.figures import compute_figures
 from rose.demo.greedy import GreedyCheck
 from rose.demo.live import LiveState, LiveView
-from rose.demo.plan import DemoOptions, DemoPlan, Durations, ServingLoad
+from rose.demo.plan import DemoOptions, DemoPlan, Durations, load_for_machine
 from rose.demo.processes import Cluster, ModelDirs, write_models
-from rose.demo.records import DemoResult, PhaseName, PhaseResult
+from rose.demo.records import DemoResult, PhaseName
 from rose.demo.report import print_summary, write_report
 from rose.demo.slab_watch import SlabWatch
 from rose.demo.training_run import TrainingRun
-from rose.demo.windows import LEAD_S, BusyMeter, WindowRunner, WindowSpec
 from rose.errors import ConfigError, WorkerError
+from rose.measure.environment import collect_env
+from rose.measure.figures import percentile, tpots_s, ttfts_s
+from rose.measure.records import Window
+from rose.measure.windows import LEAD_S, BusyMeter, RlSteps, ServingLoad, WindowRunner, WindowSpec
 from rose.node.control import EngineControl
 from rose.node.processes import ProcessGroup
 from rose.node.signals import StopOnSignals
@@ -41,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 MODELS_TIMEOUT_S = 600.0
 SETUP_ESTIMATE_S = 150.0
-RL_STEP_S = 4.0
-"""About a step of the demo's trainer."""
 ROUND = (PhaseName.ROLLOUT_ALONE, PhaseName.SERVING_ALONE, PhaseName.ALTERNATE, PhaseName.ROSE)
 """Measured in turn in every round: a slow minute of the machine touches all of them."""
 GATES = {PhaseName.NAIVE: GateMode.OFF, PhaseName.ALTERNATE: GateMode.ALTERNATE}
@@ -93,21 +94,6 @@ class _Progress:
         self.view.update(self.state)
 
 
-class RlSteps:
-    """Begins RL steps at a trainer's pace where no trainer runs: each gives rollout a new memory budget."""
-
-    def __init__(self, rollout: EngineControl) -> None:
-        self._rollout = rollout
-        self._step = 0
-        self._next_s = 0.0
-
-    def tick(self) -> None:
-        if time.monotonic() >= self._next_s:
-            self._step += 1
-            self._next_s = time.monotonic() + RL_STEP_S
-            self._rollout.begin_rl_step(self._step)
-
-
 class _Demo:
     """One run. The methods are called in the order in which they stand."""
 
@@ -119,7 +105,7 @@ class _Demo:
         self._models = ModelDirs(plan.options.out_dir / "models")
         self._group = stack.enter_context(ProcessGroup())
         self._cluster = Cluster(plan, self._group, stack, self._models)
-        self._phases: list[PhaseResult] = []
+        self._phases: list[Window] = []
         self._notes: list[str] = []
 
     def run(self) -> DemoResult:
@@ -128,7 +114,9 @@ class _Demo:
         serving, rollout = engines["serving"], engines["rollout"]
         self._profile(serving, rollout)
         with SlabWatch(self._plan.pool.name) as self._watch:
-            runner = WindowRunner(self._plan, self._cluster, serving, rollout)
+            runner = WindowRunner(
+                self._plan.traffic, self._plan.options.out_dir, self._cluster, serving, rollout
+            )
             self._measure_baselines(runner, serving, rollout)
             training = self._train(runner, serving, rollout)
             self._measure_naive(runner, serving, rollout)
@@ -146,7 +134,7 @@ class _Demo:
         if process.wait(MODELS_TIMEOUT_S) != 0:
             raise WorkerError(f"the models could not be made:\n{process.log_tail()}")
         if self._fits_load:
-            load = ServingLoad.for_machine(float(self._models.speed.read_text()))
+            load = load_for_machine(float(self._models.speed.read_text()))
             self._plan = replace(self._plan, serving=load)
             self._notes.append(f"prompts: up to {load.max_prompt_tokens} tokens, as fits this machine")
         self._greedy = GreedyCheck(self._plan, self._cluster, self._models)
@@ -250,7 +238,7 @@ class _Demo:
         requests = runner.finish_replay(replay, spec, lambda: self._tick_training(training))
         training.stop()
         self._phases.append(
-            PhaseResult(
+            Window(
                 name=PhaseName.TRAINING,
                 start_s=start_s,
                 duration_s=duration_s,
@@ -284,7 +272,7 @@ class _Demo:
             self._progress.state.weight_version = str(events[-1]["publish"]["version"])
         self._tick()
 
-    def _show(self, result: PhaseResult) -> None:
+    def _show(self, result: Window) -> None:
         state = self._progress.state
         state.ttft_p99_s = percentile(ttfts_s(result.requests), 99) or state.ttft_p99_s
         state.tpot_p99_s = percentile(tpots_s(result.requests), 99) or state.tpot_p99_s

@@ -11,12 +11,9 @@ from rose.demo.figures import (
     MIN_REWARD_STEPS,
     DemoFigures,
     Verdict,
-    percentile,
-    pooled_requests,
-    tpots_s,
-    ttfts_s,
 )
 from rose.demo.records import UNDER_ROSE, DemoResult
+from rose.measure.figures import percentile, pooled_requests, tpots_s, ttfts_s
 
 NOT_MEASURED = "Not measured in this run."
 

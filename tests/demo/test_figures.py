@@ -1,54 +1,22 @@
 import json
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from measured import record
 
-from rose.demo.environment import Environment, collect_env
-from rose.demo.figures import attainment, compute_figures, percentile, reward_ends
-from rose.demo.records import (
-    DemoResult,
-    PhaseName,
-    PhaseResult,
-    RequestRecord,
-    RewardPoint,
-    SyncPoint,
-)
+from rose.demo.figures import compute_figures, reward_ends
+from rose.demo.records import DemoResult, PhaseName, RewardPoint, SyncPoint
 from rose.demo.verdicts import judge
+from rose.measure.environment import Environment
+from rose.measure.records import RequestRecord, Window
 from rose.types import SLO
 
 ENV = Environment(commit="abc", cpu="test", gpu=None, versions={}, seed=0, quick=True)
 SLO_600_150 = SLO(ttft_s=0.6, tpot_s=0.15)
 
 
-def record(
-    *,
-    ttft_s: float = 0.1,
-    tpot_s: float = 0.02,
-    tokens: int = 5,
-    request_id: str = "r0",
-    output: Sequence[int] | None = None,
-    error: str | None = None,
-    finish_reason: str | None = "length",
-) -> RequestRecord:
-    return RequestRecord(
-        request_id=request_id,
-        scheduled_s=10.0,
-        sent_s=10.01,
-        num_prompt_tokens=8,
-        max_tokens=tokens,
-        token_times_s=tuple(10.0 + ttft_s + index * tpot_s for index in range(tokens)),
-        output_token_ids=tuple(output) if output is not None else tuple(range(tokens)),
-        status=200,
-        error=error,
-        finish_reason=finish_reason,
-    )
-
-
 def phase(name: PhaseName, *, requests: Sequence[RequestRecord] = (), tokens: int = 0, busy_s: float = 0.0):
-    return PhaseResult(
+    return Window(
         name=name,
         start_s=0.0,
         duration_s=10.0,
@@ -83,66 +51,6 @@ def full_result() -> DemoResult:
         checksums_compared=2,
         checksum_mismatches=0,
     )
-
-
-def test_ttft_counts_from_the_scheduled_arrival() -> None:
-    assert record(ttft_s=0.25).ttft_s == pytest.approx(0.25)
-
-
-def test_tpot_is_the_mean_after_the_first_token_and_itl_the_longest_gap() -> None:
-    times = (1.0, 1.1, 1.5, 1.6)
-    timed = RequestRecord(
-        request_id="r",
-        scheduled_s=0.5,
-        sent_s=0.5,
-        num_prompt_tokens=1,
-        max_tokens=4,
-        token_times_s=times,
-        output_token_ids=(1, 2, 3, 4),
-        status=200,
-        finish_reason="length",
-    )
-    assert timed.tpot_s == pytest.approx(0.2)
-    assert timed.max_itl_s == pytest.approx(0.4)
-
-
-def test_one_token_has_no_tpot() -> None:
-    assert record(tokens=1).tpot_s is None
-    assert record(tokens=1).max_itl_s is None
-
-
-def test_record_survives_its_json_line() -> None:
-    original = record(error="gone", finish_reason=None)
-    assert RequestRecord.from_json_line(original.to_json_line()) == original
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
-def test_percentile_agrees_with_numpy(values: list[float], percent: float) -> None:
-    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
-
-
-def test_percentile_of_nothing_is_none_and_of_a_bad_rank_raises() -> None:
-    assert percentile([], 99) is None
-    with pytest.raises(ValueError, match=r"0\.\.100"):
-        percentile([1.0], 101)
-
-
-def test_unanswered_and_aborted_requests_miss_the_slo() -> None:
-    requests = [
-        record(ttft_s=0.1),
-        record(ttft_s=0.9),
-        record(tokens=0, error="refused", finish_reason=None),
-        record(ttft_s=0.1, finish_reason="abort"),
-    ]
-    assert attainment(requests, lambda r: r.ttft_s, 0.6) == 0.25
-
-
-def test_a_complete_one_token_request_meets_the_tpot_slo() -> None:
-    assert attainment([record(tokens=1)], lambda r: r.tpot_s, 0.001) == 1.0
-
-
-def test_attainment_without_requests_is_not_measured() -> None:
-    assert attainment([], lambda r: r.ttft_s, 0.6) is None
 
 
 def test_figures_of_a_worked_run() -> None:
@@ -220,11 +128,3 @@ def test_reward_windows_never_overlap() -> None:
     points = tuple(RewardPoint(step=i, reward_mean=float(i), success=0.0) for i in range(3))
     result = DemoResult(slo=SLO_600_150, seed=0, is_quick=True, phases=(), rewards=points)
     assert reward_ends(result) == (0.0, 2.0)
-
-
-def test_environment_names_this_machine() -> None:
-    env = collect_env(seed=7, quick=False)
-    assert env.seed == 7
-    assert env.quick is False
-    assert "cores" in env.cpu
-    assert "python" in env.versions

@@ -10,8 +10,6 @@ from rose.demo.live import LiveState, LiveView, bar_cells, line, sparkline
 from rose.demo.records import (
     DemoResult,
     PhaseName,
-    PhaseResult,
-    RequestRecord,
     RewardPoint,
     SlabEvent,
     SlabEventKind,
@@ -19,6 +17,7 @@ from rose.demo.records import (
     SyncPoint,
 )
 from rose.demo.report import print_summary, write_report
+from rose.measure.records import RequestRecord, Window
 from rose.types import SLO
 
 
@@ -40,7 +39,7 @@ def some_result(notes: tuple[str, ...] = ()) -> DemoResult:
         seed=0,
         is_quick=False,
         phases=tuple(
-            PhaseResult(name=name, start_s=0.0, duration_s=10.0, requests=(request,), rollout_tokens=500)
+            Window(name=name, start_s=0.0, duration_s=10.0, requests=(request,), rollout_tokens=500)
             for name in names
         ),
         rewards=tuple(RewardPoint(step=i, reward_mean=i / 10, success=i / 10) for i in range(10)),

@@ -5,18 +5,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from rose.demo.plan import DemoOptions, Durations, ServingLoad
+from rose.demo.plan import SERVING_LOAD, DemoOptions, Durations
 from rose.demo.records import UNDER_ROSE, PhaseName
 from rose.demo.run import run_demo
 
 MINIATURE = Durations(rollout_alone_s=3, window_s=8, num_rounds=1, training_s=10)
 """Training goes on to the end of its first step, however long that takes."""
-LIGHT = ServingLoad(rate_rps=0.5, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
+LIGHT = replace(SERVING_LOAD, rate_rps=0.5, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
 """A machine several times slower has time for rollouts beside it, and ends it."""
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from lib.cluster.rig import ClusterRig
 from lib.harness import median_figure
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 from rose.scheduler.group.tail import RolloutSpeed
 
 BENCHMARKS = Path(__file__).resolve().parents[2]

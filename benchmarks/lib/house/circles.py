@@ -8,8 +8,8 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 
-LINKED = ("scheduler", "transfer")
-"""Top-level folders that are linked into the package `rose`."""
+LINKED = ("scheduler", "transfer", "benchmarks/measure")
+"""Folders that are linked into the package `rose`, under their last name."""
 Graph = Mapping[str, set[str]]
 
 
@@ -27,9 +27,10 @@ def circles(parsed: Mapping[PurePosixPath, ast.Module]) -> list[list[str]]:
 
 def module_name(path: PurePosixPath) -> str | None:
     """Returns the importable name of a file of the product, and None for any other file."""
+    linked = next((folder for folder in LINKED if path.is_relative_to(folder)), None)
+    if linked is not None:
+        path = "rose" / path.relative_to(PurePosixPath(linked).parent)
     parts = [*path.with_suffix("").parts]
-    if parts[0] in LINKED:
-        parts.insert(0, "rose")
     if parts[0] != "rose":
         return None
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

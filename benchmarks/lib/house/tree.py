@@ -13,6 +13,8 @@ from pathlib import Path, PurePosixPath
 from rose.errors import ConfigError
 
 PRODUCT_FOLDERS = ("rose", "transfer", "scheduler", "csrc", ".ci")
+MEASURE = "benchmarks/measure"
+"""It is linked into the package, as `rose demo` needs it."""
 BUILD_FILES = ("Makefile", "MANIFEST.in", "pyproject.toml", "setup.py")
 SOURCE_SUFFIXES = (".py", ".cpp", ".hpp", ".h", ".cu", ".html", ".js", ".css")
 GENERATED_SUFFIXES = (".svg", ".csv", ".lock")
@@ -34,7 +36,8 @@ class SourceFile:
 
     @property
     def is_product(self) -> bool:
-        return self.path.parts[0] in PRODUCT_FOLDERS or str(self.path) in BUILD_FILES
+        is_shipped = self.path.parts[0] in PRODUCT_FOLDERS or self.path.is_relative_to(MEASURE)
+        return is_shipped or str(self.path) in BUILD_FILES
 
     @property
     def is_source(self) -> bool:

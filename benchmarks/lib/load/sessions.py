@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from rose.demo.completions import open_session
 from rose.demo.models import ROLLOUT_SPEC
 from rose.errors import WorkerError
+from rose.measure.completions import open_session
 from rose.node.control import EngineControl, completion_body
 
 NUM_SESSIONS = 12

@@ -1,6 +1,6 @@
 """The demo's traffic for benchmarks: the trace replay against serving, the closed loop against rollout.
 
-Owns how a rig's engines get the demo's windows (rose.demo.windows). Promises the demo's rates, lengths
+Owns how a rig's engines get the demo's windows (rose.measure.windows). Promises the demo's rates, lengths
 and layout on the CPUs. Never measures anything but what a window measures.
 """
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lib.engines.rig import Rig
-from rose.demo.figures import percentile, pooled_requests, tpots_s, ttfts_s
-from rose.demo.plan import CpuPlan, DemoOptions, DemoPlan, RolloutTraffic
-from rose.demo.records import PhaseResult
-from rose.demo.windows import WindowRunner
+from rose.demo.plan import CpuPlan, DemoOptions, DemoPlan
+from rose.measure.figures import percentile, pooled_requests, tpots_s, ttfts_s
+from rose.measure.records import Window
+from rose.measure.windows import WindowRunner
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 
@@ -31,12 +31,12 @@ def plan_traffic(args: argparse.Namespace, rig: Rig, concurrency: int) -> DemoPl
     out_dir = rig.folder / "windows"
     out_dir.mkdir()
     plan = DemoPlan.of(DemoOptions(out_dir=out_dir, quick=args.quick, seed=args.seed, trace=args.trace))
-    return replace(plan, rollout=RolloutTraffic(concurrency=concurrency))
+    return replace(plan, rollout=replace(plan.rollout, concurrency=concurrency))
 
 
 def window_runner(plan: DemoPlan, rig: Rig, serving: EngineControl, rollout: EngineControl) -> WindowRunner:
     """Runs windows on two of the rig's engines, its clients on the CPUs that don't stand for the GPU."""
-    return WindowRunner(plan, _PinnedClients(rig, plan.cpus), serving, rollout)
+    return WindowRunner(plan.traffic, plan.options.out_dir, _PinnedClients(rig, plan.cpus), serving, rollout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class _PinnedClients:
         return self.rig.run(list(argv), name, self.cpus.others)
 
 
-def latency_ms(windows: Sequence[PhaseResult], kind: str, percent: float) -> float | None:
+def latency_ms(windows: Sequence[Window], kind: str, percent: float) -> float | None:
     """A percentile of "ttft" or "tpot" over all serving requests of the windows; None without answers."""
     values = {"ttft": ttfts_s, "tpot": tpots_s}[kind](pooled_requests(windows))
     seconds = percentile(values, percent)
     return seconds * 1e3 if seconds is not None else None
 
 
-def note_foreign_share(windows: Sequence[PhaseResult]) -> None:
+def note_foreign_share(windows: Sequence[Window]) -> None:
     """Print a warning where other processes took CPU during the windows: the figures are theirs as well."""
     shares = [window.foreign_cpu_share for window in windows]
     if max(shares) > MAX_FOREIGN_SHARE:

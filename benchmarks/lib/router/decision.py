@@ -7,8 +7,8 @@ opens a socket.
 import time
 from collections.abc import Sequence
 
-from rose.demo.figures import Figure, percentile
 from rose.errors import NoWorkerError
+from rose.measure.figures import Figure, percentile
 from rose.messages import RoutingStatus
 from rose.scheduler.rollout.placing.policy import PaperPolicy
 from rose.scheduler.rollout.placing.views import TurnView

@@ -27,7 +27,7 @@ from statistics import fmean, median
 from lib.load.requests import Clock, Sample, Target, open_loop
 from lib.router.decision import percentile_ms
 from lib.router.rig import BODIES, FLOOR, FLOOR_COMMAND, other_router, requests_for, router, run, stub
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 
 _PER_S = 50.0
 _WARM_UP = 20

@@ -13,7 +13,7 @@ import psutil
 
 from lib.load.requests import Target, closed_loop
 from lib.router.rig import cpu_s, requests_for, router, run, stub
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 from rose.scheduler.rollout.placing.fairness import jain
 
 NUM_STREAMS = 384

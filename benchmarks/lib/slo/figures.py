@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from lib.harness import median_figure
-from rose.demo.figures import Figure
+from rose.measure.figures import Figure
 from rose.types import SLO
 
 ALONE, AGAIN, DUAL = "serving alone", "serving alone, again", "dual"

@@ -29,11 +29,11 @@ from lib.slo.figures import (
     tight_figures,
 )
 from lib.slo.policies import FEW, IDLE, MODES, policy_table
-from rose.demo.figures import Figure
 from rose.demo.plan import DemoOptions, DemoPlan
-from rose.demo.records import PhaseName, PhaseResult
-from rose.demo.run import RlSteps
-from rose.demo.windows import WindowRunner, WindowSpec
+from rose.demo.records import PhaseName
+from rose.measure.figures import Figure
+from rose.measure.records import Window
+from rose.measure.windows import RlSteps, WindowRunner, WindowSpec
 from rose.types import SLO, GateMode
 
 ROLLOUT_ALONE, TIGHT = "rollout alone", "tight"
@@ -55,7 +55,7 @@ CASES = ("density 1", "density 1.5", "density 2", "burst")
 ALONE_WINDOWS = 3
 """A window of rollouts alone is this many times shorter than the others; there are two for each of those."""
 
-Windows = dict[str, list[PhaseResult]]
+Windows = dict[str, list[Window]]
 Rates = dict[str, list[float]]
 
 
@@ -160,8 +160,8 @@ class _RealBench:
         """Serving alone is run twice where the mode that should not show is held against it."""
         return (ALONE, AGAIN) if IDLE in policies else (ALONE,)
 
-    def _run(self, runner: WindowRunner, spec: WindowSpec) -> PhaseResult:
-        tries: list[PhaseResult] = []
+    def _run(self, runner: WindowRunner, spec: WindowSpec) -> Window:
+        tries: list[Window] = []
         while len(tries) < MAX_TRIES:
             # Of another name each time: no prefix of one try is cached for the next.
             named = replace(spec, variant=f"{spec.variant}-try{len(tries)}")
@@ -212,12 +212,12 @@ def _notes(windows: Windows) -> dict[str, str]:
     return {name: ", ".join(_note(many)) for name, many in windows.items()}
 
 
-def _note(windows: Sequence[PhaseResult]) -> list[str]:
+def _note(windows: Sequence[Window]) -> list[str]:
     aborted = sum(sum(window.rollout_aborts.values()) for window in windows)
     return [*([f"{aborted} turns aborted"] if aborted else []), *_disturbances(windows)]
 
 
-def _disturbances(windows: Sequence[PhaseResult]) -> list[str]:
+def _disturbances(windows: Sequence[Window]) -> list[str]:
     share = max(window.foreign_cpu_share for window in windows)
     delay_s = max(window.longest_send_delay_s for window in windows)
     return [

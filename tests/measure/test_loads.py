@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rose.demo.records import read_records
-from rose.demo.replay import WINDOW_CLOSED, Replay, main, replay
-from rose.demo.rollout_load import SESSION_HEADER, RolloutLoad, RolloutLoadResult, RolloutWorkload
-from rose.demo.trace import ReplayRequest, load_trace, scaled, synthetic_trace
 from rose.errors import ConfigError
+from rose.measure.records import read_records
+from rose.measure.replay import WINDOW_CLOSED, Replay, main, replay
+from rose.measure.rollout_load import SESSION_HEADER, RolloutLoad, RolloutLoadResult, RolloutWorkload
+from rose.measure.trace import ReplayRequest, load_trace, scaled, synthetic_trace
 
 Answer = Callable[["Stream", dict[str, Any]], Awaitable[None]]
 SMALL = RolloutWorkload(
@@ -287,7 +287,7 @@ async def test_rollout_load_outlives_an_absent_server() -> None:
 async def test_replay_runs_as_its_own_process(tmp_path: Path) -> None:
     out = tmp_path / "serving.jsonl"
     async with server(count_up) as (url, bodies):
-        command = ["-m", "rose.demo.replay", "--url", url, "--model", "m", "--out", str(out)]
+        command = ["-m", "rose.measure.replay", "--url", url, "--model", "m", "--out", str(out)]
         load = ["--rate-rps", "20", "--duration-s", "1.5", "--vocab-size", "50", "--drain-s", "600"]
         start_at = str(time.monotonic() + 1.0)
         process = await asyncio.create_subprocess_exec(

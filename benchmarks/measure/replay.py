@@ -3,7 +3,7 @@
 Owns the sending and the timing of a replay. Promises that a request is timed from its scheduled
 arrival, and that every scheduled request has a record, also when the window closes on it. Never
 retries and never slows down for the server. Runs as a process of its own, so that it can be pinned:
-``python -m rose.demo.replay --url http://127.0.0.1:8000 --model tiny --out serving.jsonl``
+``python -m rose.measure.replay --url http://127.0.0.1:8000 --model tiny --out serving.jsonl``
 """
 
 import argparse
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import aiohttp
 
-from rose.demo.completions import Clock, Completion, open_session, stream_completion
-from rose.demo.figures import percentile
-from rose.demo.load_process import add_load_arguments, reporting
-from rose.demo.records import RequestRecord
-from rose.demo.trace import ReplayRequest, scaled, trace_or_synthetic
 from rose.errors import RoseError
+from rose.measure.completions import Clock, Completion, open_session, stream_completion
+from rose.measure.figures import percentile
+from rose.measure.load_process import add_load_arguments, reporting
+from rose.measure.records import RequestRecord
+from rose.measure.trace import ReplayRequest, scaled, trace_or_synthetic
 from rose.node.control import completion_body
 
 __all__ = ["Replay", "ReplayRequest", "replay", "scaled"]
@@ -182,7 +182,7 @@ async def _run(args: argparse.Namespace, requests: Sequence[ReplayRequest]) -> N
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m rose.demo.replay",
+        prog="python -m rose.measure.replay",
         description="Replay a bursty serving trace against an OpenAI server.",
     )
     add_load_arguments(parser, url="server, e.g. http://127.0.0.1:8000", out="JSON lines, one per request")
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             burst_size=args.burst_size,
         )
     except (RoseError, ValueError, OSError) as error:
-        print(f"rose.demo.replay: {error}", file=sys.stderr)
+        print(f"rose.measure.replay: {error}", file=sys.stderr)
         return 2
     asyncio.run(_run(args, requests))
     return 0

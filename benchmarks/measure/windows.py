@@ -13,11 +13,10 @@ from typing import Protocol
 
 import psutil
 
-from rose.demo.plan import DemoPlan
-from rose.demo.records import PhaseName, PhaseResult, RequestRecord, read_records
-from rose.demo.rollout_load import RolloutLoadResult
-from rose.demo.trace import ReplayRequest, scaled, trace_or_synthetic
 from rose.errors import WorkerError
+from rose.measure.records import RequestRecord, Window, read_records
+from rose.measure.rollout_load import RolloutLoadResult
+from rose.measure.trace import ReplayRequest, scaled, trace_or_synthetic
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 
@@ -25,12 +24,45 @@ LEAD_S = 6.0
 """From starting the clients to the window's start: they import first, two of them on one CPU."""
 SLACK_S = 120.0
 POLL_S = 0.2
+RL_STEP_S = 4.0
+"""About a step of the demo's trainer."""
 
 Tick = Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingLoad:
+    """The replayed traffic: neighbours of the trace at a time, lengths scaled to the model."""
+
+    rate_rps: float
+    burst_size: int
+    max_prompt_tokens: int
+    max_output_tokens: int
+    vocab_size: int
+    drain_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTraffic:
+    """The closed-loop rollout load."""
+
+    concurrency: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What all windows of one measurement send."""
+
+    serving: ServingLoad
+    rollout: RolloutTraffic
+    trace: Path | None
+    """An Azure-style CSV of arrivals; None: a generated trace."""
+    seed: int
+
+
 class ClientStarter(Protocol):
-    """Starts a window's clients beside the engines: the demo's cluster, or a benchmark's rig."""
+    """Starts a window's clients beside the engines."""
 
     def run(self, argv: Sequence[str], name: str) -> ServerProcess:
         """A Python process; whoever started it stops it."""
@@ -41,7 +73,7 @@ class ClientStarter(Protocol):
 class WindowSpec:
     """What runs in a window. ``index`` makes it a distinct sample of the trace."""
 
-    name: PhaseName
+    name: str
     index: int
     duration_s: float
     has_serving: bool
@@ -59,15 +91,21 @@ class WindowRunner:
     """Runs windows one after another on one pair of engines."""
 
     def __init__(
-        self, plan: DemoPlan, clients: ClientStarter, serving: EngineControl, rollout: EngineControl
+        self,
+        traffic: Traffic,
+        folder: Path,
+        clients: ClientStarter,
+        serving: EngineControl,
+        rollout: EngineControl,
     ) -> None:
-        self._plan = plan
+        """Keeps records in ``folder``."""
+        self._traffic = traffic
         self._clients = clients
         self._serving = serving
         self._rollout = rollout
-        self._dir = plan.options.out_dir
+        self._dir = folder
 
-    def run(self, spec: WindowSpec, tick: Tick) -> PhaseResult:
+    def run(self, spec: WindowSpec, tick: Tick) -> Window:
         """Measure one window; ``tick`` is called a few times a second meanwhile."""
         start_s = time.monotonic() + LEAD_S
         replay = self.start_replay(spec, start_s) if spec.has_serving else None
@@ -79,7 +117,7 @@ class WindowRunner:
         serving_busy_s, rollout_busy_s, foreign = meter.stop()
         result = self._finish_load(load, tick) if load is not None else None
         requests = self.finish_replay(replay, spec, tick) if replay is not None else ()
-        return PhaseResult(
+        return Window(
             name=spec.name,
             start_s=start_s,
             duration_s=spec.duration_s,
@@ -94,25 +132,25 @@ class WindowRunner:
     def start_replay(self, spec: WindowSpec, start_s: float) -> ServerProcess:
         """The serving replay as a process; it ends by itself after the window and its drain."""
         argv = [
-            *("-m", "rose.demo.replay", "--url", self._serving.url, "--model", self._serving.model),
+            *("-m", "rose.measure.replay", "--url", self._serving.url, "--model", self._serving.model),
             *("--out", str(self._path(spec, "serving"))),
-            *replay_flags(self._plan, spec.index, spec.duration_s),
+            *replay_flags(self._traffic, spec.index, spec.duration_s),
             *("--start-at", str(start_s), "--cache-salt", spec.key),
         ]
         return self._clients.run(argv, f"replay-{spec.key}")
 
     def finish_replay(self, replay: ServerProcess, spec: WindowSpec, tick: Tick) -> tuple[RequestRecord, ...]:
         """Wait for the replay's end and read its records. Raises: WorkerError."""
-        _wait_ended(replay, self._plan.serving.drain_s + SLACK_S, tick)
+        _wait_ended(replay, self._traffic.serving.drain_s + SLACK_S, tick)
         return read_records(self._path(spec, "serving"))
 
     def _start_load(self, spec: WindowSpec, start_s: float) -> ServerProcess:
-        traffic = self._plan.rollout
+        traffic = self._traffic.rollout
         argv = [
-            *("-m", "rose.demo.rollout_load", "--url", str(spec.rollout_url)),
+            *("-m", "rose.measure.rollout_load", "--url", str(spec.rollout_url)),
             *("--model", self._rollout.model, "--out", str(self._path(spec, "load"))),
             *("--concurrency", str(traffic.concurrency), "--duration-s", str(spec.duration_s)),
-            *("--vocab-size", str(traffic.vocab_size), "--seed", str(self._plan.options.seed)),
+            *("--vocab-size", str(traffic.vocab_size), "--seed", str(self._traffic.seed)),
             *("--start-at", str(start_s), "--cache-salt", spec.key),
         ]
         return self._clients.run(argv, f"load-{spec.key}")
@@ -125,6 +163,21 @@ class WindowRunner:
     def _path(self, spec: WindowSpec, kind: str) -> Path:
         suffix = "jsonl" if kind == "serving" else "json"
         return self._dir / f"{kind}-{spec.key}.{suffix}"
+
+
+class RlSteps:
+    """Begins RL steps at a trainer's pace where no trainer runs: each gives rollout a new memory budget."""
+
+    def __init__(self, rollout: EngineControl) -> None:
+        self._rollout = rollout
+        self._step = 0
+        self._next_s = 0.0
+
+    def tick(self) -> None:
+        if time.monotonic() >= self._next_s:
+            self._step += 1
+            self._next_s = time.monotonic() + RL_STEP_S
+            self._rollout.begin_rl_step(self._step)
 
 
 class BusyMeter:
@@ -162,9 +215,9 @@ class CpuUse:
         return max(0.0, used_s - ours_s) / capacity_s
 
 
-def replay_flags(plan: DemoPlan, index: int, duration_s: float) -> list[str]:
+def replay_flags(traffic: Traffic, index: int, duration_s: float) -> list[str]:
     """The replay's flags for the ``index``-th sample of the trace: the same requests for the same index."""
-    load = plan.serving
+    load = traffic.serving
     flags = {
         "--rate-rps": load.rate_rps,
         "--burst-size": load.burst_size,
@@ -173,17 +226,17 @@ def replay_flags(plan: DemoPlan, index: int, duration_s: float) -> list[str]:
         "--vocab-size": load.vocab_size,
         "--duration-s": duration_s,
         "--drain-s": load.drain_s,
-        "--seed": plan.options.seed + index,
+        "--seed": traffic.seed + index,
     }
-    trace = ["--trace", str(plan.trace)] if plan.trace is not None else []
+    trace = ["--trace", str(traffic.trace)] if traffic.trace is not None else []
     return [*trace, *(str(part) for pair in flags.items() for part in pair)]
 
 
-def replayed_requests(plan: DemoPlan, index: int, duration_s: float) -> list[ReplayRequest]:
+def replayed_requests(traffic: Traffic, index: int, duration_s: float) -> list[ReplayRequest]:
     """The requests that a replay with ``replay_flags`` of the same arguments sends."""
-    load, seed = plan.serving, plan.options.seed + index
+    load, seed = traffic.serving, traffic.seed + index
     return scaled(
-        trace_or_synthetic(plan.trace, seed),
+        trace_or_synthetic(traffic.trace, seed),
         load.rate_rps,
         load.max_prompt_tokens,
         load.max_output_tokens,

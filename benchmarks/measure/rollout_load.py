@@ -3,7 +3,7 @@
 Owns the shape of the rollout traffic and its token count. Promises the same prompts for the same
 seed, and that a turn aborted by ROSE goes on from its partial tokens. Never trains: actions are
 sampled tokens, observations are random ones. Runs as a process of its own:
-``python -m rose.demo.rollout_load --url http://127.0.0.1:8001 --model tiny --concurrency 8 --out load.json``
+``python -m rose.measure.rollout_load --url http://127.0.0.1:8001 --model tiny --out load.json``
 """
 
 import argparse
@@ -20,8 +20,8 @@ from typing import Any
 
 import aiohttp
 
-from rose.demo.completions import Clock, Completion, open_session, stream_completion
-from rose.demo.load_process import add_load_arguments, reporting
+from rose.measure.completions import Clock, Completion, open_session, stream_completion
+from rose.measure.load_process import add_load_arguments, reporting
 from rose.node.control import completion_body
 
 SESSION_HEADER = "X-Session-ID"
@@ -246,7 +246,7 @@ async def _run(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m rose.demo.rollout_load", description="Closed-loop multi-turn rollout traffic."
+        prog="python -m rose.measure.rollout_load", description="Closed-loop multi-turn rollout traffic."
     )
     add_load_arguments(
         parser, url="router or engine, e.g. http://127.0.0.1:8001", out="JSON object with the result"
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.concurrency < 1:
         print(
-            f"rose.demo.rollout_load: --concurrency must be at least 1, got {args.concurrency}",
+            f"rose.measure.rollout_load: --concurrency must be at least 1, got {args.concurrency}",
             file=sys.stderr,
         )
         return 2
