@@ -19,10 +19,13 @@ bytes as looking at both versions once: no sync of a delta can be shorter here, 
 relays that hold the same objects with a follower of all weights each, also for two Mooncake stores; beside
 it the interfaces' own count, which has a burst's headers once, and the same with one relay at the trainer,
 from which each follower fetches.
+`long_run_ratio`: all bytes over the link in 240 versions, headers included, over the deltas' own bytes, with
+a follower that joins after the last one; the first snapshot is not counted.
 `projected_sync_s[...]` is arithmetic from this run's rates, not a measurement.
 
     python benchmarks/bench_sync.py --json sync.json
     python benchmarks/bench_sync.py --only mooncake        the bytes of two Mooncake stores alone
+    python benchmarks/bench_sync.py --only long            the long run alone
 """
 
 import argparse
@@ -53,6 +56,8 @@ PAPER_SPEEDUPS = {ASYNC: (1.6, 1.5), SHARDED: (1.8, 1.3), SPARSE: (4.4, 4.6)}
 """Of Qwen3-8B and Qwen3-32B, each over the variant before: ROSE Figure 10a, at 200 Gbps."""
 REPLICAS = (1, 2, 4)
 NUM_LAYERS = 5
+LONG_RUN_VERSIONS = 240
+LONG_RUN_LAYERS = 1
 STREAM_S = 0.5
 
 PROJECTED_BYTES = {"8B": 16.4e9, "32B": 65.5e9, "235B": 470e9}
@@ -72,7 +77,28 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             figures += [_copies_figure(cluster, replicas, repeats) for replicas in REPLICAS]
         if args.only in (None, "mooncake") and mooncake_available()[0]:
             figures.append(_copies_figure(cluster, 2, repeats, "mooncake"))
+    if args.only in (None, "long"):
+        with stop_signals_raise(), Cluster(LONG_RUN_LAYERS, args.seed) as cluster:
+            figures.append(_long_run(cluster))
     return figures
+
+
+def _long_run(cluster: Cluster) -> Figure:
+    run = cluster.open(VARIANTS[SPARSE])
+    cluster.link.limit(max(LINKS_GBPS))
+    before = cluster.link.count()
+    syncs = _syncs(run, LONG_RUN_VERSIONS, "long run")
+    cluster.join(run)
+    link_bytes = (cluster.link.count() - before).on_wire
+    run.close()
+    delta_bytes = sum(sync.encoded_bytes for sync in syncs)
+    return Figure(
+        name="long_run_ratio",
+        value=link_bytes / delta_bytes,
+        unit="times the deltas' bytes",
+        target="<= 1.05",
+        peers={"MB of deltas": delta_bytes / 1e6, "MB of a snapshot": _model_bytes(LONG_RUN_LAYERS) / 1e6},
+    )
 
 
 def _times(cluster: Cluster, repeats: int, is_quick: bool) -> list[Figure]:
@@ -103,7 +129,8 @@ def _times(cluster: Cluster, repeats: int, is_quick: bool) -> list[Figure]:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=("times", "copies", "mooncake"), help="one part of the figures")
+    parts = ("times", "copies", "mooncake", "long")
+    parser.add_argument("--only", choices=parts, help="one part of the figures")
 
 
 def _plain_over_ideal(cluster: Cluster, gbps: float) -> float:
@@ -267,8 +294,8 @@ def _ideal_s(num_bytes: float, gbps: float) -> float:
     return num_bytes * 8 / (gbps * 1e9)
 
 
-def _model_bytes() -> int:
-    return sum(spec.num_bytes for spec in model_specs(NUM_LAYERS))
+def _model_bytes(num_layers: int = NUM_LAYERS) -> int:
+    return sum(spec.num_bytes for spec in model_specs(num_layers))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,19 @@ import signal
 import subprocess
 import sys
 
+from rose.transfer.format import manifest as keys
 from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
 
 CAPACITY_BYTES = 64 << 20
+
+
+def wait_folded(relay: Relay, run_id: str, version: int) -> None:
+    """Returns when the relay has made the snapshot that it was asked for."""
+    key = keys.manifest_key(run_id, version, None)
+    seen: str | None = None
+    while relay.lacking([key]):
+        seen = relay.wait([key], seen, 5.0).seen
 
 
 class RelayProcess:

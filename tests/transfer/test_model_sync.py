@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from relay_process import RelayProcess
+from relay_process import RelayProcess, wait_folded
 from slow_proxy import SlowProxy
 from training_steps import step
 
@@ -141,19 +141,22 @@ def test_a_late_joiner_starts_from_the_frames_of_a_dense_version(
     relays, weights, threads, start_senders, start_receivers
 ):
     senders, receivers = start_senders(urls_of(relays), codec=Codec.DENSE), start_receivers(urls_of(relays))
-    for number in range(3):
-        step(weights)
-        sent = send_all(threads, senders)
-        receive_all(threads, receivers, number)
-        for each in sent:
-            each.result()
+    with closing(open_relay(",".join(urls_of(relays)))) as relay:
+        for number in range(4):
+            step(weights)
+            sent = send_all(threads, senders)
+            receive_all(threads, receivers, number)
+            for each in sent:
+                each.result()
+            if number > 0:
+                wait_folded(relay, "run", number)
     late = start_receivers(urls_of(relays))[-RANKS:]
-    receive_all(threads, late, 2)
+    receive_all(threads, late, 3)
     check_hold(late, weights)
     with closing(open_relay(relays[1].url)) as relay:
         names = [name for name in relay.keys("rose/run/") if bucket_of(name) is not None]
-    # Nobody needs the older versions any more, and the newest one's snapshot has no frames of its own.
-    assert {name.split("/")[2] for name in names} <= {"1-0", "2-1"}
+    # Nobody needs the older versions any more, and the snapshots have no frames of their own.
+    assert {name.split("/")[2] for name in names} == {"2-1", "3-2"}
 
 
 def test_a_rank_that_died_is_named_and_the_others_have_the_version(

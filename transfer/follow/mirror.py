@@ -15,7 +15,7 @@ import numpy as np
 
 from rose.errors import FrameError
 from rose.transfer.format.codec import Codec, Patch, decode
-from rose.transfer.format.frame import NO_BASE, Frame, run_digest
+from rose.transfer.format.frame import Frame
 from rose.transfer.format.layout import Bucket, Layout
 from rose.transfer.format.manifest import BucketEntry, Manifest
 from rose.transfer.format.partition import held_buckets
@@ -85,7 +85,8 @@ class WeightMirror:
             bucket = layout.buckets[entry.index]
             # A dense frame needs no base, so it may belong to the version's delta.
             frame = Frame.unpack(fetch(entry))
-            _require_place(frame, bucket, layout.digest, manifest.run_id, frame.base, manifest.version)
+            frame.check_place(bucket, layout.digest)
+            frame.check_version(manifest.run_id, frame.base, manifest.version)
             bits = np.frombuffer(frame.payload, bits_dtype(bucket.dtype))
             if frame.codec is not Codec.DENSE or bits.size != bucket.num_elements:
                 raise FrameError(f"bucket {bucket.index} of snapshot {manifest.version} is not dense")
@@ -124,7 +125,8 @@ class WeightMirror:
         if frame.bucket not in self.planes.held:
             raise FrameError(f"this mirror does not hold bucket {frame.bucket} of {len(layout.buckets)}")
         run_id, number = self.version.run_id, self.version.number
-        _require_place(frame, layout.buckets[frame.bucket], layout.digest, run_id, number, number + 1)
+        frame.check_place(layout.buckets[frame.bucket], layout.digest)
+        frame.check_version(run_id, number, number + 1)
         step = self._check_step(self.planes, frame, layout.buckets[frame.bucket])
         _apply_all(self.planes, [step])
         self._ahead[frame.bucket] = step
@@ -249,17 +251,6 @@ def _buckets(manifest: Manifest, layout: Layout) -> list[Bucket]:
 
 def _open_frame(data: bytes, manifest: Manifest, bucket: Bucket) -> Frame:
     frame = Frame.unpack(data)
-    _require_place(frame, bucket, manifest.layout, manifest.run_id, manifest.base, manifest.version)
+    frame.check_place(bucket, manifest.layout)
+    frame.check_version(manifest.run_id, manifest.base, manifest.version)
     return frame
-
-
-def _require_place(
-    frame: Frame, bucket: Bucket, layout: str, run_id: str, base: int | None, version: int
-) -> None:
-    frame.check_place(bucket, layout)
-    expected = (run_digest(run_id), base if base is not None else NO_BASE, version)
-    if (frame.run, frame.base, frame.version) != expected:
-        raise FrameError(
-            f"frame is {frame.version} on {frame.base} of run {frame.run.hex()}, expected "
-            f"{version} on {expected[1]} of {expected[0].hex()}"
-        )

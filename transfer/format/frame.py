@@ -35,7 +35,7 @@ import xxhash
 
 from rose.errors import FrameError
 from rose.transfer.format.codec import Codec
-from rose.transfer.format.layout import Bucket
+from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout
 from rose.transfer.format.state_hash import StateHash
 
 MAGIC = b"ROSEWGHT"
@@ -70,6 +70,39 @@ class Frame:
     base_hash: StateHash
     new_hash: StateHash
     payload: bytes
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        bucket: Bucket,
+        run_id: str,
+        base: int | None,
+        version: int,
+        *,
+        codec: Codec,
+        payload: bytes,
+        num_changed: int,
+        before: StateHash,
+        after: StateHash,
+    ) -> Self:
+        """Returns the frame of a bucket's payload. base: None for a snapshot."""
+        return cls(
+            codec=codec,
+            width=DTYPE_BYTES[bucket.dtype],
+            bucket=bucket.index,
+            run=run_digest(run_id),
+            base=base if base is not None else NO_BASE,
+            version=version,
+            layout=bytes.fromhex(layout.digest),
+            dtype=bucket.dtype,
+            num_elements=bucket.num_elements,
+            first_index=bucket.first_index,
+            num_changed=num_changed,
+            base_hash=before,
+            new_hash=after,
+            payload=payload,
+        )
 
     def pack(self) -> bytes:
         """Returns the frame as bytes."""
@@ -141,3 +174,14 @@ class Frame:
         found = (self.bucket, self.dtype, self.num_elements, self.first_index, self.layout.hex())
         if found != expected:
             raise FrameError(f"frame is for {found}, expected {expected}")
+
+    def check_version(self, run_id: str, base: int | None, version: int) -> None:
+        """Raises: FrameError unless the frame leads from `base`, None for a snapshot, to this version of the
+        run.
+        """
+        expected = (run_digest(run_id), base if base is not None else NO_BASE, version)
+        if (self.run, self.base, self.version) != expected:
+            raise FrameError(
+                f"frame is {self.version} on {self.base} of run {self.run.hex()}, expected "
+                f"{version} on {expected[1]} of {expected[0].hex()}"
+            )

@@ -6,6 +6,7 @@
     rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
     rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
     rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of the version, if there are several
+    rose/{run}/{new}-none/FOLD           asks the relay to make this snapshot from its deltas
     rose/{run}/rank/{rank}               the shards that this trainer rank holds    (written once)
     rose/{run}/ack/{worker}              the version that a worker runs             (replaced)
 
@@ -149,6 +150,12 @@ class PartBody(_Body):
     buckets: list[BucketEntry]
 
 
+class Fold(_Body):
+    """The trainer's wish for a snapshot that the relay makes from an older one and the deltas since."""
+
+    snapshot: int = Field(ge=0)
+
+
 class Ack(_Body):
     """A worker's statement that it now runs a version."""
 
@@ -188,6 +195,16 @@ def version_prefix(run_id: str, version: int, base: int | None) -> str:
 
 def manifest_key(run_id: str, version: int, base: int | None) -> str:
     return version_prefix(run_id, version, base) + "MANIFEST"
+
+
+def fold_key(run_id: str, version: int) -> str:
+    return version_prefix(run_id, version, None) + "FOLD"
+
+
+def fold_of(key: str) -> tuple[str, int] | None:
+    """Returns the run and version of a Fold's key; None for the key of another object."""
+    match = re.fullmatch(r"rose/([^/]+)/(\d+)-none/FOLD", key)
+    return (match[1], int(match[2])) if match is not None else None
 
 
 def is_version_key(key: str) -> bool:

@@ -1,21 +1,48 @@
 """One run's objects in the relay: the chain of deltas, its snapshots, and what may be removed.
 
-Owns which objects exist, HEAD and the oldest version from which followers may still start, the run's
-announcement, the removal of what nobody needs, and the repair of relay copies that missed writes. HEAD never
-names an object that is missing, and is moved before anything that it named is removed. Never encodes weights.
-The publisher's thread calls it; the threads that put call make_room() and announce_coming().
+Owns which objects exist, HEAD and the oldest version from which followers may still start, when the relay
+folds deltas into a snapshot, the run's announcement, the removal of what nobody needs, and the repair of
+relay copies that missed writes. HEAD never names an object that is missing, and is moved before anything that
+it named is removed. Never encodes weights. The publisher's thread calls it; the threads that put call
+make_room() and announce_coming().
 """
 
+import logging
 import threading
+import time
 import uuid
 from contextlib import suppress
+from dataclasses import dataclass
 
 from rose.errors import RelayError, RelayFull
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.layout import Layout
-from rose.transfer.format.manifest import Ack, Head, HeadRun, LayoutBody, pack_body, unpack_body
+from rose.transfer.format.manifest import (
+    Ack,
+    Fold,
+    Head,
+    HeadRun,
+    LayoutBody,
+    Manifest,
+    pack_body,
+    unpack_body,
+)
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.relay.protocol import Relay
+
+logger = logging.getLogger(__name__)
+
+FOLD_TIMEOUT_S = 300.0
+"""After this time the trainer sends a snapshot itself, when the chain has become too long once more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Folding:
+    """A snapshot that the relay was asked to make."""
+
+    version: int
+    state_hash: StateHash
+    asked_s: float
 
 
 class VersionChain:
@@ -39,6 +66,9 @@ class VersionChain:
         self._oldest_base = 0
         self._snapshot_bytes = 0
         self._chain_bytes = 0
+        """The deltas since the last snapshot, or since the one that is being folded."""
+        self._is_fold_due = False
+        self._folding: _Folding | None = None
         self.is_announced = False
         """Whether followers may be on this chain. It is False again when the relay came back empty."""
         self._head: tuple[int, StateHash] | None = None
@@ -54,6 +84,7 @@ class VersionChain:
         if self._relay.get(keys.head_key(self._run_id)) is None:
             self._relay.upsert(keys.layout_key(self._run_id), pack_body(LayoutBody.of(self._layout)))
             self.is_announced = False
+            self._folding = None
         else:
             prefix = keys.run_prefix(self._run_id)
             written = {key for names in self._objects.values() for key in names}
@@ -61,6 +92,8 @@ class VersionChain:
             newest = [
                 key for (version, _), names in self._objects.items() if version == last for key in names
             ]
+            if self._folding is not None:
+                others_write += (keys.version_prefix(self._run_id, self._folding.version, None),)
             self._relay.repair(prefix, written, newest, others_write)
 
     def start(self, version: int, base: int | None) -> list[str]:
@@ -75,28 +108,29 @@ class VersionChain:
         self._objects.clear()
 
     def add_snapshot(self, version: int, num_bytes: int) -> None:
-        """Records that a snapshot is in the relay. Frames that it shares with a delta stay as long as it
-        does.
-        """
-        delta, kept = (version, version - 1), set(self._objects[version, None])
-        if delta in self._objects:
-            self._objects[delta] = [key for key in self._objects[delta] if key not in kept]
+        """Records that a snapshot is in the relay, whole."""
         self._snapshots = [*self._snapshots[-1:], version]
         self._snapshot_bytes = num_bytes
-        self._chain_bytes = 0
 
     def needs_snapshot(self, version: int, num_bytes: int) -> bool:
-        """Returns whether a snapshot should follow a delta of this size.
+        """Returns whether the trainer should send a snapshot after a delta of this size.
 
         Late joiners walk the chain from the snapshot, so it may be neither long nor nearly as big as the
-        snapshot.
+        snapshot: then the relay is asked to fold it. The trainer sends only what the relay has no deltas for,
+        or does not fold in time.
         """
         self._chain_bytes += num_bytes
-        latest = self._snapshots[-1]
+        folding, latest = self._folding, self._snapshots[-1]
         if latest == version or not self.is_announced:
             return latest != version
+        num_versions = version - (folding.version if folding is not None else latest)
         max_bytes = self._snapshot_bytes * self._snapshot_share
-        return version - latest >= self._snapshot_every or self._chain_bytes > max_bytes
+        is_long = num_versions >= self._snapshot_every or self._chain_bytes > max_bytes
+        self._is_fold_due = is_long and folding is None
+        is_late = folding is not None and time.monotonic() - folding.asked_s > FOLD_TIMEOUT_S
+        if is_long and is_late:
+            logger.warning("the relay did not fold version %s in time: sending a snapshot", folding)
+        return is_long and is_late
 
     def announce_coming(self, version: int) -> None:
         """Tells followers that are up to date to fetch this version's frames while they arrive."""
@@ -109,10 +143,43 @@ class VersionChain:
         """Points followers at the newest version, then removes what nobody needs any more."""
         self._coming = None
         self._head = (version, state_hash)
+        if self._snapshots[-1] == version:
+            self._folding, self._chain_bytes = None, 0  # the trainer sent it
         self.make_room()
         if not self.is_announced:
             self._relay.upsert(keys.HEAD_RUN_KEY, pack_body(HeadRun(run_id=self._run_id)))
             self.is_announced = True
+        if self._is_fold_due:
+            self._ask_to_fold(version, state_hash)
+
+    def _ask_to_fold(self, version: int, state_hash: StateHash) -> None:
+        key = keys.fold_key(self._run_id, version)
+        self._objects[version, None] = [key]
+        self._relay.upsert(key, pack_body(Fold(snapshot=self._snapshots[-1])))
+        self._folding = _Folding(version=version, state_hash=state_hash, asked_s=time.monotonic())
+        self._is_fold_due, self._chain_bytes = False, 0
+
+    def _take_folded(self) -> None:
+        """Takes over the snapshot that the relay was asked for, once every copy of the relay has made it."""
+        folding = self._folding
+        if folding is None:
+            return
+        key = keys.manifest_key(self._run_id, folding.version, None)
+        data = self._relay.get(key) if not self._relay.lacking([key]) else None
+        if data is None:
+            return
+        snapshot = unpack_body(data, Manifest, key)
+        self._folding = None
+        if snapshot.state_hash != str(folding.state_hash):
+            logger.error("folded snapshot has a wrong hash: key=%s %s, published %s", key, snapshot, folding)
+            return
+        names = {entry.key for entry in snapshot.buckets}
+        for written in list(self._objects.values()):
+            # A delta's dense frames now stay as long as the snapshot. The list may be growing meanwhile.
+            for name in [name for name in written if name in names]:
+                written.remove(name)
+        self._objects[folding.version, None] += [key, *sorted(names)]
+        self.add_snapshot(folding.version, sum(entry.num_bytes for entry in snapshot.buckets))
 
     def make_room(self) -> None:
         """Removes what nobody needs now that workers have acknowledged more. Raises: RelayError."""
@@ -120,6 +187,7 @@ class VersionChain:
             if self._head is None:
                 return
             version, state_hash = self._head
+            self._take_folded()
             self._oldest_base = self._choose_oldest_base()
             head = Head(
                 writer=self._writer,

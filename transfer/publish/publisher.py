@@ -5,7 +5,7 @@ its objects are in the relay. The kept copy is updated in the same pass that com
 that publish fails, the next one takes the copy back to the last committed version and starts from there.
 Deltas are exact. Never waits for engines, except in wait_acked(). One thread at a time. Source: ROSE §4.2.
 Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is not exact), and
-snapshots bound the chain that a late joiner walks.
+snapshots, which the relay folds, bound the chain that a late joiner walks.
 """
 
 import logging
@@ -24,7 +24,7 @@ from rose.errors import RelayError, WorkerError
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.layout import BUCKET_BYTES
-from rose.transfer.format.manifest import Ack, BucketEntry, Manifest, unpack_body
+from rose.transfer.format.manifest import Ack, Manifest, unpack_body
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.format.state_hash import StateHash
@@ -67,7 +67,9 @@ class SyncReport:
     wire_bytes: int
     """The frames and the manifest of this version."""
     snapshot_bytes: int
-    """The size of the snapshot that was put beside a delta for late joiners; usually 0."""
+    """The size of the snapshot that was sent beside a delta, because the relay had come back empty or did not
+    fold one in time; usually 0.
+    """
     encode_s: float
     put_s: float
     """The time spent waiting for the relay when nothing was left to encode meanwhile."""
@@ -80,8 +82,8 @@ class WeightPublisher:
     codec: one for all buckets; None chooses for each bucket by its density and by link_gbps, the link to the
     relay.
     full_wait_s: how long to wait for a full relay, while acknowledgements free what it holds of old versions.
-    snapshot_every, snapshot_share: a snapshot for late joiners follows after this many versions, or when the
-    deltas since the last one exceed this share of its size; over a slow link, rarer is cheaper.
+    snapshot_every, snapshot_share: the relay folds its deltas into a new snapshot for late joiners after this
+    many versions, or when they exceed this share of the snapshot's size.
     plans: those of the serving ranks, so that each can fetch what it holds
     (rose.engine.weights.shard_recorder).
     rank, num_ranks: for a trainer that is spread over processes. Each publishes its own TensorShards, or its
@@ -146,8 +148,6 @@ class WeightPublisher:
         self._is_followed = False
         self._is_under_way = False
         """Whether a version was begun whose commit is not known of yet."""
-        self._dense: dict[int, BucketEntry] = {}
-        """The last delta's frames that hold all bits of their bucket: a snapshot need not send them again."""
         self._kept = open_kept_copy(self._source, self._planes, settings.delta_library)
         self._encoder = BucketEncoder(self._kept, codec, link_gbps * 1e9 / 8, encode_threads)
 
@@ -261,16 +261,13 @@ class WeightPublisher:
         if self._ranks.is_leader:
             writer.run_beside(partial(self._chain.announce_coming, writer.version))
         self._is_under_way = True
-        self._dense = {}
         self._source.wait()
         with closing(self._encoder.encode(self._buckets)) as steps:
             for _ in self._buckets:
                 with writer.encoding():
                     step = next(steps)
                 if step.encoded.num_changed > 0:
-                    entry = writer.put(step.bucket, step.encoded, step.before, step.after)
-                    if step.encoded.codec is Codec.DENSE:
-                        self._dense[step.bucket.index] = entry
+                    writer.put(step.bucket, step.encoded, step.before, step.after)
         manifest = self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer))
         if self._ranks.is_leader and self._chain.is_announced:
             # Followers reach this version by its delta, so they need not wait for the snapshot.
@@ -304,11 +301,7 @@ class WeightPublisher:
 
     def _put_snapshot(self, writer: VersionWriter) -> Manifest:
         for bucket in self._buckets:
-            after = self._planes.bucket_hash(bucket)
-            if bucket.index in self._dense:
-                writer.refer(bucket, self._dense[bucket.index], after)
-            else:
-                writer.put_dense(bucket, self._planes.bits(bucket), after)
+            writer.put_dense(bucket, self._planes.bits(bucket), self._planes.bucket_hash(bucket))
         manifest = self._ranks.commit(writer, None, lambda num_bytes: False)
         self._is_followed = False
         if self._ranks.is_leader:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from rose.errors import RelayFull
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.codec import Bits, Codec, Encoded
-from rose.transfer.format.frame import NO_BASE, Frame, run_digest
+from rose.transfer.format.frame import Frame
 from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout
 from rose.transfer.format.manifest import BucketEntry, Manifest, pack_body
 from rose.transfer.format.state_hash import StateHash
@@ -67,22 +67,13 @@ class VersionWriter:
         yield
         self.encode_s += time.perf_counter() - started
 
-    def put(self, bucket: Bucket, encoded: Encoded, before: StateHash, after: StateHash) -> BucketEntry:
+    def put(self, bucket: Bucket, encoded: Encoded, before: StateHash, after: StateHash) -> None:
         """Sends one bucket's difference. Raises: RelayError, also for an earlier bucket."""
-        return self._put(bucket, encoded.codec, encoded.payload, encoded.num_changed, before, after)
+        self._put(bucket, encoded.codec, encoded.payload, encoded.num_changed, before, after)
 
     def put_dense(self, bucket: Bucket, bits: Bits, after: StateHash) -> None:
         """Sends one bucket of a snapshot. Raises: RelayError, also for an earlier bucket."""
         self._put(bucket, Codec.DENSE, bits.tobytes(), bucket.num_elements, StateHash(), after)
-
-    def refer(self, bucket: Bucket, sent: BucketEntry, after: StateHash) -> None:
-        """Uses a dense frame of this version's delta in the snapshot too, so that its bits need not cross
-        again.
-        """
-        change = str(after)
-        entry = BucketEntry(index=bucket.index, key=sent.key, num_bytes=sent.num_bytes, change=change)
-        self._entries.append(entry)
-        self.num_changed += bucket.num_elements
 
     def _put(
         self,
@@ -92,33 +83,27 @@ class VersionWriter:
         num_changed: int,
         before: StateHash,
         after: StateHash,
-    ) -> BucketEntry:
-        frame = Frame(
+    ) -> None:
+        frame = Frame.of(
+            self._layout,
+            bucket,
+            self._run_id,
+            self.base,
+            self.version,
             codec=codec,
-            width=DTYPE_BYTES[bucket.dtype],
-            bucket=bucket.index,
-            run=run_digest(self._run_id),
-            base=self.base if self.base is not None else NO_BASE,
-            version=self.version,
-            layout=bytes.fromhex(self._layout.digest),
-            dtype=bucket.dtype,
-            num_elements=bucket.num_elements,
-            first_index=bucket.first_index,
-            num_changed=num_changed,
-            base_hash=before,
-            new_hash=after,
             payload=payload,
+            num_changed=num_changed,
+            before=before,
+            after=after,
         )
         key = keys.bucket_key(self._run_id, self.version, self.base, bucket.index)
         data = frame.pack()
         change = str(after - before)
-        entry = BucketEntry(index=bucket.index, key=key, num_bytes=len(data), change=change)
-        self._entries.append(entry)
+        self._entries.append(BucketEntry(index=bucket.index, key=key, num_bytes=len(data), change=change))
         self.num_changed += num_changed
         self.coo_bytes += num_changed * (4 + DTYPE_BYTES[bucket.dtype])
         self._send(key, data)
         self._wait_for_puts(_MAX_PENDING)
-        return entry
 
     def run_beside(self, work: Callable[[], None]) -> None:
         """Runs `work` while buckets are encoded. What it raises, a later put or finish_frames() raises."""

@@ -2,8 +2,8 @@
 
 Owns the server (aiohttp, one event loop) and its blocking client. An object becomes visible only when its
 last byte has arrived. A full relay refuses with the numbers. With ROSE_KEY set, every call needs that key as
-a bearer token. Never writes to disk and never evicts: what the trainer put stays until the trainer removes
-it.
+a bearer token. A thread of the process folds snapshots (folding.py). Never writes to disk and never evicts:
+what the trainer put stays until the trainer removes it.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import json
 import logging
 import signal
 from base64 import b64decode, b64encode
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from urllib.parse import quote, urlencode
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
@@ -21,7 +21,8 @@ from aiohttp.typedefs import Middleware
 from rose.errors import RelayError, RelayFull
 from rose.transfer.relay.calls import CONNECT_TIMEOUT_S, Answer, RelayCalls
 from rose.transfer.relay.change_log import ChangeLog
-from rose.transfer.relay.object_store import ObjectStore
+from rose.transfer.relay.folding import SnapshotFolder
+from rose.transfer.relay.object_store import ObjectStore, StoreClient
 from rose.transfer.relay.protocol import Changes, Relay
 from rose.transfer.relay.url import address_of, parse_relay_url
 
@@ -84,7 +85,14 @@ def make_app(store: ObjectStore, key: str | None) -> web.Application:
     async def end_waits(app: web.Application) -> None:
         log.close()
 
+    async def fold(app: web.Application) -> AsyncIterator[None]:
+        folder = SnapshotFolder(StoreClient(store, log, asyncio.get_running_loop()))
+        folder.start()
+        yield
+        await asyncio.to_thread(folder.stop)  # its last calls need the event loop
+
     app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key)])
+    app.cleanup_ctx.append(fold)
     app.on_shutdown.append(end_waits)
     app.on_cleanup.append(peers.close)
     app.router.add_put("/v1/objects/{key:.+}", write)

@@ -6,38 +6,30 @@ manifests, which follow their frames, and all objects that are replaced to every
 removed while it is being copied is left over until the trainer's next repair. Never removes anything.
 """
 
-import logging
-import threading
-from types import TracebackType
+from collections.abc import Sequence
 
-from rose.errors import RelayError, RoseError
+from rose.errors import RelayError
 from rose.transfer.format import manifest as keys
+from rose.transfer.relay.beside import PREFIX, BesideRelay
 from rose.transfer.relay.protocol import Relay
 
-logger = logging.getLogger(__name__)
 
-_PREFIX = "rose/"
-_WAIT_S = 1.0
-_RETRY_S = 0.5
-
-
-class NearbyCopies:
-    """A context in which a thread runs step() again and again."""
+class NearbyCopies(BesideRelay):
+    """A context in which frames are copied from `source` to `target`."""
 
     def __init__(self, source: Relay, target: Relay) -> None:
+        super().__init__(source, "copies")
         self._source = source
         self._target = target
         self._done: set[str] = set()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rose-copies", daemon=True)
 
-    def step(self) -> int:
+    def step(self, written: Sequence[str] | None = None) -> int:
         """Copies the frames that the target lacks and returns how many there were. Raises: RelayError."""
-        listed = {key for key in self._source.keys(_PREFIX) if keys.bucket_of(key) is not None}
+        listed = {key for key in self._source.keys(PREFIX) if keys.bucket_of(key) is not None}
         self._done &= listed
         missing = sorted(listed - self._done)
         if missing:
-            self._done |= listed & set(self._target.keys(_PREFIX))
+            self._done |= listed & set(self._target.keys(PREFIX))
         num_copied = 0
         for key in missing:
             if key not in self._done:
@@ -56,30 +48,3 @@ class NearbyCopies:
                 raise
         self._done.add(key)
         return True
-
-    def _run(self) -> None:
-        seen: str | None = None
-        is_late = False
-        while not self._closing.is_set():
-            try:
-                seen = self._source.wait([_PREFIX], seen, _WAIT_S).seen
-                self.step()
-                is_late = False
-            except RoseError as error:
-                if not is_late:  # the other store may be gone for hours: warn once
-                    logger.warning("can't copy frames from the other store for now: %s", error)
-                is_late = True
-                self._closing.wait(_RETRY_S)
-
-    def __enter__(self) -> "NearbyCopies":
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._closing.set()
-        self._thread.join()

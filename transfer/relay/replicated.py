@@ -76,8 +76,8 @@ class ReplicatedRelay(Relay):
         return merged
 
     def lacking(self, keys: Sequence[str]) -> set[str]:
-        """Returns the keys that no copy which answers has."""
-        return set.intersection(*self._all(lambda relay: relay.lacking(keys)))
+        """Returns the keys that a copy which answers does not have."""
+        return set().union(*self._all(lambda relay: relay.lacking(keys)))
 
     def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
         """Waits at the copy that get() asks first. Another copy does not know `seen`, so the wait ends at

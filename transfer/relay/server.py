@@ -1,8 +1,9 @@
 """The process behind `rose relay`: runs a relay until it is told to stop.
 
-Owns, for Mooncake, a master process, this process's own client, whose segment holds the objects, and the
-copying of frames from another store. Prints one JSON line {"url": ...} when the relay is ready. SIGTERM or
-SIGINT stops everything that it started. Never falls back from one kind of relay to the other.
+Owns, for Mooncake, a master process, this process's own client, whose segment holds the objects, the folding
+of snapshots, and the copying of frames from another store. Prints one JSON line {"url": ...} when the relay
+is ready. SIGTERM or SIGINT stops everything that it started. Never falls back from one kind of relay to the
+other.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from rose.arguments import MOST_PORT, CommandParser, port_number, positive_int, 
 from rose.config import Settings
 from rose.errors import ConfigError, RelayError
 from rose.transfer.relay import embedded as embedded_relay
+from rose.transfer.relay.folding import SnapshotFolder
 from rose.transfer.relay.mooncake import MooncakeRelay, start_mooncake_master
 from rose.transfer.relay.nearby_copies import NearbyCopies
 from rose.transfer.relay.opening import open_relay
@@ -45,6 +47,7 @@ def serve_mooncake(host: str, port: int, capacity_bytes: int, beside: str | None
                     source = stack.enter_context(closing(open_relay(beside)))
                     stack.enter_context(NearbyCopies(source, segment))
                     url = add_beside(url, beside)
+                stack.enter_context(SnapshotFolder(segment))
                 print(json.dumps({"url": url}), flush=True)
                 while signal.sigtimedwait(stop_signals, _CHECK_MASTER_S) is None:
                     if master.process.poll() is not None:

@@ -134,9 +134,9 @@ class Cluster:
         self.link.unlimit()
         trainers = self._workers("trainer", TRAINER, setup.trainer_ranks)
         followers = self._workers("follower", SERVING, setup.followers)
-        run = Run(self.link, setup, trainers, followers)
         model = {"num_layers": self.num_layers, "serving_ranks": setup.serving_ranks}
         common = {"relays": self._relays(setup), "run": next(self._run_ids), **model}
+        run = Run(self.link, setup, trainers, followers, common)
         names = [receiver_name(rank) for rank in range(setup.followers if setup.is_acknowledged else 0)]
         options = {"codec": setup.codec, "gbps": 1.0, "bucket_bytes": setup.bucket_bytes, "receivers": names}
         for rank, trainer in enumerate(trainers):
@@ -150,6 +150,13 @@ class Cluster:
         for follower in followers:
             follower.answer()
         return run
+
+    def join(self, run: "Run") -> None:
+        """One follower starts now, takes the newest version, hashes all its bits anew, and leaves."""
+        follower = self._start(SERVING, [sys.executable, str(WORKER), "follower"])
+        follower.ask("open", rank=0, num_ranks=1, **run.opened)
+        follower.ask("close")
+        follower.end()
 
     def stream(self, num_bytes: int) -> tuple[float, LinkBytes]:
         """(seconds, bytes over the link) of as many plain bytes over one TCP connection, under a limit."""
@@ -193,8 +200,15 @@ class Run:
     """One run's trainer ranks and followers, at the same version."""
 
     def __init__(
-        self, link: SlowLink, setup: Setup, trainers: list[Process], followers: list[Process]
+        self,
+        link: SlowLink,
+        setup: Setup,
+        trainers: list[Process],
+        followers: list[Process],
+        opened: dict[str, Any],
     ) -> None:
+        self.opened = opened
+        """What every follower is told of the run."""
         self._link = link
         self._setup = setup
         self._trainers = trainers

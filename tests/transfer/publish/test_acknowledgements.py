@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from relay_process import wait_folded
 from training_steps import step
 
 from rose.errors import WorkerError
@@ -24,6 +25,8 @@ def test_old_objects_are_removed_when_the_workers_are_past_them(relay_url, relay
         step(weights)
         publisher.publish()
         acknowledge(relay, "w", min(number, 2))
+        if number in (2, 4):
+            wait_folded(relay, "run", number)
     assert publisher.acked() == {"w": 2}
     kept = {key.split("/")[2] for key in relay.keys("rose/run/")}
     assert kept == {"HEAD", "LAYOUT", "ack", "2-none", "3-2", "4-3", "4-none"}

@@ -1,0 +1,204 @@
+"""Makes snapshots from deltas in the relay's own process: only the first one crosses the trainer's link.
+
+Owns what a Fold asks for: the frames of the snapshot, bucket by bucket, and then its manifest. A bucket's
+deltas are checked and applied as a follower would do it, so the snapshot has the published bits or is not
+made; a wrong chain is given up and logged, and the trainer sends a snapshot instead. Needs memory for one
+bucket beside the objects. The bytes depend on the deltas alone: copies of a relay make the same ones, and a
+process that was killed in between goes on. Never moves HEAD, never removes what a trainer put.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rose.errors import FrameError, RelayError, RelayFull
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.codec import Codec, decode
+from rose.transfer.format.frame import Frame
+from rose.transfer.format.layout import Bucket, Layout
+from rose.transfer.format.manifest import (
+    BucketEntry,
+    Fold,
+    LayoutBody,
+    Manifest,
+    Model,
+    pack_body,
+    unpack_body,
+)
+from rose.transfer.format.planes import bits_dtype
+from rose.transfer.format.state_hash import StateHash
+from rose.transfer.relay.beside import PREFIX, BesideRelay
+from rose.transfer.relay.protocol import Relay
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 1.0
+"""Where the store can't tell of changes: each look lists its keys, and a snapshot is in no hurry."""
+
+
+class _Gone(RelayError):
+    """An object of the chain is not there: the run ended, or the trainer sent a snapshot itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chain:
+    """A snapshot, and the deltas from it to the one that is to be made."""
+
+    layout: Layout
+    start: Manifest
+    deltas: list[Manifest]
+
+    @property
+    def end(self) -> Manifest:
+        return self.deltas[-1]
+
+    def check(self) -> None:
+        """Raises: FrameError unless each manifest starts where the one before it ends."""
+        before = self.start
+        for delta in self.deltas:
+            if (delta.base_state_hash, delta.layout) != (before.state_hash, self.layout.digest):
+                raise FrameError(
+                    f"delta {delta.run_id}/{delta.version} does not start at version {before.version}"
+                )
+            before = delta
+
+
+class SnapshotFolder(BesideRelay):
+    """A context in which a relay's snapshots are made as trainers ask for them."""
+
+    def __init__(self, relay: Relay) -> None:
+        super().__init__(relay, "folding", _LOOK_EVERY_S)
+        self._relay = relay
+        self._asked: set[str] = set()
+
+    def step(self, written: Sequence[str] | None) -> int:
+        """Makes the snapshots that were asked for; returns how many. Raises: RelayError, and tries again."""
+        names = written if written is not None else self._relay.keys(PREFIX)
+        self._asked |= {key for key in names if keys.fold_of(key) is not None}
+        num_made = 0
+        for key in sorted(self._asked):
+            try:
+                num_made += self._fold(key)
+            except (FrameError, _Gone) as error:
+                logger.warning("can't fold: key=%s error=%s", key, error)
+            self._asked.remove(key)
+        return num_made
+
+    def _fold(self, key: str) -> bool:
+        """Returns whether it made the snapshot that the object under this key asks for."""
+        found = keys.fold_of(key)
+        data = self._relay.get(key)
+        if found is None or data is None:
+            return False
+        run_id, version = found
+        manifest_key = keys.manifest_key(run_id, version, None)
+        if self._relay.get(manifest_key) is not None:
+            return False
+        chain = self._chain(run_id, unpack_body(data, Fold, key).snapshot, version)
+        try:
+            entries = [self._fold_bucket(chain, bucket) for bucket in chain.layout.buckets]
+            whole = sum((StateHash.from_hex(entry.change) for entry in entries), StateHash())
+            if str(whole) != chain.end.state_hash:
+                raise FrameError(f"{run_id}/{version} hashes to {whole}, not {chain.end.state_hash}")
+            self._put_same(manifest_key, pack_body(_snapshot_of(chain, entries)))
+        except (FrameError, RelayFull, _Gone):
+            self._relay.remove(
+                keys.bucket_key(run_id, version, None, bucket.index) for bucket in chain.layout.buckets
+            )
+            raise
+        logger.info("folded: version=%s/%s from=%s", run_id, version, chain.start.version)
+        return True
+
+    def _chain(self, run_id: str, snapshot: int, version: int) -> _Chain:
+        chain = _Chain(
+            layout=self._body(keys.layout_key(run_id), LayoutBody).to_layout(),
+            start=self._body(keys.manifest_key(run_id, snapshot, None), Manifest),
+            deltas=[
+                self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
+                for number in range(snapshot + 1, version + 1)
+            ],
+        )
+        chain.check()
+        return chain
+
+    def _fold_bucket(self, chain: _Chain, bucket: Bucket) -> BucketEntry:
+        """Puts the bucket's frame of the snapshot, unless the last delta's frame holds all its bits."""
+        if self.closing.is_set():
+            raise RelayError("the relay is stopping")
+        run_id, version = chain.end.run_id, chain.end.version
+        steps = [
+            (delta, entry) for delta in chain.deltas for entry in delta.buckets if entry.index == bucket.index
+        ]
+        if steps and steps[-1][0] is chain.end:
+            last = self._frame(chain.layout, bucket, *steps[-1])
+            if last.codec is Codec.DENSE:
+                return steps[-1][1].model_copy(update={"change": str(last.new_hash)})
+        first = self._frame(chain.layout, bucket, chain.start, chain.start.buckets[bucket.index])
+        bits = np.frombuffer(first.payload, bits_dtype(bucket.dtype)).copy()
+        at = first.new_hash
+        for delta, entry in steps:
+            frame = self._frame(chain.layout, bucket, delta, entry)
+            if frame.base_hash != at:
+                raise FrameError(f"{entry.key} starts at {frame.base_hash}, the chain is at {at}")
+            at += decode(frame.codec, frame.payload, bits).apply_to(bits, bucket.first_index)
+            if frame.new_hash != at:
+                raise FrameError(f"{entry.key} leads to {at}, its frame says {frame.new_hash}")
+        folded = Frame.of(
+            chain.layout,
+            bucket,
+            run_id,
+            None,
+            version,
+            codec=Codec.DENSE,
+            payload=bits.tobytes(),
+            num_changed=bucket.num_elements,
+            before=StateHash(),
+            after=at,
+        ).pack()
+        key = keys.bucket_key(run_id, version, None, bucket.index)
+        self._put_same(key, folded)
+        return BucketEntry(index=bucket.index, key=key, num_bytes=len(folded), change=str(at))
+
+    def _frame(self, layout: Layout, bucket: Bucket, manifest: Manifest, entry: BucketEntry) -> Frame:
+        frame = Frame.unpack(self._object(entry.key))
+        frame.check_place(bucket, layout.digest)
+        # A snapshot's dense frame may be that of its version's delta.
+        base = manifest.base if manifest.base is not None else frame.base
+        frame.check_version(manifest.run_id, base, manifest.version)
+        return frame
+
+    def _put_same(self, key: str, data: bytes) -> None:
+        """Puts an object that may be there already: made before a crash, or copied from another relay."""
+        try:
+            self._relay.put(key, data)
+        except RelayFull:
+            raise
+        except RelayError:
+            if self._relay.get(key) != data:
+                raise
+
+    def _body(self, key: str, model: type[Model]) -> Model:
+        return unpack_body(self._object(key), model, key)
+
+    def _object(self, key: str) -> bytes:
+        data = self._relay.get(key)
+        if data is None:
+            raise _Gone(f"{key} is not in the relay")
+        return data
+
+
+def _snapshot_of(chain: _Chain, entries: list[BucketEntry]) -> Manifest:
+    return Manifest(
+        run_id=chain.end.run_id,
+        version=chain.end.version,
+        base=None,
+        layout=chain.layout.digest,
+        state_hash=chain.end.state_hash,
+        base_state_hash=None,
+        num_elements=chain.layout.num_elements,
+        num_changed=chain.layout.num_elements,
+        is_followed=False,
+        buckets=entries,
+    )
