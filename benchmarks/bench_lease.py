@@ -37,7 +37,6 @@ from typing import Any
 from lib.engines.residency import Residency, both_engines, over_fewest, over_live
 from lib.engines.rig import Rig
 from lib.harness import run_benchmark
-from lib.load.sessions import play_sessions
 from lib.load.traffic import add_trace, latency_ms, note_foreign_share, plan_traffic, window_runner
 
 from rose.demo.models import ROLLOUT_SPEC
@@ -46,6 +45,7 @@ from rose.demo.records import PhaseName
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
 from rose.measure.records import Window
+from rose.measure.rollout_load import RolloutLoad, RolloutWorkload
 from rose.measure.windows import RlSteps, WindowSpec
 from rose.memory.pool.pool import PoolClient
 from rose.node.control import EngineControl
@@ -58,6 +58,12 @@ QUICK_LEASES_S = (2.0, 10.0)
 SERVING_WINDOW_S = 10.0
 """How long serving keeps its recent peak mapped; shorter than the default, as windows here are short."""
 CONCURRENCY = 12
+NUM_SESSIONS = 12
+TASK_TOKENS = 256
+ANSWER_TOKENS, TOOL_TOKENS = 48, 80
+"""Answer and tool together fill a block of 128 tokens: prefix cache comes in whole blocks."""
+TOOL_S = (1.0, 9.5)
+PATIENCE_S = 600.0
 LONG_PROMPT_TOKENS = 900
 """Two of them overflow the slab that every engine keeps."""
 RETURN_TIMEOUT_S = 5.0
@@ -92,7 +98,7 @@ class _Bench:
     def measure_lease(self, lease_s: float, rollout: EngineControl) -> _Measured:
         num_turns, window_s = (3, 12.0) if self.args.quick else (6, 24.0)
         RlSteps(rollout).tick()
-        hits = asyncio.run(play_sessions(rollout, num_turns, self.args.seed))
+        hits = asyncio.run(_hit_share(rollout, num_turns, self.args.seed))
         rl_steps = RlSteps(rollout)
 
         def tick() -> None:
@@ -228,6 +234,33 @@ def _window_figures(measured: Sequence[_Measured]) -> list[Figure]:
             peers: dict[str, float | None] = {"requests": len(window.requests)}
             figures.append(Figure(name=f"{kind}_p99_ms[{one.name}]", value=p99, unit="ms", peers=peers))
     return figures
+
+
+# Sessions ------------------------------------------------------------------------------------------------
+
+
+async def _hit_share(rollout: EngineControl, num_turns: int, seed: int) -> float:
+    """Plays all sessions at once; cached prompt tokens over prompt tokens from the second turn on."""
+    sessions = RolloutWorkload(
+        task_tokens=TASK_TOKENS,
+        min_action_tokens=ANSWER_TOKENS,
+        max_action_tokens=ANSWER_TOKENS,
+        observation_tokens=TOOL_TOKENS,
+        turns=num_turns,
+        max_trajectories=1,
+        tool_s=TOOL_S,
+        vocab_size=ROLLOUT_SPEC.vocab_size,
+        temperature=0.0,
+        seed=seed,
+    )
+    load = RolloutLoad(rollout.url, rollout.model, sessions, concurrency=NUM_SESSIONS)
+    played = await load.run(duration_s=PATIENCE_S)
+    if played.trajectories < NUM_SESSIONS or played.errors or played.aborts:
+        raise WorkerError(
+            f"{played.trajectories} of {NUM_SESSIONS} sessions ended within {PATIENCE_S:g} s; aborted turns: "
+            f"{played.aborts}, errors: {played.first_errors}"
+        )
+    return played.later_cached_tokens / played.later_prompt_tokens
 
 
 # The ledger --------------------------------------------------------------------------------------------

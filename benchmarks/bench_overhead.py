@@ -16,11 +16,14 @@ import sys
 import time
 from dataclasses import dataclass
 
+from aiohttp import ClientSession
 from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 
-from rose.measure.completions import Completion, open_session, stream_completion
-from rose.measure.figures import Figure, percentile
+from rose.errors import WorkerError
+from rose.measure.completions import open_session, stream_completion
+from rose.measure.figures import Figure, percentile, tpots_s
+from rose.measure.records import RequestRecord
 from rose.node.control import completion_body
 from rose.types import Role
 
@@ -89,29 +92,32 @@ async def _serve(url: str, num_requests: int, seed: int) -> _Round:
     rng = random.Random(seed)
     # Distinct prompts: prefix hits would hide prefill.
     prompts = [[rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(num_requests)]
-    done: list[tuple[float, Completion]] = []
+    done: list[RequestRecord] = []
 
-    async def work(session: object) -> None:
+    async def work(session: ClientSession) -> None:
         while prompts:
             body = {
                 **completion_body(str(Role.SERVING), prompts.pop(), OUTPUT_TOKENS),
                 "cache_salt": f"{os.getpid()}-{time.monotonic_ns()}",
             }
-            completion, sent_s = Completion(), time.monotonic()
-            await stream_completion(session, url, body, completion, now=time.monotonic)  # type: ignore[arg-type]
-            if completion.error is not None:
-                raise RuntimeError(completion.error)
-            done.append((sent_s, completion))
+            record = RequestRecord(max_tokens=OUTPUT_TOKENS)
+            await stream_completion(session, url, body, record)
+            if record.error is not None:
+                raise WorkerError(record.error)
+            done.append(record)
 
     start_s = time.monotonic()
     async with open_session() as session:
         await asyncio.gather(*(work(session) for _ in range(CONCURRENCY)))
     elapsed_s = time.monotonic() - start_s
-    times = [completion.token_times_s for _, completion in done]
-    tpot_p99 = percentile([(each[-1] - each[0]) / (len(each) - 1) for each in times], 99)
-    ttft_p99 = percentile([c.token_times_s[0] - sent_s for sent_s, c in done], 99)
+    tpot_p99 = percentile(tpots_s(done), 99)
+    ttft_p99 = percentile([record.token_times_s[0] - record.sent_s for record in done], 99)
     assert tpot_p99 is not None and ttft_p99 is not None
-    return _Round(tokens_per_s=sum(map(len, times)) / elapsed_s, tpot_p99_s=tpot_p99, ttft_p99_s=ttft_p99)
+    return _Round(
+        tokens_per_s=sum(len(record.token_ids) for record in done) / elapsed_s,
+        tpot_p99_s=tpot_p99,
+        ttft_p99_s=ttft_p99,
+    )
 
 
 if __name__ == "__main__":

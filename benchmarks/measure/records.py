@@ -5,29 +5,43 @@ CLOCK_MONOTONIC, which every process of a host shares. Never measures or judges.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+_DERIVED = ("ttft_s", "tpot_s", "max_itl_s")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One serving request of the replay, as its client saw it."""
+    """One streamed request as its client saw it; filled in place, so a cancelled stream keeps its part."""
 
-    request_id: str
-    scheduled_s: float
-    sent_s: float
-    num_prompt_tokens: int
+    request_id: str = ""
+    prompt: Sequence[int] = ()
     max_tokens: int
-    token_times_s: tuple[float, ...]
-    output_token_ids: tuple[int, ...]
-    status: int
+    scheduled_s: float = 0.0
+    sent_s: float = 0.0
+    ended_s: float = 0.0
+    """Also when it was cancelled."""
+    token_times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token, where they were asked for."""
+    status: int = 0
     """HTTP status; 0 when no answer came."""
     error: str | None = None
     finish_reason: str | None = None
     stop_reason: str | None = None
+    num_cached_tokens: int | None = None
+    """Of the prompt, where the usage was asked for and the engine tells it."""
+    rose: dict[str, Any] = field(default_factory=dict)
+    """What the router says beside the answer."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
 
     @property
     def is_complete(self) -> bool:
@@ -53,18 +67,14 @@ class RequestRecord:
 
     def to_json_line(self) -> str:
         """One line of JSON, with ttft_s, tpot_s and max_itl_s added for readers that aren't us."""
-        row = asdict(self) | {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "max_itl_s": self.max_itl_s}
+        row = asdict(self) | {name: getattr(self, name) for name in _DERIVED}
         return json.dumps(row, separators=(",", ":"))
 
     @classmethod
     def from_json_line(cls, line: str) -> "RequestRecord":
         """Inverse of to_json_line."""
         row: dict[str, Any] = json.loads(line)
-        for derived in ("ttft_s", "tpot_s", "max_itl_s"):
-            row.pop(derived, None)
-        row["token_times_s"] = tuple(row["token_times_s"])
-        row["output_token_ids"] = tuple(row["output_token_ids"])
-        return cls(**row)
+        return cls(**{name: value for name, value in row.items() if name not in _DERIVED})
 
 
 def read_records(path: Path) -> tuple[RequestRecord, ...]:

@@ -11,47 +11,19 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
 from rose.errors import RoseError
-from rose.measure.completions import Clock, Completion, open_session, stream_completion
-from rose.measure.figures import percentile
+from rose.measure.completions import Clock, open_session, stream_completion
+from rose.measure.figures import percentile, tpots_s, ttfts_s
 from rose.measure.load_process import add_load_arguments, reporting
 from rose.measure.records import RequestRecord
 from rose.measure.trace import ReplayRequest, scaled, trace_or_synthetic
 from rose.node.control import completion_body
 
-__all__ = ["Replay", "ReplayRequest", "replay", "scaled"]
-
 WINDOW_CLOSED = "not finished when the window closed"
-
-
-@dataclass(slots=True)
-class _Entry:
-    request: ReplayRequest
-    scheduled_s: float
-    sent_s: float
-    completion: Completion
-    is_done: bool = False
-
-    def record(self) -> RequestRecord:
-        got = self.completion
-        return RequestRecord(
-            request_id=self.request.request_id,
-            scheduled_s=self.scheduled_s,
-            sent_s=self.sent_s,
-            num_prompt_tokens=len(self.request.prompt_token_ids),
-            max_tokens=self.request.max_tokens,
-            token_times_s=tuple(got.token_times_s),
-            output_token_ids=tuple(got.token_ids),
-            status=got.status,
-            error=got.error if self.is_done else WINDOW_CLOSED,
-            finish_reason=got.finish_reason,
-            stop_reason=got.stop_reason,
-        )
 
 
 class Replay:
@@ -71,7 +43,7 @@ class Replay:
         self._requests = sorted(requests, key=lambda request: request.at_s)
         self._now = now
         self._cache_salt = cache_salt
-        self._entries: list[_Entry] = []
+        self._records: list[RequestRecord] = []
         self._stop = asyncio.Event()
         self._start_s = 0.0
 
@@ -83,11 +55,18 @@ class Replay:
             for request in self._requests:
                 if not await self._wait_until(self._start_s + request.at_s):
                     break
-                entry = _Entry(request, self._start_s + request.at_s, self._now(), Completion())
-                self._entries.append(entry)
-                tasks.append(asyncio.create_task(self._send(session, entry)))
+                record = RequestRecord(
+                    request_id=request.request_id,
+                    prompt=request.prompt_token_ids,
+                    max_tokens=request.max_tokens,
+                    scheduled_s=self._start_s + request.at_s,
+                )
+                self._records.append(record)
+                tasks.append(asyncio.create_task(self._send(session, record)))
             await self._drain(tasks, drain_s)
-        return [entry.record() for entry in self._entries]
+        for record, task in zip(self._records, tasks, strict=True):
+            record.error = WINDOW_CLOSED if task.cancelled() else record.error
+        return self._records
 
     def stop(self) -> None:
         """Close the window now: nothing more is sent, unfinished requests are recorded as such."""
@@ -99,31 +78,28 @@ class Replay:
         send_lag_max_s is this client's own lateness, which the TTFTs contain: a large one means that
         the client, not the server, was starved.
         """
-        done = [entry.record() for entry in self._entries if entry.is_done]
-        ttfts = [r.ttft_s for r in done if r.ttft_s is not None]
-        tpots = [r.tpot_s for r in done if r.tpot_s is not None]
+        done = [record for record in self._records if record.ended_s]
+        ttfts, tpots = ttfts_s(done), tpots_s(done)
         elapsed_s = max(self._now() - self._start_s, 1e-3)
         return {
             "t_s": round(elapsed_s, 3),
-            "sent": len(self._entries),
+            "sent": len(self._records),
             "done": len(done),
             "failed": sum(not r.is_complete for r in done),
-            "in_flight": len(self._entries) - len(done),
-            "rps": round(len(self._entries) / elapsed_s, 3),
-            "send_lag_max_s": max((e.sent_s - e.scheduled_s for e in self._entries), default=None),
+            "in_flight": len(self._records) - len(done),
+            "rps": round(len(self._records) / elapsed_s, 3),
+            "send_lag_max_s": max((r.sent_s - r.scheduled_s for r in self._records), default=None),
             "ttft_p50_s": percentile(ttfts, 50),
             "ttft_p99_s": percentile(ttfts, 99),
             "tpot_p50_s": percentile(tpots, 50),
             "tpot_p99_s": percentile(tpots, 99),
         }
 
-    async def _send(self, session: aiohttp.ClientSession, entry: _Entry) -> None:
-        prompt = list(entry.request.prompt_token_ids)
-        body = {**completion_body(self._model, prompt, entry.request.max_tokens), "stream_interval": 1}
+    async def _send(self, session: aiohttp.ClientSession, record: RequestRecord) -> None:
+        body = {**completion_body(self._model, list(record.prompt), record.max_tokens), "stream_interval": 1}
         if self._cache_salt is not None:
             body["cache_salt"] = self._cache_salt
-        await stream_completion(session, self._url, body, entry.completion, now=self._now)
-        entry.is_done = True
+        await stream_completion(session, self._url, body, record, now=self._now)
 
     async def _wait_until(self, at_s: float) -> bool:
         """Sleep until ``at_s``; False when the window was closed meanwhile."""

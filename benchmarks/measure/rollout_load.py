@@ -1,13 +1,14 @@
 """Closed-loop rollout load: a fixed number of multi-turn trajectories, always busy.
 
 Owns the shape of the rollout traffic and its token count. Promises the same prompts for the same
-seed, and that a turn aborted by ROSE goes on from its partial tokens. Never trains: actions are
-sampled tokens, observations are random ones. Runs as a process of its own:
+seed and the same answers, and that a turn aborted by ROSE goes on from its partial tokens. Never trains:
+actions are sampled tokens, observations are random ones. Runs as a process of its own:
 ``python -m rose.measure.rollout_load --url http://127.0.0.1:8001 --model tiny --out load.json``
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -20,11 +21,11 @@ from typing import Any
 
 import aiohttp
 
-from rose.measure.completions import Clock, Completion, open_session, stream_completion
+from rose.measure.completions import SESSION_HEADER, Clock, open_session, stream_completion
 from rose.measure.load_process import add_load_arguments, reporting
+from rose.measure.records import RequestRecord
 from rose.node.control import completion_body
 
-SESSION_HEADER = "X-Session-ID"
 STREAM_INTERVAL = 8
 """Tokens per event: enough to count by the second, at an eighth of the client's CPU."""
 FIRST_BACKOFF_S = 0.05
@@ -43,6 +44,10 @@ class RolloutWorkload:
     max_action_tokens: int = 64
     observation_tokens: int = 24
     turns: int = 6
+    max_trajectories: int | None = None
+    """How many each place plays; None: for as long as the window is open."""
+    tool_s: tuple[float, float] = (0.0, 0.0)
+    """Shortest and longest run of the tool between two turns."""
     vocab_size: int = 1000
     temperature: float = 1.0
     seed: int = 0
@@ -67,6 +72,10 @@ class RolloutLoadResult:
     """Aborted turns by stop reason; each was resumed from its partial tokens."""
     errors: int
     first_errors: tuple[str, ...] = field(default=())
+    later_prompt_tokens: int = 0
+    """Of all turns after their trajectory's first."""
+    later_cached_tokens: int = 0
+    """How many of these the prefix cache had; 0 unless the engine has --enable-prompt-tokens-details."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -113,21 +122,22 @@ class RolloutLoad:
         self._by_second: Counter[int] = Counter()
         self._aborts: Counter[str] = Counter()
         self._turns = self._trajectories = self._errors = 0
+        self._later_prompt = self._later_cached = 0
         self._first_errors: list[str] = []
 
     async def run(self, *, duration_s: float, start_s: float | None = None) -> RolloutLoadResult:
-        """Keep the trajectories running for ``duration_s``; turns in flight at the end are cancelled."""
+        """Keep the trajectories running for at most ``duration_s``; turns in flight are cancelled then."""
         self._start_s = start_s if start_s is not None else self._now()
         await asyncio.sleep(max(self._start_s - self._now(), 0.0))
         async with open_session() as session:
             tasks = [asyncio.create_task(self._play(session, slot)) for slot in range(self._concurrency)]
-            stopped = asyncio.create_task(self._stop.wait())
+            ends: list[asyncio.Future[Any]] = [asyncio.gather(*tasks), asyncio.create_task(self._stop.wait())]
             remaining_s = self._start_s + duration_s - self._now()
-            await asyncio.wait([*tasks, stopped], timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
             self._end_s = self._now()
-            for task in (*tasks, stopped):
-                task.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            for end in ends:
+                end.cancel()
+            outcomes = await asyncio.gather(*tasks, *ends, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -151,6 +161,8 @@ class RolloutLoad:
             aborts=dict(self._aborts),
             errors=self._errors,
             first_errors=tuple(self._first_errors),
+            later_prompt_tokens=self._later_prompt,
+            later_cached_tokens=self._later_cached,
         )
 
     def progress(self) -> dict[str, Any]:
@@ -170,42 +182,51 @@ class RolloutLoad:
 
     async def _play(self, session: aiohttp.ClientSession, slot: int) -> None:
         work = self._workload
-        number = 0
-        while True:
+        for number in itertools.count() if work.max_trajectories is None else range(work.max_trajectories):
             rng = random.Random(f"{work.seed}/{slot}/{number}")
             session_id = f"load-{work.seed}-{slot}-{number}"
             context = _random_tokens(rng, work.task_tokens, work.vocab_size)
-            for _ in range(work.turns):
+            for turn in range(work.turns):
+                if turn > 0:
+                    await asyncio.sleep(rng.uniform(*work.tool_s))
+                    self._later_prompt += len(context)
                 num_action = rng.randint(work.min_action_tokens, work.max_action_tokens)
-                context += await self._take_turn(session, session_id, context, num_action)
+                context += await self._take_turn(session, session_id, context, num_action, is_first=turn == 0)
                 context += _random_tokens(rng, work.observation_tokens, work.vocab_size)
                 self._turns += 1
             self._trajectories += 1
-            number += 1
 
     async def _take_turn(
-        self, session: aiohttp.ClientSession, session_id: str, context: list[int], num_action: int
+        self,
+        session: aiohttp.ClientSession,
+        session_id: str,
+        context: list[int],
+        num_action: int,
+        *,
+        is_first: bool,
     ) -> list[int]:
         """One action of exactly ``num_action`` tokens, however often it is aborted on the way."""
         action: list[int] = []
         backoff_s = FIRST_BACKOFF_S
         while len(action) < num_action:
-            completion = Completion()
             body = self._body([*context, *action], num_action - len(action))
+            record = RequestRecord(max_tokens=num_action - len(action))
             await stream_completion(
                 session,
                 self._url,
                 body,
-                completion,
+                record,
                 now=self._now,
                 headers={SESSION_HEADER: session_id},
                 on_tokens=self._count_tokens,
             )
-            action += completion.token_ids
-            self._note_outcome(completion)
+            if not is_first and not action:
+                self._later_cached += record.num_cached_tokens or 0
+            action += record.token_ids
+            self._note_outcome(record)
             if len(action) >= num_action:
                 break
-            if completion.token_ids:
+            if record.token_ids:
                 backoff_s = FIRST_BACKOFF_S
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -213,7 +234,7 @@ class RolloutLoad:
 
     def _body(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
         body = completion_body(self._model, prompt, max_tokens, temperature=self._workload.temperature)
-        body["stream_interval"] = STREAM_INTERVAL
+        body |= {"stream_interval": STREAM_INTERVAL, "stream_options": {"include_usage": True}}
         if self._cache_salt is not None:
             body["cache_salt"] = self._cache_salt
         return body
@@ -221,13 +242,13 @@ class RolloutLoad:
     def _count_tokens(self, count: int) -> None:
         self._by_second[int(self._now() - self._start_s)] += count
 
-    def _note_outcome(self, completion: Completion) -> None:
-        if completion.error is not None:
+    def _note_outcome(self, record: RequestRecord) -> None:
+        if record.error is not None:
             self._errors += 1
             if len(self._first_errors) < MAX_KEPT_ERRORS:
-                self._first_errors.append(completion.error)
-        elif completion.finish_reason == "abort":
-            self._aborts[completion.stop_reason or "unknown"] += 1
+                self._first_errors.append(record.error)
+        elif record.finish_reason == "abort":
+            self._aborts[record.stop_reason or "unknown"] += 1
 
 
 def _random_tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:

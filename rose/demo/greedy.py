@@ -91,7 +91,7 @@ class GreedyCheck:
         for request in tested:
             if request.is_complete:
                 self.compared += 1
-                self.equal += list(request.output_token_ids) == self._serving[request.request_id]
+                self.equal += request.token_ids == self._serving[request.request_id]
         for expected, got in zip(self._rollout, self._probed, strict=True):
             self.compared += 1
             self.equal += got == expected[: len(got)]

@@ -7,37 +7,28 @@ aborted turn goes on from its partial tokens. Never trains, never routes.
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import aiohttp
 from transformers import PreTrainedTokenizerBase
 
 from rose.demo.frozenlake import FrozenLakeGame
 from rose.errors import WorkerError
-from rose.http import KEEPALIVE_S
+from rose.measure.completions import SESSION_HEADER, open_session, stream_completion
+from rose.measure.records import RequestRecord
 
-SESSION_HEADER = "X-Session-ID"
 TURN_TIMEOUT_S = 120.0
 """A turn that has not ended by then fails the rollout: far above any stall the router repairs."""
 RETRY_PAUSE_S = 0.2
 _RETRIED_STATUSES = frozenset({429, 500, 502, 503, 504})
 
 
-@dataclass(slots=True, kw_only=True)
-class Reply:
-    """What the model said in one turn; logprobs[i] belongs to token_ids[i]."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-
 class Endpoint(Protocol):
     """Where turns are sent."""
 
-    async def complete(self, session_id: str, prompt_ids: Sequence[int], max_tokens: int) -> Reply:
+    async def complete(self, session_id: str, prompt_ids: Sequence[int], max_tokens: int) -> RequestRecord:
         """One turn of the trajectory ``session_id``."""
         ...
 
@@ -63,7 +54,7 @@ class Trajectory:
         """Tokens the model wrote."""
         return sum(self.env_mask)
 
-    def append_reply(self, reply: Reply) -> None:
+    def append_reply(self, reply: RequestRecord) -> None:
         """Adds generated tokens."""
         self.completion_ids += reply.token_ids
         self.logprobs += reply.logprobs
@@ -105,36 +96,27 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 class HttpEndpoint:
     """/v1/completions with token-id prompts, on a router or on one worker; use within one event loop."""
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        temperature: float = 1.0,
-        key: str | None = None,
-        turn_timeout_s: float = TURN_TIMEOUT_S,
-    ) -> None:
-        self._url = url.rstrip("/") + "/v1/completions"
+    def __init__(self, url: str, model: str, *, turn_timeout_s: float = TURN_TIMEOUT_S) -> None:
+        self._url = url.rstrip("/")
         self._model = model
-        self._temperature = temperature
-        self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         self._turn_timeout_s = turn_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
-    async def complete(self, session_id: str, prompt_ids: Sequence[int], max_tokens: int) -> Reply:
+    async def complete(self, session_id: str, prompt_ids: Sequence[int], max_tokens: int) -> RequestRecord:
         """Retries what a busy or restarting endpoint answers; continues after an abort.
 
         Raises: WorkerError when the endpoint refuses the request or the turn does not end in time.
         """
-        deadline_s = time.monotonic() + self._turn_timeout_s
-        reply = Reply()
-        while True:
-            problem = await self._extend(reply, session_id, prompt_ids, max_tokens)
-            if problem is None or len(reply.token_ids) >= max_tokens:
-                return reply
-            if time.monotonic() >= deadline_s:
-                raise WorkerError(f"turn of {session_id} not done in {self._turn_timeout_s} s: {problem}")
-            await asyncio.sleep(RETRY_PAUSE_S)
+        turn = RequestRecord(prompt=prompt_ids, max_tokens=max_tokens)
+        try:
+            async with asyncio.timeout(self._turn_timeout_s):
+                while len(turn.token_ids) < max_tokens and turn.finish_reason in (None, "abort"):
+                    await self._extend(turn, session_id)
+        except TimeoutError:
+            raise WorkerError(
+                f"turn of {session_id} not done in {self._turn_timeout_s} s: {turn.error or turn.stop_reason}"
+            ) from None
+        return turn
 
     async def close(self) -> None:
         """Closes the connections; the endpoint may be used again."""
@@ -142,48 +124,25 @@ class HttpEndpoint:
             await self._session.close()
             self._session = None
 
-    async def _extend(
-        self, reply: Reply, session_id: str, prompt_ids: Sequence[int], max_tokens: int
-    ) -> str | None:
-        """One request; returns None when the turn is complete, else why to try again."""
+    async def _extend(self, turn: RequestRecord, session_id: str) -> None:
+        """Makes one request for the turn's rest; pauses where it did not end the turn."""
+        part = RequestRecord(max_tokens=turn.max_tokens - len(turn.token_ids))
         body = {
             "model": self._model,
-            "prompt": [*prompt_ids, *reply.token_ids],
-            "max_tokens": max_tokens - len(reply.token_ids),
-            "temperature": self._temperature,
+            "prompt": [*turn.prompt, *turn.token_ids],
+            "max_tokens": part.max_tokens,
+            "temperature": 1.0,
             "logprobs": 0,
-            "return_token_ids": True,
         }
-        try:
-            async with self._open().post(
-                self._url, json=body, headers={**self._headers, SESSION_HEADER: session_id}
-            ) as response:
-                if response.status in _RETRIED_STATUSES:
-                    return f"HTTP {response.status}"
-                if response.status != 200:
-                    text = (await response.text())[:300]
-                    raise WorkerError(f"{self._url} answered HTTP {response.status}: {text}")
-                choice: dict[str, Any] = (await response.json())["choices"][0]
-        except (aiohttp.ClientError, TimeoutError) as error:
-            return f"{type(error).__name__}: {error}"
-        return _take_choice(reply, choice)
-
-    def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=self._turn_timeout_s),
-            )
-        return self._session
-
-
-def _take_choice(reply: Reply, choice: dict[str, Any]) -> str | None:
-    token_ids: list[int] = choice["token_ids"] or []
-    scored = choice["logprobs"]["token_logprobs"] if choice.get("logprobs") else []
-    if len(scored) != len(token_ids):
-        raise WorkerError(f"{len(token_ids)} tokens came with {len(scored)} logprobs")
-    reply.token_ids += token_ids
-    reply.logprobs += [0.0 if value is None else float(value) for value in scored]
-    if choice["finish_reason"] == "abort":
-        return f"aborted: {choice.get('stop_reason')}"
-    return None
+            self._session = open_session()
+        await stream_completion(self._session, self._url, body, part, headers={SESSION_HEADER: session_id})
+        if part.status not in (0, 200, *_RETRIED_STATUSES):
+            raise WorkerError(f"{self._url} answered {part.error}")
+        if len(part.logprobs) != len(part.token_ids):
+            raise WorkerError(f"{len(part.token_ids)} tokens came with {len(part.logprobs)} logprobs")
+        turn.token_ids += part.token_ids
+        turn.logprobs += part.logprobs
+        turn.error, turn.finish_reason, turn.stop_reason = part.error, part.finish_reason, part.stop_reason
+        if turn.finish_reason in (None, "abort"):
+            await asyncio.sleep(RETRY_PAUSE_S)

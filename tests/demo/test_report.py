@@ -26,10 +26,10 @@ def some_result(notes: tuple[str, ...] = ()) -> DemoResult:
         request_id="r0",
         scheduled_s=0.0,
         sent_s=0.0,
-        num_prompt_tokens=4,
+        prompt=[1, 2, 3, 4],
         max_tokens=3,
-        token_times_s=(0.1, 0.2, 0.3),
-        output_token_ids=(1, 2, 3),
+        token_times_s=[0.1, 0.2, 0.3],
+        token_ids=[1, 2, 3],
         status=200,
         finish_reason="length",
     )

@@ -23,8 +23,9 @@ from rose.demo import models
 from rose.demo.frozenlake import LEVELS
 from rose.demo.grpo import FrozenLakeRollouts, TrainingConfig, load_master, run_training
 from rose.demo.trainer import main
-from rose.demo.trajectories import SESSION_HEADER, HttpEndpoint
+from rose.demo.trajectories import HttpEndpoint
 from rose.errors import WorkerError
+from rose.measure.completions import SESSION_HEADER
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.relay.opening import open_relay
@@ -91,7 +92,7 @@ class ScriptedServer:
             "finish_reason": "abort" if aborts else "length",
             "stop_reason": "rose_reclaimed" if aborts else None,
         }
-        return web.json_response({"choices": [choice]})
+        return web.Response(text=f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n")
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ def test_ttft_counts_from_the_scheduled_arrival() -> None:
 
 
 def test_tpot_is_the_mean_after_the_first_token_and_itl_the_longest_gap() -> None:
-    times = (1.0, 1.1, 1.5, 1.6)
+    times = [1.0, 1.1, 1.5, 1.6]
     timed = RequestRecord(
         request_id="r",
         scheduled_s=0.5,
         sent_s=0.5,
-        num_prompt_tokens=1,
+        prompt=[1],
         max_tokens=4,
         token_times_s=times,
-        output_token_ids=(1, 2, 3, 4),
+        token_ids=[1, 2, 3, 4],
         status=200,
         finish_reason="length",
     )

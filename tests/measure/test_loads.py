@@ -1,6 +1,7 @@
 """The load generators against a small HTTP server that speaks vLLM's completion stream."""
 
 import asyncio
+import dataclasses
 import json
 import math
 import statistics
@@ -16,9 +17,10 @@ import pytest
 from aiohttp import web
 
 from rose.errors import ConfigError
+from rose.measure.completions import SESSION_HEADER
 from rose.measure.records import read_records
 from rose.measure.replay import WINDOW_CLOSED, Replay, main, replay
-from rose.measure.rollout_load import SESSION_HEADER, RolloutLoad, RolloutLoadResult, RolloutWorkload
+from rose.measure.rollout_load import RolloutLoad, RolloutLoadResult, RolloutWorkload
 from rose.measure.trace import ReplayRequest, load_trace, scaled, synthetic_trace
 
 Answer = Callable[["Stream", dict[str, Any]], Awaitable[None]]
@@ -40,6 +42,9 @@ class Stream:
     async def send(self, tokens: list[int], finish: str | None = None, stop: str | None = None) -> None:
         choice = {"index": 0, "text": "", "token_ids": tokens, "finish_reason": finish, "stop_reason": stop}
         await self._response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+
+    async def send_usage(self, usage: dict[str, Any]) -> None:
+        await self._response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
 
     async def close(self) -> None:
         await self._response.write(b"data: [DONE]\n\n")
@@ -160,7 +165,7 @@ def test_bad_trace_names_its_line(tmp_path: Path, text: str, place: str) -> None
 async def test_replay_records_every_token_of_every_request() -> None:
     async with server(count_up) as (url, bodies):
         records = await replay(url, "m", [request(0), request(1, at_s=0.05, max_tokens=2)], cache_salt="s")
-    assert [r.output_token_ids for r in records] == [(0, 1, 2, 3), (0, 1)]
+    assert [r.token_ids for r in records] == [[0, 1, 2, 3], [0, 1]]
     assert all(r.is_complete and r.ttft_s is not None and r.tpot_s is not None for r in records)
     assert records[1].scheduled_s - records[0].scheduled_s == pytest.approx(0.05)
     assert bodies[0]["temperature"] == 0.0
@@ -174,14 +179,14 @@ async def test_replay_is_open_loop() -> None:
     async with server(hang) as (url, bodies):
         load = Replay(url, "m", [request(i, at_s=0.01 * i) for i in range(5)])
         running = asyncio.create_task(load.run(drain_s=3600.0))
-        while [entry.completion.token_ids for entry in load._entries] != [[7]] * 5:
+        while [record.token_ids for record in load._records] != [[7]] * 5:
             await asyncio.sleep(0.01)
         assert len(bodies) == 5
         load.stop()
         records = await running
         (late,) = await replay(url, "m", [request(0)], drain_s=0.05)
     assert [r.error for r in [*records, late]] == [WINDOW_CLOSED] * 6
-    assert [r.output_token_ids for r in records] == [(7,)] * 5
+    assert [r.token_ids for r in records] == [[7]] * 5
 
 
 @pytest.mark.asyncio
@@ -268,6 +273,21 @@ async def test_an_aborted_turn_resumes_from_its_partial_tokens() -> None:
     assert bodies[2]["max_tokens"] == 4
     assert result.aborts == {"rose_reclaimed": 1, "rose_stall": 1}
     assert result.errors == 0
+
+
+@pytest.mark.asyncio
+async def test_a_load_of_so_many_trajectories_ends_with_them_and_counts_cached_tokens() -> None:
+    async def cache_three(stream: Stream, body: dict[str, Any]) -> None:
+        await count_up(stream, body)
+        assert body["stream_options"] == {"include_usage": True}
+        await stream.send_usage({"prompt_tokens_details": {"cached_tokens": 3}})
+
+    async with server(cache_three) as (url, bodies):
+        load = RolloutLoad(url, "m", dataclasses.replace(SMALL, max_trajectories=2), concurrency=2)
+        result = await load.run(duration_s=3600.0)
+    assert (result.trajectories, result.turns, len(bodies)) == (4, 8, 8)
+    assert result.later_prompt_tokens == 4 * (4 + 6 + 2)
+    assert result.later_cached_tokens == 4 * 3
 
 
 @pytest.mark.asyncio

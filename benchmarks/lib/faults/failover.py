@@ -55,8 +55,8 @@ async def stop(client: RouterClient, victim: Engine, name: str, samples: Samples
     samples.num_sent_aware += num_after - num_then
     for turn in turns:
         if turn.workers[0] == victim.id and len(turn.workers) > 1:
-            samples.reroutes_s.append(turn.times_s[turn.rose["spans"][0]["tokens"]] - stopped_s)
-    samples.reroutes_s += [turn.times_s[0] - turn.begun_s for turn in ended[len(turns) :]]
+            samples.reroutes_s.append(turn.token_times_s[turn.rose["spans"][0]["tokens"]] - stopped_s)
+    samples.reroutes_s += [turn.token_times_s[0] - turn.sent_s for turn in ended[len(turns) :]]
     await _rehabilitate(client, victim)
 
 

@@ -114,6 +114,6 @@ async def _end(tasks: Sequence[asyncio.Task[Turn]], until_s: float, broken: list
 
 def _silence_s(turn: Turn, since_s: float) -> float:
     """The longest that it was without a token since then, or since its begin if that was later."""
-    start_s = max(turn.begun_s, since_s)
-    times = [start_s, *(at_s for at_s in turn.times_s if at_s > start_s), max(turn.ended_s, start_s)]
+    start_s = max(turn.sent_s, since_s)
+    times = [start_s, *(at_s for at_s in turn.token_times_s if at_s > start_s), max(turn.ended_s, start_s)]
     return max(after - before for before, after in itertools.pairwise(times))

@@ -1,43 +1,27 @@
 """Streams turns through a router and keeps when each token came; asks the router about its workers.
 
-Owns the reading of the event stream and the calls of /workers and /admin. Promises that what arrived is kept
-whatever happens next, and that waiting for a condition ends with an error. Never retries, never judges.
+Owns the calls of /workers and /admin. Promises that waiting for a condition ends with an error.
+Never retries, never judges.
 """
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
-
-import aiohttp
 
 from rose.demo.frozenlake import VOCAB_SIZE
 from rose.errors import WorkerError
+from rose.measure.completions import SESSION_HEADER, open_session, stream_completion
+from rose.measure.records import RequestRecord
+from rose.node.control import completion_body
 
 PATIENCE_S = 60.0
 POLL_S = 0.02
-_READ_BYTES = 1 << 20
-"""The first event echoes the prompt on one line."""
 
 
-@dataclass(slots=True)
-class Turn:
-    """One streamed turn, filled in place."""
-
-    prompt: Sequence[int]
-    begun_s: float = 0.0
-    ended_s: float = 0.0
-    """Also when it was cancelled."""
-    token_ids: list[int] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-    """When each token reached this process (monotonic)."""
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str | None = None
-    rose: Mapping[str, Any] = field(default_factory=dict)
+class Turn(RequestRecord):
+    """One streamed turn, with what the router says of it."""
 
     @property
     def workers(self) -> list[str]:
@@ -54,21 +38,6 @@ class Turn:
         """Returns whether it ended as asked for."""
         return self.error is None and (self.finish_reason, len(self.token_ids)) == ("length", num_tokens)
 
-    def take(self, event: bytes) -> None:
-        """Adds one event of the stream."""
-        message = json.loads(event)
-        if "error" in message:
-            self.error = str(message["error"])
-            return
-        for choice in message["choices"]:
-            ids = choice.get("token_ids") or ()
-            self.token_ids.extend(ids)
-            self.times_s.extend([time.monotonic()] * len(ids))
-            if choice.get("logprobs") is not None:
-                self.logprobs.extend(choice["logprobs"]["token_logprobs"])
-            if choice.get("finish_reason") is not None:
-                self.finish_reason, self.rose = choice["finish_reason"], choice.get("rose", {})
-
 
 class RouterClient:
     """An asynchronous context manager."""
@@ -78,11 +47,7 @@ class RouterClient:
         self._model = model
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
-            read_bufsize=_READ_BYTES,
-        )
+        self._http = open_session()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -92,30 +57,16 @@ class RouterClient:
         self, prompt: Sequence[int], num_tokens: int, session: str | None = None
     ) -> "tuple[Turn, asyncio.Task[Turn]]":
         """Begins a greedy turn; await the task for its end."""
-        turn = Turn(prompt)
-        return turn, asyncio.create_task(self._stream(turn, num_tokens, session))
+        turn = Turn(prompt=prompt, max_tokens=num_tokens)
+        return turn, asyncio.create_task(self._stream(turn, session))
 
     async def run(self, prompt: Sequence[int], num_tokens: int, session: str | None = None) -> Turn:
         return await self.begin(prompt, num_tokens, session)[1]
 
-    async def _stream(self, turn: Turn, num_tokens: int, session: str | None) -> Turn:
-        body = {"model": self._model, "prompt": list(turn.prompt), "max_tokens": num_tokens, "stream": True}
-        body |= {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
-        headers = {"X-Session-ID": session} if session is not None else {}
-        turn.begun_s = time.monotonic()
-        try:
-            url = f"{self._url}/v1/completions"
-            async with self._http.post(url, json=body, headers=headers) as response:
-                if response.status != 200:
-                    turn.error = f"HTTP {response.status}: {(await response.text())[:300]}"
-                    return turn
-                async for line in response.content:
-                    if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                        turn.take(line[6:])
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            turn.error = f"{type(error).__name__}: {error}"
-        finally:
-            turn.ended_s = time.monotonic()
+    async def _stream(self, turn: Turn, session: str | None) -> Turn:
+        body = completion_body(self._model, list(turn.prompt), turn.max_tokens) | {"logprobs": 0}
+        headers = {SESSION_HEADER: session} if session is not None else {}
+        await stream_completion(self._http, self._url, body, turn, headers=headers)
         return turn
 
     async def status(self) -> dict[str, Any]:
