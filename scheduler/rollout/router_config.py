@@ -52,8 +52,16 @@ def _has_good_port(parts: SplitResult) -> bool:
 
 
 class JobSpec(_Settings):
-    """The limits of one RL job."""
+    """One RL job: its key, the run and model that it samples, its limits."""
 
+    key: str | None = Field(
+        default=None,
+        min_length=1,
+        repr=False,
+        description="key of this job's clients, which stands for the job, its run and its model",
+    )
+    run_id: str | None = Field(default=None, description="the training run whose weights its turns get")
+    model: str | None = Field(default=None, description="the model of its turns")
     weight: float = Field(
         default=1.0, gt=0, description="part of the generated tokens under contention, relative to other jobs"
     )
@@ -77,6 +85,11 @@ class RouterConfig(_Settings):
     run_id: str | None = Field(
         default=None, description="the only training run; workers with weights of others are refused"
     )
+    weights_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="a turn whose weights no worker has for this long is answered 503",
+    )
     version_mode: VersionMode = VersionMode.LATEST
     max_lag: int = Field(default=1, ge=0, description="for version_mode max-lag")
     turns_per_gpu: int = Field(default=16, ge=1, description="concurrent turns on one GPU (ROSE §4.3)")
@@ -86,7 +99,7 @@ class RouterConfig(_Settings):
     max_sessions: int = Field(default=65536, ge=1)
     max_fingerprints: int = Field(default=8192, ge=1)
 
-    jobs: dict[str, JobSpec] = Field(default_factory=dict, description="limits by X-Rose-Job")
+    jobs: dict[str, JobSpec] = Field(default_factory=dict, description="the RL jobs by name")
     job_idle_s: float = Field(
         default=60.0, gt=0, description="a job without work is forgotten after this time"
     )
@@ -187,7 +200,20 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
     ids = [worker.id for worker in config.workers]
     if twice := sorted({i for i in ids if ids.count(i) > 1}):
         raise ConfigError(f"{source}: workers: {twice[0]} is given twice")
+    if (problem := contradiction(config.jobs, config.run_id)) is not None:
+        raise ConfigError(f"{source}: {problem}")
     return config
+
+
+def contradiction(jobs: Mapping[str, JobSpec], run_id: str | None) -> str | None:
+    """Returns what is wrong between jobs, or between a job and the router's only run; None if nothing is."""
+    holders: dict[str, str] = {}
+    for name, job in jobs.items():
+        if run_id is not None and job.run_id not in (None, run_id):
+            return f"jobs.{name}.run_id: {job.run_id}, but the router's only run_id is {run_id}; drop one"
+        if job.key is not None and (other := holders.setdefault(job.key, name)) != name:
+            return f"jobs.{name}.key: job {other} has the same key; give each job a key of its own"
+    return None
 
 
 def _profiled_cap(path: Path, source: str) -> int:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from rose.errors import NoWorkerError
 from rose.messages import RoutingStatus
+from rose.scheduler.rollout.placing.policy import Policy
 from rose.scheduler.rollout.placing.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
-from rose.scheduler.rollout.placing.views import DEFAULT_JOB, Policy, TurnView, WorkerKind
+from rose.scheduler.rollout.placing.views import DEFAULT_JOB, TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.places import Place, Places, Waiter

@@ -116,9 +116,12 @@ class Admin:
         return web.json_response({"jobs": self._plane.job_status()})
 
     async def change_job(self, request: web.Request) -> web.Response:
-        """Sets a job's limits."""
+        """Sets a job's key, run, model and limits."""
         name = request.match_info["job"]
-        job = self._plane.jobs.change(name, await _read(request, JobSpec), time.monotonic())
+        try:
+            job = self._plane.jobs.change(name, await _read(request, JobSpec), time.monotonic())
+        except ValueError as error:
+            raise Conflict(str(error)) from error
         self._plane.dispatcher.pump()
         return web.json_response({name: job.as_json(0)})
 

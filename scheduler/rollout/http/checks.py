@@ -1,13 +1,12 @@
 """Checks of a request before any worker sees it.
 
-Owns: the checks of model names, training runs and prompt lengths.
+Owns: the checks of model names and prompt lengths.
 Promises: a request that fails here would fail on every worker. One that passes may still be refused by a
 worker.
 Never does: parse bodies (formats/).
 """
 
 from rose.errors import NoWorkerError
-from rose.http import RUN_HEADER
 from rose.scheduler.rollout.formats.bodies import BadRequest, TokenIds
 from rose.scheduler.rollout.formats.completions import Call
 from rose.scheduler.rollout.http.errors import NotFound
@@ -18,10 +17,8 @@ _NEAR = 0.7
 
 
 class Checks:
-    def __init__(self, registry: Registry, run_id: str | None) -> None:
-        """`run_id`: the only training run of this router; None: several may use it."""
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._run_id = run_id
 
     async def model(self, given: object) -> str | None:
         """Returns the model that a request with `given` as its `model` is for; None: any worker will do.
@@ -49,24 +46,6 @@ class Checks:
         """Whether some live worker doesn't say what it serves, or no worker is alive."""
         alive = [worker for worker in self._registry.workers() if worker.is_alive]
         return not alive or any(worker.models is None for worker in alive)
-
-    def run(self, given: str | None, model: str | None) -> str | None:
-        """Returns the training run that a request asks for; None: any.
-
-        While nothing is published for the model every run is accepted, since a trainer may send its first
-        turns before it publishes.
-
-        Raises:
-            NotFound: workers have weights of other runs, and never had any of this one.
-        """
-        if given is None or given == self._run_id:
-            return given
-        known = {*self._registry.newest.of(model), *((self._run_id,) if self._run_id is not None else ())}
-        if known and given not in known:
-            raise NotFound(
-                f"{RUN_HEADER}: no worker has weights of run {given!r}; known: {', '.join(sorted(known))}"
-            )
-        return given
 
     def lengths(self, call: Call, model: str | None) -> None:
         """Raises: BadRequest if a prompt does not fit into any worker's context."""

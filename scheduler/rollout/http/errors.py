@@ -22,6 +22,10 @@ class NotFound(BadRequest):
     """The request names something that does not exist."""
 
 
+class Denied(BadRequest):
+    """The request is for a job, run or model that its key does not stand for."""
+
+
 class Conflict(BadRequest):
     """The request contradicts the router's present state."""
 
@@ -32,6 +36,7 @@ class BodyTooSlow(BadRequest):
 
 _STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
     (NotFound, 404, "NotFoundError"),
+    (Denied, 403, "PermissionDeniedError"),
     (BodyTooSlow, 408, "RequestTimeoutError"),
     (Conflict, 409, "ConflictError"),
     (BadRequest, 400, "BadRequestError"),

@@ -1,9 +1,9 @@
 """What stands before every route: keys, draining, and errors as answers.
 
 Owns: the middleware, and the answers to requests that are not valid HTTP.
-Promises: where any key is set, only the holder of the admin key changes the set of workers. Every refusal and
-every error has OpenAI's shape; a bug in the router is logged with its traceback and answered 500. No answer
-names a library or its version.
+Promises: where any key is set, only the holder of the admin key changes the workers and the jobs. Every
+refusal and every error has OpenAI's shape; a bug in the router is logged with its traceback and answered 500.
+No answer names a library or its version.
 Never does: know what a route does.
 """
 
@@ -19,6 +19,7 @@ from aiohttp.typedefs import RawHeaders
 
 from rose.errors import RoseError
 from rose.scheduler.rollout.formats.bodies import BadRequest
+from rose.scheduler.rollout.http.callers import Callers, bearer
 from rose.scheduler.rollout.http.errors import error_response, http_status
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.journey import Refused
@@ -30,15 +31,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _OPEN_PATHS = ("/health", "/metrics")
 _WORKERS_PATH = "/workers"
 _ADMIN_PATHS = ("/admin", _WORKERS_PATH)
+_MEMBER_PATHS = (_WORKERS_PATH, "/admin/jobs")
 _NO_ADMIN_KEY = (
-    "workers can't be changed without an admin key, because the router would send its other keys to them; set"
-    " admin_key (ROSE_ROUTER_ADMIN_KEY)"
+    "workers and jobs can't be changed without an admin key, because the router would send its other keys to"
+    " workers, and a job could be given another key; set admin_key (ROSE_ROUTER_ADMIN_KEY)"
 )
 
 
 class Guard:
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, callers: Callers) -> None:
         self._config = config
+        self._callers = callers
         self.is_draining = False
         self._num_active = 0
 
@@ -74,17 +77,17 @@ class Guard:
     def _is_allowed(self, request: web.Request) -> bool:
         if request.path in _OPEN_PATHS:
             return True
-        key = self._config.admin_key if request.path.startswith(_ADMIN_PATHS) else self._config.api_key
-        if key is None:
-            return True
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), key.encode())
+        if not request.path.startswith(_ADMIN_PATHS):
+            return self._callers.are_known(request)
+        key = self._config.admin_key
+        return key is None or hmac.compare_digest(bearer(request).encode(), key.encode())
 
     def _is_membership_closed(self, request: web.Request) -> bool:
-        """Whether a stranger could add a worker, to which the router would send its keys and turns."""
+        """Whether a stranger could add a worker, to which the router would send its keys and turns, or give a
+        job another key."""
         config = self._config
-        has_keys = any(key is not None for key in (config.api_key, config.worker_api_key, config.rose_key))
-        is_change = request.path.startswith(_WORKERS_PATH) and request.method != "GET"
+        has_keys = self._callers.have_keys or config.worker_api_key is not None or config.rose_key is not None
+        is_change = request.path.startswith(_MEMBER_PATHS) and request.method != "GET"
         return is_change and has_keys and config.admin_key is None
 
     async def drain(self) -> None:

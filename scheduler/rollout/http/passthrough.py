@@ -119,13 +119,15 @@ class _WholeAttempt:
 
     async def _watched(self, request: web.Request, body: Json) -> web.StreamResponse | Ending:
         plane, worker, route = self._plane, self._worker, self._journey.route
-        watch = Watch(worker, route.deadline)
+        watch = Watch(worker, route.deadline, run_id=route.run_id)
         try:
             async with watch, probed(plane.wire, worker, watch, plane.config, route.model):
                 return await self._exchange(request, body, watch)
         except TimeoutError as error:
             if watch.is_lost:
                 return Ending(kind=EndKind.LOST, detail=f"{worker.id} was lost")
+            if watch.is_outdated:
+                return Ending(kind=EndKind.OUTDATED, detail=f"{worker.id} has weights of another run now")
             if watch.is_over:
                 raise DeadlineExceeded(f"{worker.id} did not answer before the deadline") from error
             return Ending(kind=EndKind.STALLED, detail=f"{worker.id} made no token in time")

@@ -15,7 +15,6 @@ import aiohttp
 from aiohttp import web
 
 from rose.errors import NoWorkerError, RoseError
-from rose.http import JOB_HEADER, RUN_HEADER
 from rose.scheduler.rollout.formats import chat, completions
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, encode, parse
 from rose.scheduler.rollout.formats.chat import Chat, ChatParsed
@@ -25,13 +24,14 @@ from rose.scheduler.rollout.formats.generate import TokenGenerate
 from rose.scheduler.rollout.formats.sglang import SglangGenerate
 from rose.scheduler.rollout.formats.shape import Format
 from rose.scheduler.rollout.http.admin import Admin
+from rose.scheduler.rollout.http.callers import Callers
 from rose.scheduler.rollout.http.checks import Checks
 from rose.scheduler.rollout.http.errors import SERVER_NAME, BodyTooSlow, Conflict, error_event, http_status
 from rose.scheduler.rollout.http.guard import Guard, Handler
 from rose.scheduler.rollout.http.inflight import IDEMPOTENCY_HEADER, InFlight, SharedAnswer
 from rose.scheduler.rollout.http.passthrough import RENDER_PATH, Passthrough
 from rose.scheduler.rollout.placing.sessions import explicit_key
-from rose.scheduler.rollout.placing.views import DEFAULT_JOB, of_model
+from rose.scheduler.rollout.placing.views import of_model
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.dataplane import DataPlane
 from rose.scheduler.rollout.turn.journey import Route
@@ -57,8 +57,9 @@ class Service:
         self._config = config
         self._plane = plane
         self._passthrough = Passthrough(plane)
-        self._checks = Checks(plane.registry, config.run_id)
-        self._guard = Guard(config)
+        self._checks = Checks(plane.registry)
+        self._callers = Callers(plane.registry, plane.jobs, config.api_key, config.run_id)
+        self._guard = Guard(config, self._callers)
         self._in_flight = InFlight()
         self._parsed_models: set[str | None] = set()
         """The models whose chats a parser in the workers splits into reasoning and tool calls."""
@@ -124,7 +125,7 @@ class Service:
 
     async def finish_session(self, request: web.Request) -> web.Response:
         """Takes SkyRL's message that a trajectory has ended; an unknown session is no error."""
-        self._plane.trajectories.finished(request.query.get("session_id", ""))
+        self._plane.trajectories.finished(request.query.get("session_id", ""), self._callers.job(request))
         return web.json_response({})
 
     # Turns --------------------------------------------------------------------------------------------------
@@ -149,13 +150,17 @@ class Service:
             pieces.append(piece)
         return b"".join(pieces)
 
-    def _route(self, request: web.Request, body: Json, model: str | None) -> Route:
+    async def _route(self, request: web.Request, body: Json) -> Route:
         given = request.headers.get(_TIMEOUT_HEADER)
+        job = self._callers.job(request)
+        if (asked := self._callers.model(job, body.get("model"))) is not None:
+            body["model"] = asked
+        model = await self._checks.model(asked)
         return Route(
-            job=_job(request.headers.get(JOB_HEADER)),
+            job=job,
             explicit_session=explicit_key(request.headers, body),
             model=model,
-            run_id=self._checks.run(request.headers.get(RUN_HEADER), model),
+            run_id=self._callers.run(request, job, model),
             deadline=time.monotonic() + min(_seconds(given), self._config.deadline_s),
             trace_parent=request.headers.get(PARENT_HEADER)
             if self._plane.records.traces is not None
@@ -164,23 +169,21 @@ class Service:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         body = parse(await self._read(request))
-        model = await self._checks.model(body.get("model"))
-        return await self._passthrough.forward(request, body, self._route(request, body, model))
+        return await self._passthrough.forward(request, body, await self._route(request, body))
 
     def _generating(self, shape: Format) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             """Generates an answer; a turn that is cut continues on another worker."""
             data = await self._read(request)
             body = parse(data, shape.ids_key)
-            model = await self._checks.model(body.get("model"))
-            route = self._route(request, body, model)
-            if self._goes_whole(shape, body, model):
+            route = await self._route(request, body)
+            if self._goes_whole(shape, body, route.model):
                 return await self._passthrough.forward(request, body, route)
             try:
                 return await self._generate(request, shape, data, body, route)
             except ChatParsed as found:
-                logger.info("chats go whole model=%s reason=%s", model, found)
-                self._parsed_models.add(model)
+                logger.info("chats go whole model=%s reason=%s", route.model, found)
+                self._parsed_models.add(route.model)
             return await self._passthrough.forward(request, body, route)
 
         return handle
@@ -197,7 +200,8 @@ class Service:
         call = shape.call(body)
         self._checks.lengths(call, route.model)
         given = request.headers.get(IDEMPOTENCY_HEADER)
-        key = f"{request.path} {given}" if given is not None else None
+        # Another job's request, or one for another run's weights, is never the same.
+        key = f"{request.path} {given} {route.run_id} {route.job}" if given is not None else None
         if call.wants_stream:
             if key is not None and key in self._in_flight:
                 raise Conflict(f"{IDEMPOTENCY_HEADER}: {given} is in flight; a stream can't be shared")
@@ -264,10 +268,3 @@ def _seconds(given: str | None) -> float:
     if not seconds > 0:
         raise BadRequest(f"{_TIMEOUT_HEADER}: expected more than 0 seconds, got {given!r}")
     return seconds
-
-
-def _job(given: str | None) -> str:
-    """Returns the job's name. Raises: BadRequest."""
-    if given is not None and not given.strip():
-        raise BadRequest(f"{JOB_HEADER}: the name is empty; name the job or leave the header out")
-    return given if given is not None else DEFAULT_JOB

@@ -1,8 +1,9 @@
 """Which job may use which serving GPU.
 
 Owns: the assignment of serving GPUs to jobs, and the window over their KV usage.
-Promises: a serving GPU has at most one job, which can use its models. No job exceeds its N_serving. GPUs with
-the lowest recent KV usage are assigned first. A job keeps its GPUs until another job is entitled to them.
+Promises: a serving GPU has at most one job, which can use its weights. No job exceeds its N_serving. GPUs
+with the lowest recent KV usage are assigned first. A job keeps its GPUs until another job is entitled to
+them.
 Never does: I/O, read a clock.
 
 Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the
@@ -15,7 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from rose.scheduler.rollout.placing.views import NOBODY
+from rose.scheduler.rollout.placing.views import NOBODY, Wants
+from rose.types import WeightVersion
 
 _NUM_BUCKETS = 60
 
@@ -28,12 +30,12 @@ class Borrower:
     weight: float = 1.0
     max_serving_gpus: int | None = None
     """N_serving; None: as many as there are."""
-    models: AbstractSet[str | None] | None = None
-    """The models that its turns ask for; None: any will do."""
+    wants: AbstractSet[Wants] | None = None
+    """The models and runs that its turns ask for; None: any will do."""
 
     def can_use(self, each: "Lendable") -> bool:
-        """Whether the GPU serves a model that this job has turns for."""
-        return self.models is None or each.models is None or not self.models.isdisjoint(each.models)
+        """Whether the GPU has weights that this job has turns for, or base weights."""
+        return self.wants is None or any(wants.are_met(each.models, each.version) for wants in self.wants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class Lendable:
     """Serving's mean use of its KV memory over the window, 0 to 1."""
     models: Collection[str] | None = None
     """The models that it serves; None: it does not say."""
+    version: WeightVersion | None = None
+    """The weights that it has; None: base weights."""
 
 
 class UsageWindow:
@@ -77,7 +81,7 @@ def assign(
     """Returns worker -> job, NOBODY where no job may have it. `held`: the assignment so far."""
     owners: dict[str, str] = {}
     given = {each.job: 0 for each in borrowers}
-    for able, group in _by_models(borrowers, lendables):
+    for able, group in _by_weights(borrowers, lendables):
         left = _entitlements(able, group, given)
         for each in group:  # a job that has to give some back keeps the idlest
             job = held.get(each.worker, NOBODY)
@@ -94,17 +98,18 @@ def assign(
     return owners
 
 
-def _by_models(
+def _by_weights(
     borrowers: Sequence[Borrower], lendables: Sequence[Lendable]
 ) -> list[tuple[list[Borrower], list[Lendable]]]:
-    """Returns groups of GPUs that serve the same models, idlest first, with the jobs that can use them.
+    """Returns groups of GPUs with the same models and run, idlest first, with the jobs that can use them.
 
     Groups that the fewest jobs can use come first, so that jobs with a choice get their part elsewhere.
     """
-    groups: dict[frozenset[str] | None, list[Lendable]] = {}
+    groups: dict[tuple[frozenset[str] | None, str | None], list[Lendable]] = {}
     for each in sorted(lendables, key=_idlest):
         models = frozenset(each.models) if each.models is not None else None
-        groups.setdefault(models, []).append(each)
+        run_id = each.version.run_id if each.version is not None else None
+        groups.setdefault((models, run_id), []).append(each)
     found = [([b for b in borrowers if b.can_use(group[0])], group) for group in groups.values()]
     return sorted(found, key=lambda pair: len(pair[0]))
 
@@ -122,7 +127,7 @@ def lend_idle(
 ) -> dict[str, str]:
     """Returns worker -> job for now, with GPUs that their owners leave idle lent to jobs whose turns wait.
 
-    `waiting`: jobs with turns that found no place, with the models of these turns. `entitled`: the result of
+    `waiting`: jobs with turns that found no place, with what these turns want. `entitled`: the result of
     `assign`. `owners`: who has each GPU now. `busy`: workers on which their owner has turns running.
 
     A job gets a GPU that it is entitled to back as soon as it waits; other turns there run to their end.

@@ -9,12 +9,13 @@ Never does: know what an item is, or place it; the caller says what can be place
 import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Place = TypeVar("Place")
+Kind = TypeVar("Kind", bound=Hashable)
 
 _QUANTUM = 256.0
 """The tokens that a job of weight 1 earns per round. It is small against a turn, so that jobs alternate."""
@@ -28,11 +29,11 @@ def jain(values: Iterable[float]) -> float:
 
 
 @dataclass(slots=True)
-class _Found(Generic[Item, Place]):
+class _Found(Generic[Item, Kind, Place]):
     """An item that can be placed. It is not frozen, because one is made for each waiting turn."""
 
     number: int
-    kind: str | None
+    kind: Kind
     index: int
     item: Item
     cost: float
@@ -40,20 +41,20 @@ class _Found(Generic[Item, Place]):
 
 
 @dataclass(slots=True)
-class _Queue(Generic[Item]):
+class _Queue(Generic[Item, Kind]):
     weight: float
     deficit: float = 0.0
-    entries: dict[str | None, deque[tuple[int, Item, float]]] = field(default_factory=dict)
+    entries: dict[Kind, deque[tuple[int, Item, float]]] = field(default_factory=dict)
     """Kind -> (number, item, cost). The lowest number of all kinds goes first."""
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
 
     def first(
-        self, place: Callable[[Item], Place | None], may_go: Callable[[str | None], bool]
-    ) -> _Found[Item, Place] | None:
+        self, place: Callable[[Item], Place | None], may_go: Callable[[Kind], bool]
+    ) -> _Found[Item, Kind, Place] | None:
         """Returns the first item that can be placed."""
-        first: _Found[Item, Place] | None = None
+        first: _Found[Item, Kind, Place] | None = None
         for kind, entries in self.entries.items():
             if not may_go(kind):
                 continue
@@ -65,28 +66,28 @@ class _Queue(Generic[Item]):
                     break
         return first
 
-    def drop_if_empty(self, kind: str | None) -> None:
+    def drop_if_empty(self, kind: Kind) -> None:
         if not self.entries[kind]:
             del self.entries[kind]
 
 
 @dataclass(slots=True)
-class _Candidate(Generic[Item, Place]):
+class _Candidate(Generic[Item, Kind, Place]):
     job: str
-    found: _Found[Item, Place]
+    found: _Found[Item, Kind, Place]
     rounds: int
     position: int
 
 
-def _anything(_kind: str | None) -> bool:
+def _anything(_kind: object) -> bool:
     return True
 
 
-class FairQueue(Generic[Item]):
+class FairQueue(Generic[Item, Kind]):
     """Items of several jobs. The first job in `_queues` is the one being visited."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[str, _Queue[Item]] = OrderedDict()
+        self._queues: OrderedDict[str, _Queue[Item, Kind]] = OrderedDict()
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -99,19 +100,23 @@ class FairQueue(Generic[Item]):
         queue = self._queues.get(job)
         return len(queue) if queue is not None else 0
 
-    def kinds(self) -> dict[str, list[str | None]]:
+    def kinds(self) -> dict[str, list[Kind]]:
         """Returns the kinds of items that each job is waiting with."""
         return {job: list(queue.entries) for job, queue in self._queues.items()}
+
+    def of_kind(self, kind: Kind) -> list[Item]:
+        """Returns all jobs' items of one kind."""
+        return [item for queue in self._queues.values() for _, item, _ in queue.entries.get(kind, ())]
 
     def push(
         self,
         job: str,
         item: Item,
         *,
+        kind: Kind,
         cost: float,
         weight: float = 1.0,
         is_first: bool = False,
-        kind: str | None = None,
     ) -> None:
         """Queues an item; `cost` is in tokens. `is_first`: ahead of the job's other items. `kind`: see
         take()."""
@@ -141,7 +146,7 @@ class FairQueue(Generic[Item]):
             queue.deficit -= difference
 
     def take(
-        self, place: Callable[[Item], Place | None], may_go: Callable[[str | None], bool] = _anything
+        self, place: Callable[[Item], Place | None], may_go: Callable[[Kind], bool] = _anything
     ) -> tuple[Item, Place] | None:
         """Takes out the next item in fair order that can be placed; None if there is none.
 
@@ -166,8 +171,8 @@ class FairQueue(Generic[Item]):
         return found.item, found.place
 
     def _candidates(
-        self, place: Callable[[Item], Place | None], may_go: Callable[[str | None], bool]
-    ) -> Iterator[_Candidate[Item, Place]]:
+        self, place: Callable[[Item], Place | None], may_go: Callable[[Kind], bool]
+    ) -> Iterator[_Candidate[Item, Kind, Place]]:
         """Yields each job's first placeable item and how many more visits the job needs to afford it."""
         for position, (job, queue) in enumerate(self._queues.items()):
             if (found := queue.first(place, may_go)) is None:

@@ -1,12 +1,14 @@
 """Where a rollout turn runs: the paper's rule and its two baselines (ROSE §4.3, §6.4).
 
-Owns: the placement rules, as pure functions of views. cost.py has the rule with a cost model.
+Owns: the protocol of a policy, and the placement rules as pure functions of views. cost.py has the rule with
+a cost model.
 Promises: equal inputs give equal answers; time is an argument; nothing is changed.
 Never does: I/O, counting, queueing (turn/dispatch.py holds the turns for which no worker was picked).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rose.scheduler.rollout.placing.versions import VersionRule
 from rose.scheduler.rollout.placing.views import TurnView, WorkerKind, WorkerView, of_model
@@ -35,6 +37,21 @@ def constraints(turn: TurnView, now: float) -> Hashable:
     """Returns everything that decides whether a turn without affinity can be placed."""
     avoided = tuple(sorted(worker for worker, until in turn.avoid_until.items() if until > now))
     return (turn.job, turn.model, turn.run_id, turn.pinned_version, avoided)
+
+
+class Policy(Protocol):
+    @property
+    def versions(self) -> VersionRule: ...
+
+    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
+        """Returns the id of a worker for this turn; None if the turn has to wait.
+
+        Raises:
+            VersionGone: no registered worker can ever take the turn.
+        """
+
+    def likeness(self, turn: TurnView, now: float) -> Hashable:
+        """Returns a key; if one turn can't be placed, no other turn with the same key can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

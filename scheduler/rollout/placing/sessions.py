@@ -2,7 +2,7 @@
 
 Owns: the session keys of requests, the affinity table, the fingerprints of finished turns.
 Promises: all tables are bounded (least recently used entries leave first); losing an entry costs a prefix-
-cache hit, never a wrong answer. Equal session keys for different models are different trajectories.
+cache hit, never a wrong answer. Equal session keys in different scopes are different trajectories.
 Never does: I/O.
 """
 
@@ -22,6 +22,11 @@ SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 
 
 _MAX_HOLDERS = 4
+
+
+def scope_of(job: str, model: str | None) -> str:
+    """Returns the scope of a job's sessions for a model: no other job or model continues them."""
+    return f"{job}\n{model or ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +58,7 @@ class Session:
 
 
 class SessionTable:
-    """The sessions by key and model."""
+    """The sessions by key and scope (scope_of)."""
 
     def __init__(self, max_sessions: int) -> None:
         self._max_sessions = max_sessions
@@ -62,8 +67,8 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def get(self, key: str, model: str | None = None) -> Session | None:
-        return self._sessions.get((key, model))
+    def get(self, key: str, scope: str | None = None) -> Session | None:
+        return self._sessions.get((key, scope))
 
     def record(
         self,
@@ -71,10 +76,10 @@ class SessionTable:
         worker: str,
         version: WeightVersion | None,
         held: Held | None = None,
-        model: str | None = None,
+        scope: str | None = None,
     ) -> None:
         """Remember that this session's turn ran on `worker`; the version of its first turn is kept."""
-        entry = (key, model)
+        entry = (key, scope)
         session = self._sessions.get(entry)
         if session is None:
             session = self._sessions[entry] = Session(worker=worker, first_version=version)
@@ -88,8 +93,8 @@ class SessionTable:
         while len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
 
-    def forget(self, key: str, model: str | None) -> None:
-        self._sessions.pop((key, model), None)
+    def forget(self, key: str, scope: str | None) -> None:
+        self._sessions.pop((key, scope), None)
 
 
 _STRIDE_BYTES = 1024
@@ -101,8 +106,8 @@ class Fingerprints:
     A finished turn is filed under the digest of prompt + generated tokens. The next turn's prompt
     begins with exactly that, so the longest filed prefix names its trajectory. Siblings of a GRPO
     group share the first prompt but not what was generated: they are told apart, and a first turn
-    matches nothing, so it goes where the load is least. The model's name is the digests' seed: equal
-    prompts for different models don't match.
+    matches nothing, so it goes where the load is least. The scope is the digests' seed: equal prompts
+    in different scopes don't match.
 
     Filed by stride: an entry lies under the digest of its whole strides, so a look-up hashes the prompt once,
     stops at the numbers of strides that entries have, and compares with the few that share a digest, not with
@@ -121,9 +126,9 @@ class Fingerprints:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def record(self, prefix: bytes, key: str, model: str | None = None) -> None:
+    def record(self, prefix: bytes, key: str, scope: str | None = None) -> None:
         """Files a finished turn by the prefix that `prefix_of` gives."""
-        entry, stride = _digests(prefix, _seed(model))
+        entry, stride = _digests(prefix, _seed(scope))
         if entry not in self._entries:
             strides, digest = stride
             if strides not in self._by_stride:
@@ -149,10 +154,10 @@ class Fingerprints:
             del self._by_stride[strides]
             self._strides.remove(strides)
 
-    def find(self, prefix: bytes, model: str | None = None) -> str | None:
+    def find(self, prefix: bytes, scope: str | None = None) -> str | None:
         """Returns the session with the longest filed prefix that this prefix begins with."""
         found, hashed = None, 0
-        digest, view = xxhash.xxh3_64(seed=_seed(model)), memoryview(prefix)
+        digest, view = xxhash.xxh3_64(seed=_seed(scope)), memoryview(prefix)
         for strides in self._strides:
             start = strides * _STRIDE_BYTES
             if start > len(prefix):
@@ -181,8 +186,8 @@ class Fingerprints:
         assert filed == set(self._entries)
 
 
-def _seed(model: str | None) -> int:
-    return xxhash.xxh3_64_intdigest(model.encode()) if model is not None else 0
+def _seed(scope: str | None) -> int:
+    return xxhash.xxh3_64_intdigest(scope.encode()) if scope is not None else 0
 
 
 def _digests(prefix: bytes, seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -217,10 +222,10 @@ class SessionKeys:
         self._serial = itertools.count()
 
     def key(
-        self, explicit: str | None, prompt: str | TokenIds, index: int, count: int, model: str | None = None
+        self, explicit: str | None, prompt: str | TokenIds, index: int, count: int, scope: str | None = None
     ) -> str:
         """Returns the key of request `index` of the `count` requests of one call."""
         if explicit is not None:
             return explicit if count == 1 else f"{explicit}#{index}"
-        found = self.fingerprints.find(prefix_of(prompt), model)
+        found = self.fingerprints.find(prefix_of(prompt), scope)
         return found if found is not None else f"anonymous-{next(self._serial)}"

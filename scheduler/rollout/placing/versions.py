@@ -6,11 +6,11 @@ Never does: choose among the workers that it admits (policy.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from rose.errors import NoWorkerError
-from rose.scheduler.rollout.placing.views import TurnView, WorkerView
+from rose.scheduler.rollout.placing.views import TurnView, Wants, WorkerView, of_model
 from rose.types import WeightVersion
 
 
@@ -79,6 +79,12 @@ class VersionRule:
     known: NewestVersions = field(default_factory=NewestVersions)
     """The versions that any worker has held, including workers that are gone."""
 
+    def are_held(self, wants: Wants, workers: Iterable[WorkerView]) -> bool:
+        """Returns whether any worker, lost ones included, has weights that a new session's turn may use."""
+        turn = TurnView(session="", model=wants.model, run_id=wants.run_id)
+        held = [replace(worker, alive=True) for worker in workers]
+        return bool(self.admits(turn, of_model(wants.model, held)))
+
     def admits(self, turn: TurnView, workers: Sequence[WorkerView]) -> list[WorkerView]:
         """Returns the live workers, among those of the turn's model, whose weights the turn may use.
 
@@ -87,11 +93,12 @@ class VersionRule:
         Raises:
             VersionGone: no registered worker holds the pinned version.
         """
-        if self.mode is VersionMode.PINNED and turn.pinned_version is not None:
-            holders = [w for w in workers if w.weight_version == turn.pinned_version]
+        pinned = turn.pinned_version if self.mode is VersionMode.PINNED else None
+        if pinned is not None and turn.run_id in (None, pinned.run_id):
+            holders = [w for w in workers if w.weight_version == pinned]
             if not holders:
                 held = sorted({str(w.weight_version) for w in workers})
-                needs = f"session {turn.session} needs weights {turn.pinned_version}"
+                needs = f"session {turn.session} needs weights {pinned}"
                 raise VersionGone(f"{needs}, but workers hold {held}; begin a new session")
             return [w for w in holders if w.alive]
         alive = [w for w in workers if w.alive]

@@ -1,20 +1,22 @@
 """What a placement policy sees: the turn, and each worker at this moment.
 
-Owns: TurnView, WorkerView, Speed, which workers serve a model, and the protocol of a policy.
+Owns: TurnView, WorkerView, Wants, Speed, and which workers serve a model.
 Promises: plain values, which both the service and the simulator fill in.
 Never does: decide, read a clock.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from rose.types import WeightVersion
 
 NOBODY = ""
 """The `owner` of a serving GPU that no job has borrowed."""
 DEFAULT_JOB = "default"
+NO_RUN = ""
+"""The run of a turn that may have base weights alone."""
 
 
 class WorkerKind(StrEnum):
@@ -22,6 +24,20 @@ class WorkerKind(StrEnum):
     """A GPU that only runs rollouts."""
     SERVING = "serving"
     """The rollout engine on a GPU that serves traffic first."""
+
+
+class Wants(NamedTuple):
+    """What a turn asks of its worker's weights."""
+
+    model: str | None = None
+    """None: any will do."""
+    run_id: str | None = None
+    """The training run; None: any will do."""
+
+    def are_met(self, models: Collection[str] | None, version: WeightVersion | None) -> bool:
+        """Whether a worker that serves `models` with these weights, or with base weights, will do."""
+        is_served = self.model is None or models is None or self.model in models
+        return is_served and (self.run_id is None or version is None or version.run_id == self.run_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +51,7 @@ class TurnView:
     affine: str | None = None
     """The worker of the session's previous turn, which probably still holds its prefix KV."""
     run_id: str | None = None
-    """The training run whose weights it asks for; None: any will do."""
+    """The training run whose weights it asks for; None: any will do; NO_RUN: base weights alone."""
     pinned_version: WeightVersion | None = None
     avoid_until: Mapping[str, float] = field(default_factory=dict)
     """Workers that just failed, stalled or aborted this turn, and until when it avoids them."""
@@ -44,6 +60,10 @@ class TurnView:
     """The number of tokens that it will probably generate."""
     cached_tokens: Mapping[str, float] = field(default_factory=dict)
     """The prompt tokens that each worker probably still holds; other workers hold none."""
+
+    @property
+    def wants(self) -> Wants:
+        return Wants(self.model, self.run_id)
 
     def missing_tokens(self, worker: str) -> float:
         """Returns the prompt tokens that the worker would have to prefill."""
@@ -114,15 +134,3 @@ def of_model(model: str | None, workers: Sequence[_SomeWorker]) -> Sequence[_Som
     if model is None:
         return workers
     return [w for w in workers if w.models is None or model in w.models]
-
-
-class Policy(Protocol):
-    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
-        """Returns the id of a worker for this turn; None if the turn has to wait.
-
-        Raises:
-            VersionGone: no registered worker can ever take the turn.
-        """
-
-    def likeness(self, turn: TurnView, now: float) -> Hashable:
-        """Returns a key; if one turn can't be placed, no other turn with the same key can."""

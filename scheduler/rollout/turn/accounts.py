@@ -1,23 +1,32 @@
 """The accounts of the RL jobs that use the router: what each may have, and what it has had.
 
-Owns: JobAccount, JobAccounts, JobAborted.
+Owns: JobAccount, JobAccounts, JobAborted, and which job has which key.
 Promises: a job that nobody configured has the default limits. The account of a job without work is closed
 after `job_idle_s`, but the limits that an operator set for the job are kept.
 Never does: place turns, I/O, read a clock.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rose.errors import RoseError
 from rose.scheduler.rollout.placing.borrowing import Borrower
-from rose.scheduler.rollout.router_config import JobSpec, RouterConfig
+from rose.scheduler.rollout.placing.views import Wants
+from rose.scheduler.rollout.router_config import JobSpec, RouterConfig, contradiction
 
+_DEFAULTS = JobSpec()
+_MAX_WANTS = 64
+"""Clients may name any run while nothing is published; what is in use is soon noted again."""
 _SMOOTHING = 0.1
 _FIRST_GUESS_TOKENS = 256.0
 """The expected tokens of a turn before any turn has ended."""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
 
 
 class JobAborted(RoseError):
@@ -36,8 +45,8 @@ class JobAccount:
         self.num_tokens = 0
         self.mean_tokens = _FIRST_GUESS_TOKENS
         self.last_active = now
-        self.models: set[str | None] = set()
-        """The models that its turns asked for; None stands for any model."""
+        self.wants: set[Wants] = set()
+        """The models and runs that its turns asked for."""
         self.aborts: set[Callable[[], None]] = set()
         """Calling one of these ends one of the job's requests."""
 
@@ -55,19 +64,20 @@ class JobAccount:
         self.num_tokens += num_tokens
         self.mean_tokens = (1 - _SMOOTHING) * self.mean_tokens + _SMOOTHING * num_tokens
 
-    def borrower(self, models: Iterable[str | None]) -> Borrower:
-        """Returns the job as a borrower of serving GPUs for these models."""
-        wanted = frozenset(models)
+    def borrower(self, wants: Iterable[Wants]) -> Borrower:
+        """Returns the job as a borrower of serving GPUs for turns that want this."""
+        wanted = frozenset(wants)
         return Borrower(
             job=self.name,
             weight=self.spec.weight,
             max_serving_gpus=self.spec.max_serving_gpus,
-            models=wanted if wanted and None not in wanted else None,
+            wants=wanted if wanted and Wants() not in wanted else None,
         )
 
     def as_json(self, num_queued: int) -> dict[str, Any]:
         return {
-            **self.spec.model_dump(),
+            **self.spec.model_dump(exclude={"key"}),
+            "has_key": self.spec.key is not None,
             "paused": self.is_paused,
             "in_flight": self.in_flight,
             "queued": num_queued,
@@ -81,10 +91,14 @@ class JobAccounts:
 
     def __init__(self, config: RouterConfig) -> None:
         self._job_idle_s = config.job_idle_s
-        self._specs = dict(config.jobs)
+        self._specs: Mapping[str, JobSpec] = {}
+        self._by_key: Mapping[bytes, str] = {}
+        """The jobs' names by the digests of their keys: a look-up takes as long for a wrong key."""
+        self._run_id = config.run_id
+        self._take_specs(config.jobs)
         self._jobs: dict[str, JobAccount] = {}
         self.revision = 0
-        """Grows when a job comes, leaves, gets other limits or asks for another model."""
+        """Grows when a job comes, leaves, gets other limits or asks for another model or run."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -96,7 +110,7 @@ class JobAccounts:
         """Returns a job's account and opens it if there is none."""
         job = self._jobs.get(name)
         if job is None:
-            job = self._jobs[name] = JobAccount(name, self._specs.get(name, JobSpec()), now)
+            job = self._jobs[name] = JobAccount(name, self.spec(name), now)
             self.revision += 1
         job.last_active = now
         return job
@@ -120,18 +134,49 @@ class JobAccounts:
         finally:
             job.aborts.discard(abort)
 
-    def asked(self, job: JobAccount, model: str | None) -> None:
-        """Notes that a turn of the job asks for this model; None: for any."""
-        if model not in job.models:
-            job.models.add(model)
+    def asked(self, job: JobAccount, wants: Wants) -> None:
+        """Notes what a turn of the job asks for."""
+        if wants not in job.wants:
+            if len(job.wants) == _MAX_WANTS:
+                job.wants.clear()
+            job.wants.add(wants)
             self.revision += 1
 
     def find(self, name: str) -> JobAccount | None:
         return self._jobs.get(name)
 
+    def spec(self, name: str) -> JobSpec:
+        """Returns what was set for the job, or the defaults."""
+        return self._specs.get(name, _DEFAULTS)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether any job has a key of its own."""
+        return bool(self._by_key)
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether any job has a run of its own."""
+        return any(spec.run_id is not None for spec in self._specs.values())
+
+    def holder(self, key: str) -> str | None:
+        """Returns the job that has this key."""
+        return self._by_key.get(_digest(key)) if self._by_key else None
+
+    def owner(self, run_id: str) -> str | None:
+        """Returns a job that has a key of its own and this run."""
+        specs = self._specs.items()
+        return next((name for name, spec in specs if spec.key is not None and spec.run_id == run_id), None)
+
     def change(self, name: str, spec: JobSpec, now: float) -> JobAccount:
-        """Sets a job's limits, which outlast its idle times."""
-        self._specs[name] = spec
+        """Sets a job's key, run, model and limits, which outlast its idle times.
+
+        Raises: ValueError if it contradicts another job or the router's run.
+        """
+        specs = {**self._specs, name: spec}
+        if (problem := contradiction(specs, self._run_id)) is not None:
+            raise ValueError(problem)
+        self._take_specs(specs)
         job = self.get(name, now)
         job.spec = spec
         self.revision += 1
@@ -146,7 +191,11 @@ class JobAccounts:
             )
         del self._jobs[name]
         self.revision += 1
-        self._specs.pop(name, None)
+        self._take_specs({other: spec for other, spec in self._specs.items() if other != name})
+
+    def _take_specs(self, specs: Mapping[str, JobSpec]) -> None:
+        self._specs = dict(specs)
+        self._by_key = {_digest(s.key): name for name, s in specs.items() if s.key is not None}
 
     def expire(self, queued: dict[str, int], now: float) -> None:
         """Closes the accounts of idle jobs, so that others may have their serving GPUs."""

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 import aiohttp
 
 from rose.scheduler.rollout.placing.cost import CostPolicy
-from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
+from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, Policy, TurnwisePolicy
 from rose.scheduler.rollout.placing.versions import VersionMode, VersionRule
-from rose.scheduler.rollout.placing.views import Policy
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.attempt.attempt import AttemptParts
@@ -49,7 +48,12 @@ class DataPlane:
         self.versions = self._rule(config.version_mode, config.max_lag)
         policy = POLICIES[config.policy](versions=self.versions)
         self.dispatcher = Dispatcher(
-            self.registry, policy, self.jobs, self.trajectories, config.max_queued_per_job
+            self.registry,
+            policy,
+            self.jobs,
+            self.trajectories,
+            config.max_queued_per_job,
+            config.weights_s,
         )
         self.dispatcher.pins_versions = config.version_mode is VersionMode.PINNED
         parts = AttemptParts(config=config, http=http, wire=self.wire, records=self.records)

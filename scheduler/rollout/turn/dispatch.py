@@ -7,11 +7,13 @@ Never does: network I/O, choose workers (places.py, placing/policy.py).
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
 from rose.errors import NoWorkerError, RoseError
-from rose.scheduler.rollout.placing.views import Policy, TurnView
+from rose.scheduler.rollout.placing.policy import Policy
+from rose.scheduler.rollout.placing.views import TurnView
 from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
 from rose.scheduler.rollout.turn.journey import Journey
 from rose.scheduler.rollout.turn.places import Place, Places, Waiter
@@ -38,6 +40,7 @@ class Dispatcher:
         jobs: JobAccounts,
         trajectories: Trajectories,
         max_queued_per_job: int,
+        weights_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
@@ -45,7 +48,7 @@ class Dispatcher:
         self._trajectories = trajectories
         self._max_queued_per_job = max_queued_per_job
         self._clock = clock
-        self._places = Places(registry.members(), policy, jobs)
+        self._places = Places(registry.members(), policy, jobs, weights_s)
         self.pins_versions = False
         """Whether an attempt has to end when its worker receives other weights."""
 

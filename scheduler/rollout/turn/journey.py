@@ -28,6 +28,7 @@ class Route:
     job: str
     explicit_session: str | None
     run_id: str | None
+    """The training run whose weights it may use; None: any, NO_RUN: base weights alone."""
     deadline: float
     """Monotonic time in seconds."""
     model: str | None = None

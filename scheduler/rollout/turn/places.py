@@ -8,6 +8,7 @@ service and the simulator drive the same object.
 Never does: I/O, wait, choose a worker (placing/policy.py, placing/cost.py).
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -15,13 +16,25 @@ from operator import attrgetter
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.borrowing import Lendable, assign, lend_idle
 from rose.scheduler.rollout.placing.fairness import FairQueue
-from rose.scheduler.rollout.placing.views import NOBODY, Policy, TurnView, WorkerKind, WorkerView, of_model
+from rose.scheduler.rollout.placing.policy import Policy
+from rose.scheduler.rollout.placing.views import (
+    NO_RUN,
+    NOBODY,
+    TurnView,
+    Wants,
+    WorkerKind,
+    WorkerView,
+    of_model,
+)
 from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
 from rose.scheduler.rollout.workers.worker import Worker
 
 _EXPIRE_EVERY_S = 1.0
+_GIVE_UP_EVERY_S = 1.0
+_SHOWN_WORKERS = 8
+"""An error names this many workers."""
 
-_models = attrgetter("models")
+_weights = attrgetter("models", "run_id")
 
 
 @dataclass(slots=True, eq=False)
@@ -83,15 +96,25 @@ class Waiter:
 class Places:
     """Lives on one thread."""
 
-    def __init__(self, members: Mapping[str, Worker], policy: Policy, jobs: JobAccounts) -> None:
-        """`members`: the workers by id, as they are from now on."""
+    def __init__(
+        self,
+        members: Mapping[str, Worker],
+        policy: Policy,
+        jobs: JobAccounts,
+        weights_s: float = math.inf,
+    ) -> None:
+        """`members`: the workers by id, as they are from now on. `weights_s`: how long a turn waits while no
+        worker has weights that it may use."""
         self._members = members
+        self._weights_s = weights_s
+        self._missing_since: dict[Wants, float] = {}
         self._policy = policy
         self._jobs = jobs
-        self._queue: FairQueue[Waiter] = FairQueue()
+        self._queue: FairQueue[Waiter, Wants] = FairQueue()
         self._lent_to: tuple[object, ...] = ()
         self._entitled: dict[str, str] = {}
         self._expire_at = 0.0
+        self._give_up_at = 0.0
         self.is_paused = False
         """No turn is placed while this is set; running turns go on."""
 
@@ -112,10 +135,10 @@ class Places:
         Raises:
             NoWorkerError: no worker can ever take the turn.
         """
-        if self.is_paused or not job.may_start or (len(self._queue) and self._is_waited_for(turn.model)):
+        if self.is_paused or not job.may_start or (len(self._queue) and self._is_waited_for(turn.wants)):
             return None
         members = self._members
-        self._jobs.asked(job, turn.model)
+        self._jobs.asked(job, turn.wants)
         self._lend(members, now)
         picked = self._policy.pick(turn, [worker.view() for worker in members.values()], now)
         if picked is None:
@@ -123,17 +146,16 @@ class Places:
         self._queue.settle(job.name, cost)  # its turns for other models may be waiting
         return _take(turn, job, cost, members[picked])
 
-    def _is_waited_for(self, model: str | None) -> bool:
-        """Whether a queued turn could run on a worker that serves this model."""
-        if model is None:
-            return True
-        return any(None in models or model in models for models in self._queue.kinds().values())
+    def _is_waited_for(self, wants: Wants) -> bool:
+        """Whether a queued turn could run on a worker whose weights meet this."""
+        waiting = [other for kinds in self._queue.kinds().values() for other in kinds]
+        return any(_are_alike(wants.model, o.model) and _are_alike(wants.run_id, o.run_id) for o in waiting)
 
     def enqueue(self, waiter: Waiter, *, is_first: bool = False) -> None:
         """Queues a turn; `is_first`: ahead of its job's other turns. Call pump() afterwards."""
-        job, model, weight = waiter.job, waiter.turn.model, waiter.job.spec.weight
-        self._jobs.asked(job, model)
-        self._queue.push(job.name, waiter, cost=waiter.cost, weight=weight, is_first=is_first, kind=model)
+        job, wants, weight = waiter.job, waiter.turn.wants, waiter.job.spec.weight
+        self._jobs.asked(job, wants)
+        self._queue.push(job.name, waiter, kind=wants, cost=waiter.cost, weight=weight, is_first=is_first)
 
     def set_policy(self, policy: Policy) -> None:
         """Places turns by another policy from now on."""
@@ -153,6 +175,8 @@ class Places:
 
     def pump(self, now: float) -> None:
         """Places every turn that can be placed, in fair order."""
+        if not len(self._queue):
+            self._missing_since.clear()
         if self.is_paused or not len(self._queue):
             return
         members = self._members
@@ -160,6 +184,23 @@ class Places:
         self._place(members, now)
         if len(self._queue) and self._lend_idle(members):
             self._place(members, now)
+        if now >= self._give_up_at:
+            self._give_up(members, now)
+
+    def _give_up(self, members: Mapping[str, Worker], now: float) -> None:
+        """Ends the turns for which no worker has had weights for `weights_s`."""
+        self._give_up_at = now + _GIVE_UP_EVERY_S
+        views = [worker.view() for worker in members.values()]
+        waiting = {wants for kinds in self._queue.kinds().values() for wants in kinds}
+        missing = [wants for wants in waiting if not self._policy.versions.are_held(wants, views)]
+        self._missing_since = {wants: self._missing_since.get(wants, now) for wants in missing}
+        for wants, since in self._missing_since.items():
+            if now - since < self._weights_s:
+                continue
+            error = NoWorkerError(_no_weights(wants, views, self._weights_s))
+            for waiter in self._queue.of_kind(wants):
+                if not waiter.is_settled:
+                    waiter.settle(error)
 
     def _place(self, members: Mapping[str, Worker], now: float) -> None:
         views = {worker_id: worker.view() for worker_id, worker in members.items()}
@@ -173,30 +214,30 @@ class Places:
             views[picked] = members[picked].view()
 
     def _lend(self, members: Mapping[str, Worker], now: float) -> None:
-        """Assigns the serving GPUs again when a job or a worker came, left or changed its models."""
+        """Assigns the serving GPUs again when a job or a worker came, left or changed its models or run."""
         if now >= self._expire_at:
             self._jobs.expire(self._queue.lengths(), now)
             self._expire_at = now + _EXPIRE_EVERY_S
-        key = (self._jobs.revision, *members, *map(_models, members.values()))
+        key = (self._jobs.revision, *members, *map(_weights, members.values()))
         if key == self._lent_to:
             return
         self._lent_to = key
         serving = _serving(members)
         held = {worker.id: worker.owner for worker in serving if worker.owner is not None}
-        self._entitled = assign([job.borrower(job.models) for job in self._jobs], _lendables(serving), held)
+        self._entitled = assign([job.borrower(job.wants) for job in self._jobs], _lendables(serving), held)
         for worker in serving:
             worker.lend(self._entitled[worker.id])
 
     def _lend_idle(self, members: Mapping[str, Worker]) -> bool:
         """Lends GPUs that their jobs leave idle to jobs with waiting turns. Returns whether any changed
         hands."""
-        if len(self._jobs) < 2 and all(len(job.models) < 2 for job in self._jobs):
+        if len(self._jobs) < 2 and all(len(job.wants) < 2 for job in self._jobs):
             return False
         serving = _serving(members)
         if not serving:
             return False
-        found = [(self._jobs.find(name), models) for name, models in self._queue.kinds().items()]
-        waiting = [job.borrower(models) for job, models in found if job is not None and job.may_start]
+        found = [(self._jobs.find(name), kinds) for name, kinds in self._queue.kinds().items()]
+        waiting = [job.borrower(kinds) for job, kinds in found if job is not None and job.may_start]
         owners = {worker.id: worker.owner or NOBODY for worker in serving}
         busy = {worker.id for worker in serving if worker.tenants[worker.owner or NOBODY]}
         lent = lend_idle(waiting, _lendables(serving), self._entitled, owners, busy)
@@ -227,8 +268,35 @@ def _serving(members: Mapping[str, Worker]) -> list[Worker]:
 
 def _lendables(serving: Iterable[Worker]) -> list[Lendable]:
     return [
-        Lendable(worker=w.id, gpus=w.spec.gpus, kv_usage=w.kv_usage.mean(), models=w.models) for w in serving
+        Lendable(
+            worker=w.id,
+            gpus=w.spec.gpus,
+            kv_usage=w.kv_usage.mean(),
+            models=w.models,
+            version=w.weight_version,
+        )
+        for w in serving
     ]
+
+
+def _are_alike(one: str | None, other: str | None) -> bool:
+    return one is None or other is None or one == other
+
+
+def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float) -> str:
+    """Returns the error for a turn whose weights no worker has."""
+    able = of_model(wants.model, workers)
+    held = [f"{w.id} {w.weight_version if w.weight_version is not None else 'base weights'}" for w in able]
+    more = f" and {len(held) - _SHOWN_WORKERS} more" if len(held) > _SHOWN_WORKERS else ""
+    shown = f"{', '.join(held[:_SHOWN_WORKERS])}{more}" if held else "none"
+    model = f" of model {wants.model}" if wants.model is not None else ""
+    needed = f"weights of run {wants.run_id}" if wants.run_id else "weights"
+    if wants.run_id == NO_RUN:
+        needed = "base weights, all that a job without a run may use"
+    return (
+        f"for {weights_s:g} s no worker{model} has had {needed} that are new enough; workers: {shown}; let a"
+        " worker follow the run (rose serve --run), or correct the job's run"
+    )
 
 
 class _Asking:
@@ -239,13 +307,14 @@ class _Asking:
         self._views = views
         self._now = now
         self._hopeless: set[Hashable] = set()
-        self._has_room: dict[str | None, bool] = {}
+        self._has_room: dict[Wants, bool] = {}
 
-    def has_room_for(self, model: str | None) -> bool:
-        """Whether any worker has room for a turn for this model."""
-        if model not in self._has_room:
-            self._has_room[model] = any(worker.has_room for worker in of_model(model, self._views))
-        return self._has_room[model]
+    def has_room_for(self, wants: Wants) -> bool:
+        """Whether any worker whose weights meet this has room."""
+        if wants not in self._has_room:
+            able = [view for view in self._views if wants.are_met(view.models, view.weight_version)]
+            self._has_room[wants] = any(worker.has_room for worker in able)
+        return self._has_room[wants]
 
     def __call__(self, waiter: Waiter) -> str | None:
         if waiter.is_settled or not waiter.job.may_start:

@@ -17,6 +17,7 @@ from rose.scheduler.rollout.placing.sessions import (
     SessionKeys,
     SessionTable,
     prefix_of,
+    scope_of,
 )
 from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig
@@ -41,7 +42,8 @@ class Trajectories:
 
     def key(self, single: Single, num_singles: int, route: Route) -> str:
         """Returns the session key of one of the single requests of a call."""
-        return self._keys.key(route.explicit_session, single.prompt, single.index, num_singles, route.model)
+        scope = scope_of(route.job, route.model)
+        return self._keys.key(route.explicit_session, single.prompt, single.index, num_singles, scope)
 
     def turn(self, journey: Journey, first_version: WeightVersion | None) -> TurnView:
         """Returns the journey's next attempt as policies see it.
@@ -49,7 +51,7 @@ class Trajectories:
         `first_version`: the weights that made the turn's first tokens, if there are any.
         """
         route, now = journey.route, time.monotonic()
-        session = self.sessions.get(journey.session, route.model)
+        session = self.sessions.get(journey.session, scope_of(route.job, route.model))
         if first_version is None and session is not None:
             first_version = session.first_version
         job = self._jobs.get(route.job, now)
@@ -58,7 +60,7 @@ class Trajectories:
             job=route.job,
             model=route.model,
             affine=session.worker if session is not None else None,
-            run_id=route.run_id if route.run_id is not None else self._config.run_id,
+            run_id=route.run_id,
             pinned_version=first_version,
             avoid_until=journey.avoid_until,
             prompt_tokens=journey.prompt_tokens,
@@ -74,27 +76,28 @@ class Trajectories:
         is_leased = worker.spec.kind is WorkerKind.SERVING
         until_s = time.monotonic() + self._config.lease_s if is_leased else float("inf")
         held = Held(num_tokens=num_tokens, version=worker.weight_version, until=until_s)
-        self.sessions.record(journey.session, worker.id, first, held, route.model)
+        scope = scope_of(route.job, route.model)
+        self.sessions.record(journey.session, worker.id, first, held, scope)
         if route.explicit_session is not None:
             return
         if isinstance(single.prompt, str):
             whole = prefix_of(single.prompt + generation.text)
         else:
             whole = single.prompt.plus(generation.token_ids).prefix()
-        self._keys.fingerprints.record(whole, journey.session, route.model)
+        self._keys.fingerprints.record(whole, journey.session, scope)
 
     def answered_whole(self, journey: Journey, worker: Worker) -> None:
         """Notes that a request that was forwarded whole finished on this worker."""
         route = journey.route
         if route.explicit_session is not None:
-            version = worker.weight_version
-            self.sessions.record(route.explicit_session, worker.id, version, model=route.model)
+            version, scope = worker.weight_version, scope_of(route.job, route.model)
+            self.sessions.record(route.explicit_session, worker.id, version, scope=scope)
 
-    def finished(self, session: str) -> None:
+    def finished(self, session: str, job: str) -> None:
         """Forgets a trajectory that its client declares over, for all models."""
         served = {model for worker in self._registry.workers() for model in worker.models or ()}
         for model in (None, *served):
-            self.sessions.forget(session, model)
+            self.sessions.forget(session, scope_of(job, model))
 
 
 def probably_cached(session: Session | None, members: Mapping[str, Worker], now: float) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """The stall clock of whatever runs on a worker.
 
 Owns: Watch.
-Promises: a watch that runs out raises TimeoutError, at once if the worker is lost or receives unsuitable
-weights. While the worker's weights change, only the deadline counts. A delay of the router itself is not
-taken for silence of a worker.
+Promises: a watch that runs out raises TimeoutError, at once if the worker is lost or has unsuitable weights.
+While the worker's weights change, only the deadline counts. A delay of the router itself is not taken for
+silence of a worker.
 Never does: know what a stall means for the worker (turn/rerouting.py).
 """
 
@@ -37,17 +37,23 @@ class Watch:
     """
 
     def __init__(
-        self, worker: Watched, deadline: float = math.inf, version: WeightVersion | None = None
+        self,
+        worker: Watched,
+        deadline: float = math.inf,
+        version: WeightVersion | None = None,
+        run_id: str | None = None,
     ) -> None:
         """`deadline`: the monotonic time at which the watch runs out, whatever is allowed.
 
-        `version`: the watch also runs out when the worker receives other weights; None: it accepts any.
+        The watch also runs out when the worker has other weights than `version`, or weights of another run
+        than `run_id`; None: it accepts any.
         """
         self.worker = worker
         self.deadline = deadline
         self.is_lost = False
         self.is_outdated = False
         self._version = version
+        self._run_id = run_id
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
         self._until = math.inf
@@ -57,6 +63,7 @@ class Watch:
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
         self.worker.watches.add(self)
+        self._check_version()
         return self
 
     async def __aexit__(self, *exc_info: Any) -> None:
@@ -112,7 +119,9 @@ class Watch:
         self._check_version()
 
     def _check_version(self) -> None:
-        if self._version is not None and self.worker.weight_version != self._version:
+        version = self.worker.weight_version
+        is_other = self._version is not None and version != self._version
+        if is_other or (self._run_id is not None and version is not None and version.run_id != self._run_id):
             self.is_outdated = True
             self._timeout.reschedule(self._loop.time())
 

@@ -139,6 +139,10 @@ class Worker:
     # What policies see ----------------------------------------------------------------------------------
 
     @property
+    def run_id(self) -> str | None:
+        return self.weight_version.run_id if self.weight_version is not None else None
+
+    @property
     def is_eligible(self) -> bool:
         """Whether a serving GPU has no memory pressure, an open gate and no waiting rollouts."""
         status = self.status

@@ -98,7 +98,8 @@ class Attempt:
 
     async def _watched(self, headers: bytes) -> Ending:
         name = self._worker.id
-        watch = Watch(self._worker, self._journey.route.deadline, self._version)
+        route = self._journey.route
+        watch = Watch(self._worker, route.deadline, self._version, route.run_id)
         try:
             async with watch:
                 return await self._stream(watch, headers)

@@ -28,7 +28,7 @@ class EndKind(StrEnum):
     DEACTIVATED = "deactivated"
     """The engine aborted the request because its weights leave the GPU until the next rollout phase."""
     OUTDATED = "outdated"
-    """The worker received other weights than those that the turn's session is pinned to."""
+    """The worker received weights of another run, or other weights than the turn is pinned to."""
     STALLED = "stalled"
     """The router saw no token for too long."""
     LOST = "lost"

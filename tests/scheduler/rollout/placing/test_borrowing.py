@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.scheduler.rollout.placing.borrowing import Borrower, Lendable, UsageWindow, assign, lend_idle
-from rose.scheduler.rollout.placing.views import NOBODY
+from rose.scheduler.rollout.placing.views import NOBODY, Wants
 
 FOUR = [
     Lendable(worker=name, kv_usage=usage) for name, usage in zip("wxyz", (0.4, 0.1, 0.3, 0.2), strict=True)
@@ -75,7 +75,12 @@ def test_no_job_has_a_gpu_of_other_models_and_none_that_a_job_could_use_is_nobod
     gpus: list[tuple[frozenset[str] | None, float, int]],
 ) -> None:
     borrowers = [
-        Borrower(job=f"j{i}", weight=weight, max_serving_gpus=bound, models=models)
+        Borrower(
+            job=f"j{i}",
+            weight=weight,
+            max_serving_gpus=bound,
+            wants={Wants(model) for model in models} if models is not None else None,
+        )
         for i, (weight, bound, models) in enumerate(jobs)
     ]
     lendables = [Lendable(worker=f"w{i}", kv_usage=u, models=models) for i, (models, u, _) in enumerate(gpus)]
@@ -93,7 +98,7 @@ def test_no_job_has_a_gpu_of_other_models_and_none_that_a_job_could_use_is_nobod
 
 
 def test_what_few_can_use_counts_towards_their_part_of_what_all_can() -> None:
-    both, one = Borrower(job="both", models={"m", "n"}), Borrower(job="one", models={"m"})
+    both, one = Borrower(job="both", wants={Wants("m"), Wants("n")}), Borrower(job="one", wants={Wants("m")})
     gpus = [Lendable(worker="a", models={"m"}), Lendable(worker="b", models={"n"})]
     assert assign([both, one], gpus, {}) == {"a": "one", "b": "both"}
     assert assign([both], gpus, {}) == {"a": "both", "b": "both"}
@@ -118,7 +123,7 @@ def test_a_turn_that_waits_takes_the_gpu_that_its_holder_leaves_idle_and_gives_i
 def test_idle_gpus_go_to_jobs_whose_waiting_turns_they_can_run() -> None:
     gpus = [Lendable(worker="a", models={"m"}), Lendable(worker="b", models={"n"})]
     entitled = {"a": "x", "b": NOBODY}
-    x, y = Borrower(job="x", models={"n"}, max_serving_gpus=1), Borrower(job="y", models={"m"})
+    x, y = Borrower(job="x", wants={Wants("n")}, max_serving_gpus=1), Borrower(job="y", wants={Wants("m")})
     assert lend_idle([y], gpus, entitled, entitled, {"a"}) == entitled
     assert lend_idle([y], gpus, entitled, entitled, set()) == {"a": "y", "b": NOBODY}
     # Its bound is 1, and its turns that wait now are for the other model.

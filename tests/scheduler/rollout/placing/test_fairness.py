@@ -14,7 +14,7 @@ def anywhere(_item: object) -> str:
     return "w"
 
 
-def served(queue: FairQueue[tuple[str, float]], tokens: float) -> dict[str, float]:
+def served(queue: FairQueue[tuple[str, float], str], tokens: float) -> dict[str, float]:
     """Take items until so many tokens were served."""
     got: dict[str, float] = {}
     while sum(got.values()) < tokens:
@@ -25,11 +25,13 @@ def served(queue: FairQueue[tuple[str, float]], tokens: float) -> dict[str, floa
     return got
 
 
-def filled(costs: dict[str, float], weights: dict[str, float], count: int) -> FairQueue[tuple[str, float]]:
-    queue: FairQueue[tuple[str, float]] = FairQueue()
+def filled(
+    costs: dict[str, float], weights: dict[str, float], count: int
+) -> FairQueue[tuple[str, float], str]:
+    queue: FairQueue[tuple[str, float], str] = FairQueue()
     for job, cost in costs.items():
         for _ in range(count):
-            queue.push(job, (job, cost), cost=cost, weight=weights.get(job, 1.0))
+            queue.push(job, (job, cost), kind="k", cost=cost, weight=weights.get(job, 1.0))
     return queue
 
 
@@ -64,10 +66,10 @@ def test_turns_that_cost_more_than_announced_are_charged_afterwards() -> None:
 
 
 def test_a_job_that_cannot_be_placed_holds_up_nobody_and_order_within_a_job_is_kept() -> None:
-    queue: FairQueue[str] = FairQueue()
+    queue: FairQueue[str, str] = FairQueue()
     for name in ("a1", "a2", "b1", "b2"):
-        queue.push(name[0], name, cost=10)
-    queue.push("b", "b0", cost=10, is_first=True)
+        queue.push(name[0], name, kind="k", cost=10)
+    queue.push("b", "b0", kind="k", cost=10, is_first=True)
     taken = [queue.take(lambda item: "w" if item[0] == "b" else None) for _ in range(4)]
     assert [each[0] if each is not None else None for each in taken] == ["b0", "b1", "b2", None]
     assert queue.lengths() == {"a": 2}
@@ -77,7 +79,7 @@ def test_a_job_that_cannot_be_placed_holds_up_nobody_and_order_within_a_job_is_k
 
 
 def test_kinds_share_their_jobs_order_and_those_that_cannot_go_are_not_looked_at() -> None:
-    queue: FairQueue[str] = FairQueue()
+    queue: FairQueue[str, str] = FairQueue()
     for name in ("a1", "b1", "a2", "b2", "a3"):
         queue.push("job", name, cost=10, kind=name[0])
     queue.push("job", "b0", cost=10, kind="b", is_first=True)
@@ -92,7 +94,7 @@ def test_kinds_share_their_jobs_order_and_those_that_cannot_go_are_not_looked_at
     assert [each[0] if each is not None else None for each in taken] == ["b0", "b2", None]
     assert not any(item[0] == "a" for item in asked)
     queue.remove("job", "a1")
-    queue.push("job", "c1", cost=10)
+    queue.push("job", "c1", kind="c", cost=10)
     assert [queue.take(anywhere) for _ in range(4)] == [(name, "w") for name in ("b1", "a2", "a3", "c1")]
     assert len(queue) == 0 and queue.kinds() == {}
 
@@ -101,14 +103,14 @@ def test_an_absent_job_accumulates_no_deficit() -> None:
     queue = filled({"a": 10.0}, {}, 1000)
     served(queue, 5_000)
     for _ in range(500):
-        queue.push("b", ("b", 10.0), cost=10.0)
+        queue.push("b", ("b", 10.0), kind="k", cost=10.0)
     got = served(queue, 2_000)
     assert jain(got.values()) > 0.95
 
 
 def test_a_weight_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="weight of job a"):
-        FairQueue[str]().push("a", "x", cost=1, weight=0)
+        FairQueue[str, str]().push("a", "x", kind="k", cost=1, weight=0)
 
 
 @given(
@@ -117,7 +119,7 @@ def test_a_weight_of_zero_is_refused() -> None:
 )
 def test_every_item_leaves_once_and_nothing_is_lost(items: list[tuple[str, float, str]], seed: int) -> None:
     chance = random.Random(seed)
-    queue: FairQueue[int] = FairQueue()
+    queue: FairQueue[int, str] = FairQueue()
     for index, (job, cost, kind) in enumerate(items):
         queue.push(job, index, cost=cost, kind=kind)
     left = []

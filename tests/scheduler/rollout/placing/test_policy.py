@@ -4,9 +4,9 @@ import pytest
 
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.cost import CostPolicy
-from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, TurnwisePolicy
+from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, Policy, TurnwisePolicy
 from rose.scheduler.rollout.placing.versions import NewestVersions, VersionMode, VersionRule
-from rose.scheduler.rollout.placing.views import NOBODY, Policy, Speed, TurnView, WorkerKind, WorkerView
+from rose.scheduler.rollout.placing.views import NOBODY, Speed, TurnView, WorkerKind, WorkerView
 from rose.types import WeightVersion
 
 NOW = 100.0

@@ -73,7 +73,7 @@ def test_the_longest_prefix_wins_and_text_works_too() -> None:
     assert prints.find(prefix_of("turn")) is None
 
 
-def test_equal_prompts_and_names_for_different_models_are_different_trajectories() -> None:
+def test_equal_prompts_and_names_in_different_scopes_are_different_trajectories() -> None:
     keys = SessionKeys(Fingerprints(10))
     first = keys.key(None, ids(*SYSTEM), 0, 1, "a")
     keys.fingerprints.record(ids(*SYSTEM, 1).prefix(), first, "a")
@@ -82,7 +82,7 @@ def test_equal_prompts_and_names_for_different_models_are_different_trajectories
     keys.fingerprints.check_integrity()
     table = SessionTable(10)
     for model, worker in (("a", "w1"), ("b", "w2")):
-        table.record("s", worker, WeightVersion(run_id=model, number=1), model=model)
+        table.record("s", worker, WeightVersion(run_id=model, number=1), scope=model)
     sessions = [table.get("s", model) for model in ("a", "b", "c")]
     assert [session.worker if session is not None else None for session in sessions] == ["w1", "w2", None]
 
