@@ -8,10 +8,16 @@ import yaml
 from pydantic import BaseModel
 
 from rose.node.node_config import NodeConfig
+from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS: dict[str, type[BaseModel]] = {"engines": NodeConfig, "pools": ServeSpec, "command": RunSpec}
+MODELS: dict[str, type[BaseModel]] = {
+    "engines": NodeConfig,
+    "pools": ServeSpec,
+    "command": RunSpec,
+    "jobs": RouterConfig,
+}
 """By a key that a file of each kind has."""
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

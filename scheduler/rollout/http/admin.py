@@ -117,9 +117,9 @@ class Admin:
 
     async def change_job(self, request: web.Request) -> web.Response:
         """Sets a job's key, run, model and limits."""
-        name = request.match_info["job"]
+        name, spec = request.match_info["job"], await _read(request, JobSpec)
         try:
-            job = self._plane.jobs.change(name, await _read(request, JobSpec), time.monotonic())
+            job = self._plane.jobs.change(name, spec, time.monotonic())
         except ValueError as error:
             raise Conflict(str(error)) from error
         self._plane.dispatcher.pump()

@@ -41,7 +41,7 @@ def test_worker_flags_are_read() -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"jobs": {"a": {"wait": 1}}}, "jobs.a.wait: unknown key; known: weight"),
+        ({"jobs": {"a": {"wait": 1}}}, "jobs.a.wait: unknown key; known: key, run_id, model, weight"),
         ({"jobs": {"a": {"weight": 0}}}, "jobs.a.weight"),
         ({"prot": 1}, "prot: unknown key"),
         ({"port": 99999}, "port"),
