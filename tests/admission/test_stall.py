@@ -5,20 +5,30 @@ import pytest
 from rose.admission.stall import StallTracker
 
 
-def test_a_slotted_request_without_progress_stalls() -> None:
+def test_requests_in_slots_stall_when_no_step_runs() -> None:
     tracker = StallTracker(2.0)
-    tracker.observe({"a", "b"}, 10.0)
-    tracker.progress(["b"], 11.0)
-    assert tracker.stalled(11.9) == ()
-    assert tracker.stalled(12.0) == ("a",)
+    tracker.observe({"a"}, 10.0)
+    tracker.stepped(10.5)
+    tracker.observe({"a", "b"}, 11.0)
+    assert tracker.stalled(12.4) == ()
+    assert tracker.stalled(12.5) == ("a",)
     assert tracker.stalled(13.0) == ("a", "b")
+
+
+def test_waiting_behind_other_requests_steps_does_not_count() -> None:
+    tracker = StallTracker(2.0)
+    for second in range(0, 200, 5):  # each step, of others' prefill alone, takes longer than the timeout
+        tracker.observe({"long prefill", "behind it"}, float(second))
+        assert tracker.stalled(float(second)) == ()
+        tracker.stepped(second + 4.9)
+    assert set(tracker.stalled(201.9)) == {"long prefill", "behind it"}  # serving has kept the GPU since
 
 
 def test_waiting_for_a_slot_does_not_count() -> None:
     tracker = StallTracker(2.0)
     tracker.observe({"running"}, 0.0)
     tracker.observe({"running", "queued"}, 5.0)  # it got a slot only now
-    tracker.progress(["running"], 5.0)
+    tracker.stepped(5.0)
     assert tracker.stalled(6.9) == ()
     assert set(tracker.stalled(7.0)) == {"running", "queued"}
 
@@ -41,14 +51,6 @@ def test_deactivated_time_does_not_count() -> None:
     tracker.activate(100.0)
     assert tracker.stalled(100.9) == ()
     assert tracker.stalled(101.0) == ("a",)
-
-
-def test_a_forgotten_request_never_stalls() -> None:
-    tracker = StallTracker(2.0)
-    tracker.observe({"a"}, 0.0)
-    tracker.forget("a")
-    tracker.forget("never seen")
-    assert tracker.stalled(10.0) == ()
 
 
 def test_a_timeout_must_be_positive() -> None:

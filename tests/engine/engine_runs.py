@@ -23,6 +23,7 @@ SEND = "send"
 WINDOW_S = 0.5
 STALL_S = 600.0
 """No request stands still for so long."""
+STEP_TOKENS = 128
 
 
 def stock_answers(model: Path, prompts: Prompts, max_tokens: int, num_at_once: int = 99) -> list[list[int]]:
@@ -149,6 +150,20 @@ def hold_a_paused_session(model: Path, pool: str, prompt: Sequence[int]) -> dict
         "is_ended_by_cut": request.status is RequestStatus.FINISHED_ABORTED,
         "answers_after": len(driver.answer([prompt[:20]], 4)[0].tokens),
     }
+
+
+def wait_behind_a_prefill(model: Path, prompts: Prompts) -> list[Reply]:
+    """The second prompt gets no token while one step of the first one's prefill takes as long as a stall."""
+    settings = {"role": "rollout", "stall_s": STALL_S}
+    driver = Driver(make_engine(model, settings, max_num_batched_tokens=STEP_TOKENS))
+    names = driver.ask(prompts, 4)
+    driver.step()
+    began = time.monotonic()
+    driver.step()
+    computed = [request.num_computed_tokens for request in driver.scheduler.requests.values()]
+    assert computed == [2 * STEP_TOKENS, 0]
+    driver.scheduler._end_stalled(began + STALL_S)
+    return driver.wait(names)
 
 
 def scheduler_block_hasher(driver: Driver) -> Any:

@@ -1,6 +1,6 @@
 """The rollout engine's scheduler. It steps only inside serving's slack, and gives memory back when told to.
 
-Owns when a rollout step is tried, begun or declined, and which requests end because they make no progress.
+Owns when a rollout step is tried, begun or declined, and which requests end because no step runs.
 Promises that no step begins without a grant while the gate is on.
 """
 
@@ -231,7 +231,8 @@ class RolloutScheduler(RoseScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         if self._is_stepping:
             self._end_grant(scheduler_output.total_num_scheduled_tokens)
-        self._stalls.progress(scheduler_output.num_scheduled_tokens, time.monotonic())
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            self._stalls.stepped(time.monotonic())
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _end_grant(self, num_tokens: int) -> None:
