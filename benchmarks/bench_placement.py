@@ -4,6 +4,9 @@ decision_ms[POLICY,JOBS]: median time of one decision (WEAVE §6.5, Table 5 besi
 search is in C++) while JOBS jobs run in the groups that `weave` made of them. P99 and the number of groups
 beside it. The decision alone: no job is added. index_ms[JOBS]: the filter over all groups.
 
+submit_ms[POLICY,2000], tick_ms[POLICY,2000]: CPU time of a submission and of a tick in the scheduler itself,
+with certificate, permits, queue and hosts, beside 20,000 ended jobs. Heartbeats come between the ticks.
+
 exact_s[JOBS]: the optimum of JOBS jobs of Table 6's mix, from jobs to groups, solver's start included
 (WEAVE: over 5 h at 13 jobs; intractable at 100). Not measured without OR-tools (the extra `cluster`).
 
@@ -11,12 +14,14 @@ exact_s[JOBS]: the optimum of JOBS jobs of Table 6's mix, from jobs to groups, s
 """
 
 import argparse
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 from lib.harness import median_figure, run_benchmark
 
@@ -25,14 +30,26 @@ from rose.scheduler.cluster.candidates import own_limit_s
 from rose.scheduler.cluster.exact import optimum
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.lifetime import Lifetime
-from rose.scheduler.cluster.model import Job
+from rose.scheduler.cluster.model import Job, Phase
 from rose.scheduler.cluster.policies import Policy, Weave
 from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.runtime.channel.messages import (
+    Granted,
+    Heartbeat,
+    Hello,
+    Request,
+    Submit,
+    decode_scheduler_message,
+)
+from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
+from rose.scheduler.runtime.decide.records import JobRecord, JobState
+from rose.scheduler.runtime.job.spec import ServeSpec
 from rose.scheduler.sim.workloads import Workload, generate_trace, submissions
 
 TABLE_5_MS = {100: 41.9, 500: 198.0, 1000: 318.0, 2000: 591.0}
 SIZES = {True: (100, 2000, 20_000), False: (100, 500, 1000, 2000, 20_000)}
 TARGETS = {("weave", 2000): "<= 0.1", ("lifetime", 2000): "<= 1"}
+LEASE_S, TICK_S = 10.0, 0.25
 EXACT = {13: "<= 1", 100: "<= 30"}
 
 
@@ -41,6 +58,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     num_repeats = 200 if args.quick else 1000
     for size in SIZES[args.quick]:
         figures += _decisions(size, num_repeats, args.seed)
+    for policy in ("lifetime-static", "lifetime", "weave", "solo"):
+        figures += _in_the_scheduler(policy, 2000, 20_000, args.seed, 40 if args.quick else 200)
     for size, target in EXACT.items():
         if find_spec("ortools") is None:
             figures.append(Figure(name=f"exact_s[{size}]", value=None, unit="s", target=target))
@@ -53,6 +72,61 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             values.append(time.perf_counter() - start_s)
         figures.append(median_figure(f"exact_s[{size}]", values, "s", target=target))
     return figures
+
+
+def _in_the_scheduler(policy: str, size: int, num_ended: int, seed: int, num: int) -> list[Figure]:
+    specs = [_spec_of(job) for job in _jobs(size + num, seed)]
+    rows = {
+        f"job:old-{k}": JobRecord(
+            spec={**specs[k % size], "name": f"old-{k}"},
+            submitted_by="bench",
+            number=k,
+            state=JobState.DONE,
+        ).to_row()
+        for k in range(num_ended)
+    }
+    now, rng = 0.0, random.Random(seed)
+    cluster = ServeSpec.model_validate({"policy": policy, "lease_s": LEASE_S})
+    scheduler = ClusterScheduler(cluster, rows, now, 1, "bench")
+    scheduler.handle("runner", Hello(seq=0, running={}, log_folder="/logs"), now)
+    held: dict[str, Granted] = {}
+    times_ms: dict[str, list[float]] = {"submit": [], "tick": []}
+    for count, spec in enumerate(specs):
+        name, now = spec["name"], now + TICK_S
+        start_s = time.process_time()
+        scheduler.handle("cli", Submit(seq=count, spec=spec), now)
+        times_ms["submit"].append((time.process_time() - start_s) * 1e3)
+        request = Request(seq=count, job=name, attempt=1, phase=Phase.ROLLOUT, iteration=0)
+        scheduler.handle(name, request, now)
+        for job in rng.sample(sorted(held), len(held) // int(LEASE_S / 2 / TICK_S)):
+            hold = held[job]
+            beat = Heartbeat(seq=0, job=job, attempt=1, phase=hold.phase, epoch=hold.epoch)
+            scheduler.handle(job, beat, now)
+        start_s = time.process_time()
+        scheduler.tick(now)
+        scheduler.next_wake_s(now)
+        times_ms["tick"].append((time.process_time() - start_s) * 1e3)
+        for outgoing in scheduler.take_batch().outgoing:
+            message = decode_scheduler_message(outgoing.body)
+            if isinstance(message, Granted):
+                held[message.job] = message
+    return [
+        Figure(
+            name=f"{what}_ms[{policy},{size}]",
+            value=statistics.median(found[-num:]),
+            unit="ms of CPU, P50",
+            target="<= 5",
+            peers={"P99": percentile(found[-num:], 99)},
+            spread=(min(found[-num:]), max(found[-num:])),
+        )
+        for what, found in times_ms.items()
+    ]
+
+
+def _spec_of(job: Job) -> dict[str, Any]:
+    phases = {"rollout": {"seconds": job.rollout_s}, "train": {"seconds": job.train_s}}
+    limits = {"slo": max(1.02, job.slo), "iterations": job.num_iterations, "max_tokens": 8192}
+    return {"name": job.name, "command": ["true"], "phases": phases, **limits}
 
 
 def _decisions(size: int, num_repeats: int, seed: int) -> list[Figure]:

@@ -45,7 +45,12 @@ class Exact:
         self._new.add(job.name)
         return alone(cluster, job)
 
-    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Rearrangement | None:
+    def movable(self, cluster: Cluster) -> list[str]:
+        return list(cluster.groups)
+
+    def rearrange(
+        self, cluster: Cluster, now_s: float, max_moves: int, leave: Sequence[str] | None = None
+    ) -> Rearrangement | None:
         jobs = [resident.job for resident in cluster.residents.values()]
         if frozenset(jobs) == self._seen:
             return None

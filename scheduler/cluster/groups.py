@@ -22,7 +22,10 @@ PAUSE_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rearrangement:
-    """Groups as they will be (those without members are given back), and the jobs that pause for that."""
+    """Groups as they will be (those without members are given back), and the jobs that pause for that.
+
+    The last group is the one that the moved jobs leave.
+    """
 
     groups: tuple[Group, ...]
     moved: tuple[str, ...] = ()
@@ -122,6 +125,18 @@ class Cluster:
             self.residents[name] = self.residents[name].at(now_s).paused(self.pause_s)
         for group in change.groups:
             self._put(group, now_s)
+
+    def adopt(self, group: Group, residents: Iterable[Resident], now_s: float) -> None:
+        """Sets a group as it runs elsewhere, whatever the pools say. Without members it is forgotten."""
+        old = self.groups.get(group.name)
+        for member in old.members if old is not None else ():
+            if self._group_of[member.job.name] == group.name:  # else it has come to another group since
+                del self.residents[member.job.name], self._group_of[member.job.name]
+        rollout, train = self._more_nodes(Rearrangement(groups=(group,)))
+        self._num_rollout_nodes += rollout
+        self._num_train_nodes += train
+        self.residents.update((resident.job.name, resident) for resident in residents)
+        self._put(group, now_s)
 
     def remove(self, name: str, now_s: float) -> Group | None:
         """A job has ended. Its group without it and without unused rollout nodes; None: given back."""

@@ -10,7 +10,7 @@ cheapest are walked to the end.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,9 +58,23 @@ class Lifetime:
         best = self._best(cluster, newcomer, now_s, own)
         return best.candidate if best is not None else alone(cluster, job)
 
-    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Rearrangement | None:
+    def movable(self, cluster: Cluster) -> list[str]:
+        """Small groups first: giving one up saves the most."""
+        chosen, num = [], 0
+        for group in sorted(cluster.groups.values(), key=lambda group: len(group.members)):
+            num += len(group.members)
+            if num > _MAX_MOVERS:
+                break
+            chosen.append(group.name)
+        return chosen
+
+    def rearrange(
+        self, cluster: Cluster, now_s: float, max_moves: int, leave: Sequence[str] | None = None
+    ) -> Rearrangement | None:
         best_gain, best = self._least_gain_dollars, None
-        for group in _movable(cluster):
+        for group in map(cluster.groups.get, leave if leave is not None else self.movable(cluster)):
+            if group is None:  # its last job has left since it was named
+                continue
             members = list(residents_of(cluster, group, now_s))
             cost = lifetime_dollars(group, members, now_s, cluster.pools)
             is_pair = max_moves > 1 and len(members) == 2
@@ -180,17 +194,6 @@ def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Candidate:
         num_new_nodes=num_new,
         dollars_per_hour=cluster.pools.price(num_new, 0),
     )
-
-
-def _movable(cluster: Cluster) -> list[Group]:
-    """Small groups first: giving one up saves the most."""
-    chosen, num = [], 0
-    for group in sorted(cluster.groups.values(), key=lambda group: len(group.members)):
-        num += len(group.members)
-        if num > _MAX_MOVERS:
-            break
-        chosen.append(group)
-    return chosen
 
 
 def _newcomer(cluster: Cluster, job: Job, now_s: float) -> Resident:

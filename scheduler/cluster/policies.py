@@ -10,7 +10,7 @@ has room.
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from rose.errors import PoolsFull
@@ -41,8 +41,17 @@ class Policy(Protocol):
         """Returns where the job goes. Raises: PoolsFull if the pools lack the nodes."""
         ...
 
-    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Rearrangement | None:
-        """Returns a better arrangement of the running jobs with at most so many moves, or None."""
+    def movable(self, cluster: Cluster) -> list[str]:
+        """Names the groups that jobs might leave."""
+        ...
+
+    def rearrange(
+        self, cluster: Cluster, now_s: float, max_moves: int, leave: Sequence[str] | None = None
+    ) -> Rearrangement | None:
+        """Returns a better arrangement of the running jobs with at most so many moves, or None.
+
+        leave: the groups that jobs may leave, of those that `movable` names; None: all of them.
+        """
         ...
 
 
@@ -51,7 +60,12 @@ class _Static:
 
     max_moves = 0
 
-    def rearrange(self, cluster: Cluster, now_s: float, max_moves: int) -> Rearrangement | None:
+    def movable(self, cluster: Cluster) -> list[str]:
+        return []
+
+    def rearrange(
+        self, cluster: Cluster, now_s: float, max_moves: int, leave: Sequence[str] | None = None
+    ) -> Rearrangement | None:
         return None
 
 

@@ -129,6 +129,10 @@ class PermitBook:
         """Returns the resources of the job's permit that its tail has left."""
         return self._line.place(job).freed
 
+    def is_waiting(self, job: str) -> bool:
+        """Whether the job's request has a place in the order."""
+        return self._line.place(job).wants is not None
+
     def is_present(self, job: str) -> bool:
         """Whether the order waits for this job."""
         return self._line.place(job).until_s is not None

@@ -6,6 +6,7 @@ answered. A call that arrives twice changes nothing the second time. Pure: takes
 monotonic clock; does no I/O.
 """
 
+import heapq
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -51,6 +52,38 @@ AWAY_S = 2.0
 """A longer time between two ticks, which come four times a second, means that nobody could be heard."""
 
 
+class Due:
+    """When each group's permits are due: the groups that are not are never looked at."""
+
+    def __init__(self) -> None:
+        self._at_s: dict[str, float] = {}
+        self._heap: list[tuple[float, str]] = []
+        """Also holds times that were replaced since."""
+
+    def put(self, group: str, at_s: float | None) -> None:
+        """The group is due then; None: never."""
+        if at_s is None:
+            self._at_s.pop(group, None)
+            return
+        self._at_s[group] = at_s
+        heapq.heappush(self._heap, (at_s, group))
+
+    def pop(self, now: float) -> list[str]:
+        """Removes and returns the groups that are due."""
+        found = []
+        while (at_s := self.next_s()) is not None and at_s <= now:
+            group = heapq.heappop(self._heap)[1]
+            del self._at_s[group]
+            found.append(group)
+        return found
+
+    def next_s(self) -> float | None:
+        """When the next group is due."""
+        while self._heap and self._at_s.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+
 class ClusterScheduler:
     """Schedules all jobs of one cluster."""
 
@@ -71,6 +104,7 @@ class ClusterScheduler:
         self._queue = QueueCalls(self._state, self._jobs)
         self._drift = DriftCalls(self._state, self._permits, self._jobs)
         self._hosts = HostCalls(self._state, self._jobs)
+        self._due = Due()
 
     # The loop's side ----------------------------------------------------------------------------------------
 
@@ -120,6 +154,7 @@ class ClusterScheduler:
 
     def _follow_up(self, now: float) -> None:
         """Lets queued jobs into new room first, then asks the policy for moves."""
+        self._state.groups.refresh(now)
         self._queue.place_waiting(now)
         self._moves.rearrange(now)
 
@@ -133,23 +168,34 @@ class ClusterScheduler:
             self._hosts.lose(host, now)
         self._jobs.start_waiting(now)
         self._follow_up(now)
-        for group, permits in list(self._state.permits.items()):
-            if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
+        if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
+            for permits in self._state.permits.values():
                 permits.renew(now)
-            for hold in permits.expired(now):
-                if hold.is_stopping:  # and no runner has answered for a whole lease: it is gone as well
-                    self._jobs.start_again(hold.job, "lease ran out, and the runner is gone", now)
-                    continue
-                hold.is_stopping = True
-                hold.expires_s = now + permits.lease_s
-                self._state.event("expired", hold.job, phase=hold.phase, epoch=hold.epoch)
-                self._state.order(
-                    Stop(job=hold.job, attempt=self._state.jobs[hold.job].attempt, is_lost=True)
-                )
-                logger.warning("lease ran out job=%s phase=%s group=%s", hold.job, hold.phase, group)
-            self._permits.grant(
-                group, now
-            )  # the order waits only so long for a job that is between two phases
+        self._note_due(now)
+        for group in self._due.pop(now):
+            self._look(group, now)
+
+    def _look(self, group: str, now: float) -> None:
+        """Ends the leases of a group that have run out, and issues the permits that are due."""
+        permits = self._state.permits[group]
+        for hold in permits.expired(now):
+            if hold.is_stopping:  # and no runner has answered for a whole lease: it is gone as well
+                self._jobs.start_again(hold.job, "lease ran out, and the runner is gone", now)
+                continue
+            hold.is_stopping = True
+            hold.expires_s = now + permits.lease_s
+            self._state.event("expired", hold.job, phase=hold.phase, epoch=hold.epoch)
+            self._state.order(Stop(job=hold.job, attempt=self._state.jobs[hold.job].attempt, is_lost=True))
+            logger.warning("lease ran out job=%s phase=%s group=%s", hold.job, hold.phase, group)
+        self._permits.grant(group, now)  # the order waits only so long for a job between two phases
+        self._state.touched.add(group)
+
+    def _note_due(self, now: float) -> None:
+        """Notes when the groups whose permits have changed are due."""
+        for group in self._state.touched:
+            permits = self._state.permits.get(group)
+            self._due.put(group, permits.next_wake_s(now) if permits is not None else None)
+        self._state.touched.clear()
 
     def decided(self, call: AnyCall, seconds: float) -> None:
         """Counts how long `handle` took."""
@@ -157,8 +203,8 @@ class ClusterScheduler:
 
     def next_wake_s(self, now: float) -> float | None:
         """When the next `tick` is due without another call: a job that runs ahead is held back until then."""
-        wakes = (permits.next_wake_s(now) for permits in self._state.permits.values())
-        return min((each for each in wakes if each is not None), default=None)
+        self._note_due(now)
+        return self._due.next_s()
 
     def take_batch(self) -> Batch:
         """Returns the changes and answers since the last call."""
@@ -178,11 +224,11 @@ class ClusterScheduler:
                 client, call.seq, f"no node {call.node!r} in group {call.group}; it has {', '.join(nodes)}"
             )
             return
-        drained = set(self._state.drained.get(call.group, []))
+        drained = set(self._state.groups.drained.get(call.group, []))
         drained = drained - {call.node} if call.undo else drained | {call.node}
-        self._state.drained[call.group] = sorted(drained)
+        self._state.groups.drain(call.group, sorted(drained))
         self._state.has_new_room |= call.undo
-        self._state.keep(f"drained:{call.group}", msgspec.json.encode(self._state.drained[call.group]))
+        self._state.keep(f"drained:{call.group}", msgspec.json.encode(sorted(drained)))
         users = [
             member.job.name
             for member in group.members
@@ -194,11 +240,7 @@ class ClusterScheduler:
         if call.job is not None and call.job not in self._state.jobs:
             self._state.answer(client, call.seq, self._state.unknown(call.job))
             return
-        names = (
-            [call.job]
-            if call.job is not None
-            else sorted(self._state.jobs, key=lambda n: self._state.jobs[n].number)
-        )
+        names = [call.job] if call.job is not None else self._state.shown()
         body: dict[str, Any] = {
             "jobs": [self._state.describe(name) for name in names],
             "scheduler_pid": self._pid,

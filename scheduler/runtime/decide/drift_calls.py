@@ -72,7 +72,8 @@ class DriftCalls:
         except (ConfigError, PoolsFull, CertificateError) as error:
             self._say(call.job, "drift_refused", f"{said}; with that {error}")
             return
-        self._state.jobs[call.job].spec, self._state.specs[call.job] = content, measured
+        self._state.jobs[call.job].spec = content
+        self._state.learn(call.job, measured)
         self._say(call.job, "drifted", f"{said}: {where}")
 
     def forget(self, job: str) -> None:

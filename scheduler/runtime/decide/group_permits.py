@@ -21,6 +21,9 @@ from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import PermitBook
 from rose.scheduler.runtime.decide.holds import Hold, HoldRow, OrderRow, PermitsRow
 
+ASK_AGAIN_S = 0.25
+"""The time after which a job that may not join its group's order yet asks again."""
+
 
 class GroupPermits:
     """One group, without members before `form`. ``clock`` names the clock that every ``now`` is read from."""
@@ -102,8 +105,14 @@ class GroupPermits:
         return granted
 
     def next_wake_s(self, now: float) -> float | None:
-        """When `grant` next has something to do without another call; None: never."""
-        return self._book.next_wake_s(now) if self._book is not None else None
+        """When `grant` or a lease next has something to do without another call; None: never."""
+        if self._book is None:
+            return None
+        times = [hold.expires_s for hold in self.holds.values()]
+        if any(not self._book.is_waiting(job) for job in self._asks):  # it may not join yet, and asks again
+            times.append(now + ASK_AGAIN_S)
+        wake_s = self._book.next_wake_s(now)
+        return min(times if wake_s is None else [*times, wake_s], default=None)
 
     def beat(self, job: str, epoch: int, now: float) -> bool:
         """Renews the lease; False if the job holds no permit of this epoch."""

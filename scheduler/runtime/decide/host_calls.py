@@ -37,14 +37,15 @@ class HostCalls:
         self._state.hosts.by_name[call.host] = host
         self._state.hosts.heard_s[call.host] = now
         self._state.keep(f"host:{call.host}", msgspec.json.encode(host))
-        self._state.settle()
+        self._state.settle_all()
         self._state.answer(client, call.seq)
         for name, attempt in call.running.items():
             record = self._state.jobs.get(name)
             is_its_own = record is not None and (record.host, record.attempt) == (call.host, attempt)
             if record is None or not is_its_own or record.state is not JobState.RUNNING:
                 self._state.send(client, Stop(job=name, attempt=attempt, is_lost=True))
-        for name, record in self._state.jobs.items():
+        for name in list(self._state.live):
+            record = self._state.jobs[name]
             if (
                 not record.state.is_placed
                 or record.host != call.host
@@ -69,7 +70,8 @@ class HostCalls:
 
     def lose(self, host: str, now: float) -> None:
         """A host has been silent for its lease: its jobs continue on other hosts, or wait for nodes."""
-        running = {name: each for name, each in self._state.jobs.items() if each.state.is_placed}
+        live = {name: self._state.jobs[name] for name in self._state.live}
+        running = {name: record for name, record in live.items() if record.state.is_placed}
         lost = [
             name
             for name, record in running.items()
@@ -78,7 +80,7 @@ class HostCalls:
         dead = self._state.hosts.by_name[host]
         dead.is_alive = False
         self._state.keep(f"host:{host}", msgspec.json.encode(dead))
-        self._state.settle()
+        self._state.settle_all()
         self._state.event("host_lost", "", host=host)
         logger.warning("host lost name=%s jobs=%s", host, ",".join(lost))
         for name in lost:

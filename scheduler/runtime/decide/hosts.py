@@ -9,7 +9,8 @@ scheduler. An agent (`rose sched agent`) offers its host's nodes, and counts as 
 heartbeat.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,6 +36,12 @@ class Hosts:
     homes: dict[str, dict[str, str]] = field(default_factory=dict)
     """For each group, the host of each node (rollout-0, train-0)."""
     heard_s: dict[str, float] = field(default_factory=dict)
+    unsettled: set[str] = field(default_factory=set)
+    """Groups of which some nodes in use have no home."""
+    has_room: bool = False
+    """Nodes have come free since the unsettled groups were last looked at."""
+    _num_used: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Nodes with homes, by host and pool."""
 
     def silent(self, now: float, lease_s: float) -> list[str]:
         """Returns the living agents that have not been heard for a lease."""
@@ -53,22 +60,34 @@ class Hosts:
             return None
         return sum(host.num_nodes[kind] for host in alive if host.num_nodes is not None)
 
-    def settle(self, groups: Mapping[str, Group]) -> bool:
-        """Finds homes for all nodes in use, where there is room. Returns whether anything changed."""
-        before = {name: dict(homes) for name, homes in self.homes.items()}
-        self.homes = {
-            name: {
-                node: host
-                for node, host in self.homes.get(name, {}).items()
-                if node in _nodes(group) and self.by_name[host].is_alive
-            }
-            for name, group in groups.items()
-            if group.members
-        }
-        for name, homes in self.homes.items():
-            missing = [node for node in _nodes(groups[name]) if node not in homes]
-            homes.update(self._homes_for(missing, set(homes.values())))
-        return self.homes != before
+    def settle(self, name: str, group: Group | None) -> bool:
+        """Finds homes for a group's nodes in use, where there is room. Returns whether anything changed.
+
+        None: the group is gone, and its nodes are free.
+        """
+        before = self.homes.get(name, {})
+        wanted = _nodes(group) if group is not None and group.members else []
+        alive = {name for name, host in self.by_name.items() if host.is_alive}
+        homes = {node: before[node] for node in wanted if before.get(node) in alive}
+        self._set(name, homes)
+        if missing := [node for node in wanted if node not in homes]:
+            self._set(name, {**homes, **self._homes_for(missing, set(homes.values()))})
+        self.unsettled.discard(name)
+        if len(self.homes.get(name, {})) < len(wanted):
+            self.unsettled.add(name)
+        return self.homes.get(name, {}) != before
+
+    def restore(self, name: str, homes: dict[str, str]) -> None:
+        """Restores a group's homes of an earlier scheduler."""
+        self._set(name, homes)
+
+    def _set(self, name: str, homes: dict[str, str]) -> None:
+        old = self.homes.pop(name, {})
+        self._num_used.subtract((host, node.partition("-")[0]) for node, host in old.items())
+        self._num_used.update((host, node.partition("-")[0]) for node, host in homes.items())
+        self.has_room |= any(node not in homes for node in old)
+        if homes:
+            self.homes[name] = homes
 
     def of_job(self, group: str, rollout_nodes: Iterable[int], num_train_nodes: int) -> list[str] | None:
         """Returns the hosts of a member's nodes, its leader's first; None if a node has no home."""
@@ -76,6 +95,16 @@ class Hosts:
         nodes = [f"rollout-{node}" for node in rollout_nodes]
         nodes += [f"train-{node}" for node in range(num_train_nodes)]
         return [homes[node] for node in nodes] if all(node in homes for node in nodes) else None
+
+    def check_integrity(self) -> None:
+        """Checks that no host has more nodes in use than it offers, and that they are counted."""
+        used = Counter(
+            (host, node.partition("-")[0]) for homes in self.homes.values() for node, host in homes.items()
+        )
+        assert used == +self._num_used, (used, self._num_used)
+        for (host, kind), num in used.items():
+            offered = self.by_name[host].num_nodes
+            assert offered is None or num <= offered[Phase(kind)], f"{num} {kind} nodes in use on {host}"
 
     def _homes_for(self, nodes: list[str], known: set[str]) -> dict[str, str]:
         """Prefers one host, and one that the group already uses; returns {} if there is no room."""
@@ -96,9 +125,8 @@ class Hosts:
 
     def _free(self, name: str) -> dict[str, float]:
         offered = self.by_name[name].num_nodes
-        used = [node for homes in self.homes.values() for node, host in homes.items() if host == name]
         return {
-            kind: offered[kind] - _count(used, kind) if offered is not None else float("inf")
+            kind: offered[kind] - self._num_used[name, kind.value] if offered is not None else float("inf")
             for kind in POOL_PHASES
         }
 

@@ -31,16 +31,13 @@ class JobCalls:
 
         Raises: ConfigError, PoolsFull, CertificateError.
         """
-        residents, closed = self._state.residents(now), dict(self._state.drained)
-        if avoid is not None:
-            closed[avoid] = ["all"]
-        placed = self._state.groups.place(spec, closed, residents, now)
+        placed = self._state.groups.place(spec, now, avoid)
         try:
             return placed, self._state.certify(placed.group)
         except CertificateError:
             if spec.group is not None:
                 raise
-            placed = self._state.groups.place_alone(spec, residents, now)
+            placed = self._state.groups.place_alone(spec, now)
             return placed, self._state.certify(placed.group)
 
     def check_possible(self, spec: RunSpec, now: float) -> None:
@@ -61,8 +58,9 @@ class JobCalls:
                     f"{spec.name}: {kind} needs {wanted} nodes, all hosts together offer {num_nodes}; "
                     "ask for fewer nodes, or start agents on more hosts first"
                 )
-        empty = Groups(self._state.cluster, offered=offered)
-        group = empty.place(spec, {}, {}, now).group
+        empty = Groups(self._state.cluster, self._state.resident)
+        empty.offered = offered
+        group = empty.place(spec, now).group
         certify(group, round_robin(group))
 
     def admit(self, name: str, placed: Placed, certificate: Certificate, now: float) -> None:
@@ -78,14 +76,12 @@ class JobCalls:
 
     def start_waiting(self, now: float) -> None:
         """Starts the jobs that waited for nodes and have them now."""
-        waiting = [
-            name
-            for name, record in self._state.jobs.items()
-            if record.state is JobState.RUNNING and record.host is None
-        ]
-        if waiting:
-            self._state.settle()
-        for name in waiting:
+        if not self._state.hosts.has_room:
+            return
+        self._state.hosts.has_room = False
+        for group in sorted(self._state.hosts.unsettled):
+            self._state.settle(group)
+        for name in sorted(self._state.hostless, key=lambda each: self._state.jobs[each].number):
             record = self._state.jobs[name]
             if self._state.hosts_of(record.group, record.rollout_nodes) is not None:
                 self._start(name, now)
@@ -95,12 +91,13 @@ class JobCalls:
         self._state.changed(name)
         self._moves.switch(name, now, is_warm=False)
         record = self._state.jobs[name]
-        self._state.settle()
+        self._state.settle(record.group)
         hosts = self._state.hosts_of(record.group, record.rollout_nodes)
         host = hosts[0] if hosts is not None else None
         if record.host is not None and host != record.host:  # else its runner ends what it has
             self._state.order(Stop(job=name, attempt=record.attempt, is_lost=True, forget=True))
         record.host, record.is_leaving = host, False
+        (self._state.hostless.add if host is None else self._state.hostless.discard)(name)
         if host is None and record.attempt == 0:
             return
         record.attempt += 1  # also without a host: what may still run of the last attempt is nobody's
@@ -171,10 +168,11 @@ class JobCalls:
         record.note = note
         self._free(name, now)
         self._moves.forget(name)
-        self._state.groups.remove(name, record.group)
+        self._state.hostless.discard(name)
+        self._state.remove(name, record.group)
         self._state.event(state.value, name)
         self._state.order(Stop(job=name, attempt=record.attempt, forget=True))
-        self._state.has_new_room = self._state.has_come_or_gone = True
+        self._state.has_come_or_gone = True
 
     def cancel(self, client: str, call: Cancel, now: float) -> None:
         """Cancels a job. One that runs is over when its process has ended."""

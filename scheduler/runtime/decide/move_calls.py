@@ -12,18 +12,33 @@ crashed counts as between two iterations.
 """
 
 import logging
+from dataclasses import dataclass
 
 from rose.scheduler.cluster.candidates import EPSILON
-from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.model import Group, SloKind
 from rose.scheduler.group.certificate import Certificate, CertificateError
 from rose.scheduler.runtime.channel.messages import Completed, Request, Stop
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
-from rose.scheduler.runtime.decide.placing import Moves, Residents, Target
+from rose.scheduler.runtime.decide.placing import Moves, Target
 from rose.scheduler.runtime.decide.records import MoveRecord
 from rose.scheduler.runtime.decide.state import State
 
 logger = logging.getLogger(__name__)
+
+
+NUM_LOOKED = 3
+"""The groups that are looked at in one call or tick: a decision among thousands of jobs holds nobody up."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """A search for moves that goes through the groups in several steps."""
+
+    num_left: int
+    """The moves that may still be made."""
+    groups: list[str]
+    """The groups that are still to be looked at."""
+    best: Moves | None = None
 
 
 class MoveCalls:
@@ -32,19 +47,35 @@ class MoveCalls:
     def __init__(self, state: State, permits: PermitCalls) -> None:
         self._state = state
         self._permits = permits
+        self._search: _Search | None = None
 
     def rearrange(self, now: float) -> None:
-        """Decides on moves if a job has come or ended, at most as many as the policy allows per event."""
-        if not self._state.has_come_or_gone:
+        """Searches for moves if a job has come or ended, a few groups at a time, and decides on the best."""
+        if self._search is None and self._state.has_come_or_gone and self._state.groups.max_moves:
+            self._search = _Search(self._state.groups.max_moves, self._state.groups.movable(now))
+            self._state.has_come_or_gone = False
+        num_looked = 0
+        while self._search is not None and num_looked < NUM_LOOKED:
+            names = self._search.groups[: NUM_LOOKED - num_looked]
+            num_looked += max(1, len(names))
+            self._look(self._search, names, now)
+
+    def _look(self, search: _Search, names: list[str], now: float) -> None:
+        """Looks for moves out of these groups, and decides when all groups have been looked at."""
+        del search.groups[: len(names)]
+        found = self._state.groups.rearranged(now, search.num_left, names)
+        if found is not None and (search.best is None or found.gain_dollars > search.best.gain_dollars):
+            search.best = found
+        if search.groups:
             return
-        self._state.has_come_or_gone = False
-        left = POLICIES[self._state.cluster.policy](0).max_moves
-        while left > 0:
-            residents = self._state.residents(now)
-            found = self._state.groups.rearranged(self._state.drained, residents, now, left)
-            if found is None or not self._reserve(found, residents, now):
-                return
-            left -= len(found.targets)
+        self._search = None
+        if search.best is not None and search.best is not found:  # jobs may have come or gone since
+            search.best = self._state.groups.rearranged(now, search.num_left, [search.best.leave])
+        if search.best is None or not self._reserve(search.best, now):
+            return
+        num_left = search.num_left - len(search.best.targets)
+        if num_left > 0:
+            self._search = _Search(num_left, self._state.groups.movable(now))
 
     def completed(self, client: str, call: Completed, now: float) -> None:
         """An iteration is safe. The answer says where the job runs from here on."""
@@ -82,7 +113,7 @@ class MoveCalls:
         if place is None:
             return
         self._state.permits_of(job).drop(job, now)
-        rest = self._state.groups.remove(job, old)
+        rest = self._state.remove(job, old)
         record.moves.append(
             MoveRecord(
                 from_group=old,
@@ -97,7 +128,6 @@ class MoveCalls:
         )
         record.group, record.rollout_nodes, record.why = place.group, place.rollout_nodes, place.why
         record.next_place = None
-        self._state.has_new_room = True
         self._issue_again(rest, now)
         self._state.changed(job)
         self._state.changed_group(old)
@@ -128,15 +158,15 @@ class MoveCalls:
         """The job is over: cancels its move."""
         record = self._state.jobs[job]
         if record.next_place is not None:
-            self._state.groups.remove(job, record.next_place.group)
+            self._state.remove(job, record.next_place.group)
             record.next_place = None
 
-    def _reserve(self, found: Moves, residents: Residents, now: float) -> bool:
+    def _reserve(self, found: Moves, now: float) -> bool:
         """Reserves the places of moves that pay together, all or none. Returns whether it did."""
         issued: list[tuple[Target, Certificate]] = []
         for target in found.targets:
             try:
-                issued.append((target, self._certify(target.group, residents)))
+                issued.append((target, self._certify(target.group, now)))
             except CertificateError as error:
                 self._state.event("move_refused", target.job, to_group=target.group.name, reason=str(error))
                 logger.info("not moved job=%s to=%s reason=%s", target.job, target.group.name, error)
@@ -152,12 +182,12 @@ class MoveCalls:
                 self.switch(target.job, now, is_warm=False)
         return True
 
-    def _certify(self, group: Group, residents: Residents) -> Certificate:
+    def _certify(self, group: Group, now: float) -> Certificate:
         """Also checks jobs whose SLO leaves less than a whole iteration's limit. Raises: CertificateError."""
         certificate = self._state.certify(group)
         for name, bound in certificate.bounds.items():
             promised_s = bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
-            limit_s = residents[name].limit_s
+            limit_s = self._state.resident(name, now).limit_s
             if self._state.groups.leaving.get(name) != group.name and promised_s > limit_s * (1 + EPSILON):
                 raise CertificateError(
                     f"group {group.name}: job {name} could be promised an iteration of {promised_s:.6g} s, "

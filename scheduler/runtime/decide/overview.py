@@ -4,16 +4,12 @@ The answer costs one dictionary for each running job and for the latest ended on
 computes timetables and sums from it (rose.scheduler.dashboard). Pure.
 """
 
-from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.pools import Pool
 from rose.scheduler.runtime.decide.state import State
-
-NUM_ENDED = 50
-"""The number of ended jobs that are shown. A scheduler remembers all of them."""
 
 
 def overview(state: State, pid: int, now: float) -> dict[str, Any]:
@@ -27,18 +23,15 @@ def overview(state: State, pid: int, now: float) -> dict[str, Any]:
         "has_runner": any(host.is_alive for host in state.hosts.by_name.values()),
         "pools": {"rollout": _pool(pools.rollout), "train": _pool(pools.train)},
         "groups": {name: _group(state, name) for name in state.groups.by_name},
-        "states": dict(Counter(record.state.value for record in state.jobs.values())),
-        "jobs": [_job(state, state.specs[name].to_job(pools), now) for name in _shown(state)],
+        "states": {each.value: num for each, num in state.num_in_state.items() if num},
+        "jobs": [_job(state, _model(state, name), now) for name in state.shown()],
         "meter": state.meter.to_json(),
     }
 
 
-def _shown(state: State) -> list[str]:
-    """Names the jobs to show, in the order of submission."""
-    names = sorted(state.jobs, key=lambda name: state.jobs[name].number)
-    ended = [name for name in names if state.jobs[name].state.is_over]
-    hidden = set(ended[:-NUM_ENDED])
-    return [name for name in names if name not in hidden]
+def _model(state: State, name: str) -> Job:
+    found = state.models.get(name)
+    return found if found is not None else state.spec_of(name).to_job(state.cluster.pools.to_pools())
 
 
 def _pool(pool: Pool) -> dict[str, Any]:

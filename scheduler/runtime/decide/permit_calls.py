@@ -108,6 +108,7 @@ class PermitCalls:
             if call.iteration >= record.num_done:  # else a second time, after a restart
                 self._state.meter.completed(call.job, now)
                 record.completed(now)
+                self._state.groups.touch(record.group)
             record.num_done = max(record.num_done, call.iteration + 1)
             record.num_crashes = 0
             self._state.changed(call.job)

@@ -9,23 +9,22 @@ no job is pinned to. Those nodes count as returned to the pool; the group's next
 """
 
 import itertools
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from rose.errors import JobRefused
 from rose.scheduler.cluster.candidates import Kind, memory_shortage
 from rose.scheduler.cluster.choice import POLICIES
-from rose.scheduler.cluster.groups import Cluster, Rearrangement, compact
-from rose.scheduler.cluster.model import Group, Job, Member
+from rose.scheduler.cluster.groups import Cluster, compact
+from rose.scheduler.cluster.model import POOL_PHASES, Group, Job, Member, Phase
 from rose.scheduler.cluster.policies import alone
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
-Residents = Mapping[str, Resident]
-"""The jobs that run, by name."""
-Drained = Mapping[str, Collection[str]]
-"""Nodes by group."""
+ResidentOf = Callable[[str, float], Resident]
+"""Returns a running job as of a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,73 +48,101 @@ class Moves:
     """Moves that together save so many dollars."""
 
     targets: tuple[Target, ...]
+    leave: str
+    """The group that the jobs leave."""
     gain_dollars: float
 
 
-@dataclass(slots=True)
 class Groups:
-    """All groups: those of the cluster's file, which stay when empty, and those formed for jobs."""
+    """All groups: those of the cluster's file, which stay when empty, and those formed for jobs.
 
-    spec: ServeSpec
-    by_name: dict[str, Group] = field(default_factory=dict)
-    leaving: dict[str, str] = field(default_factory=dict)
-    """For each job that is being moved, the group that it is still in."""
-    offered: Mapping[str, int | None] = field(default_factory=dict)
-    """The number of nodes that hosts offer, by pool; None: unlimited."""
+    The policies' view of the groups is kept, and only what has changed is brought up to date: a decision
+    among thousands of jobs costs as much as the policy itself.
+    """
 
-    def __post_init__(self) -> None:
-        for name, nodes in self.spec.groups.items():
-            self.by_name.setdefault(
-                name,
-                Group(
-                    name=name,
-                    num_rollout_nodes=nodes.num_rollout_nodes,
-                    num_train_nodes=nodes.num_train_nodes,
-                ),
+    def __init__(self, spec: ServeSpec, resident_of: ResidentOf) -> None:
+        self.by_name: dict[str, Group] = {
+            name: Group(
+                name=name, num_rollout_nodes=nodes.num_rollout_nodes, num_train_nodes=nodes.num_train_nodes
             )
+            for name, nodes in spec.groups.items()
+        }
+        self.leaving: dict[str, str] = {}
+        """For each job that is being moved, the group that it is still in. Only `leave` adds to it."""
+        self.offered: Mapping[str, int | None] = {}
+        """The number of nodes that hosts offer, by pool; None: unlimited."""
+        self.drained: dict[str, list[str]] = {}
+        """Nodes by group. Changed by `drain`."""
+        self._spec = spec
+        self._resident_of = resident_of
+        self._pools = spec.pools.to_pools()
+        self._policy = POLICIES[spec.policy](0)
+        self._view = Cluster(self._pools, pause_s=spec.move_pause_s)
+        self._stale: set[str] = set()
+        """Groups that the view shows as they were."""
+        self._num_used = dict.fromkeys(POOL_PHASES, 0)
+        """Nodes of groups with members."""
 
-    def place(self, spec: RunSpec, drained: Drained, residents: Residents, now: float) -> Placed:
-        """Finds a group for the job. Raises: JobRefused, PoolsFull; ConfigError if no node could run it."""
-        job = spec.to_job(self.spec.pools.to_pools())
+    def place(self, spec: RunSpec, now: float, avoid: str | None = None) -> Placed:
+        """Finds a group for the job, but never the group `avoid`.
+
+        Raises: JobRefused, PoolsFull; ConfigError if no node could run it.
+        """
+        job = spec.to_job(self._pools)
         if spec.group is not None:
-            return Placed(group=self._pinned(spec, job, drained.get(spec.group, ())), why="named by the job")
-        names = [name for name in self.by_name if not drained.get(name)]
+            return Placed(group=self._pinned(spec, job), why="named by the job")
+        aside = [avoid] if avoid is not None else []
         while True:
-            cluster = self._cluster(names, residents, now)
-            cluster.submit(job, now)
-            candidate = POLICIES[self.spec.policy](0).place(cluster, job, now)
-            why = f"{candidate.kind} by {self.spec.policy}, ${candidate.dollars_per_hour:.2f}/h more"
+            with self._seen(now, aside) as view:
+                view.submit(job, now)
+                try:
+                    candidate = self._policy.place(view, job, now)
+                finally:
+                    view.withdraw(job.name)
+            why = f"{candidate.kind} by {self._spec.policy}, ${candidate.dollars_per_hour:.2f}/h more"
             if candidate.kind is Kind.ISOLATED:
                 return Placed(group=replace(candidate.group, name=self._new_name()), why=why)
             group = self._joined(candidate.group, job.name)
             if not self._is_too_large(group):
                 return Placed(group=group, why=why)
-            names.remove(group.name)
+            aside.append(group.name)
 
-    def place_alone(self, spec: RunSpec, residents: Residents, now: float) -> Placed:
+    def place_alone(self, spec: RunSpec, now: float) -> Placed:
         """Gives the job nodes of its own if no shared order can be certified. Raises: PoolsFull."""
-        job = spec.to_job(self.spec.pools.to_pools())
-        group = alone(self._cluster(list(self.by_name), residents, now), job).group
+        with self._seen(now, ()) as view:
+            group = alone(view, spec.to_job(self._pools)).group
         return Placed(group=replace(group, name=self._new_name()), why="alone: no shared order is certified")
 
-    def rearranged(self, drained: Drained, residents: Residents, now: float, max_moves: int) -> Moves | None:
-        """Returns the moves that the policy wants, among groups formed for jobs; None if no move pays."""
-        names = [name for name in self.by_name if name not in self.spec.groups and not drained.get(name)]
-        cluster = self._cluster(names, residents, now)
-        change = POLICIES[self.spec.policy](0).rearrange(cluster, now, max_moves)
-        if change is None:
-            return None
-        targets = []
-        for job in change.moved:
-            [group] = [
-                each for each in change.groups if job in _names(each) and each.name != self.of(job).name
-            ]
-            targets.append(Target(job=job, group=self._joined(group, job)))
-        return Moves(targets=tuple(targets), gain_dollars=change.gain_dollars)
+    @property
+    def max_moves(self) -> int:
+        """The most moves that the policy makes at one event."""
+        return self._policy.max_moves
+
+    def movable(self, now: float) -> list[str]:
+        """Names the groups formed for jobs that the policy would have jobs leave, the likeliest first."""
+        with self._seen(now, self._spec.groups) as view:
+            return self._policy.movable(view)
+
+    def rearranged(self, now: float, max_moves: int, leave: Sequence[str]) -> Moves | None:
+        """Returns the moves from these groups to others that the policy wants; None if no move pays."""
+        with self._seen(now, self._spec.groups) as view:
+            change = self._policy.rearrange(view, now, max_moves, leave)
+            if change is None:
+                return None
+            targets = []
+            for job in change.moved:
+                old = view.group_of(job).name
+                [group] = [each for each in change.groups if job in _names(each) and each.name != old]
+                targets.append(Target(job=job, group=self._joined(group, job)))
+            left = change.groups[-1].name
+        return Moves(targets=tuple(targets), leave=left, gain_dollars=change.gain_dollars)
 
     def put(self, group: Group) -> None:
         """Replaces the group of this name."""
+        self._count(self.by_name.get(group.name), -1)
         self.by_name[group.name] = group
+        self._count(group, 1)
+        self._stale.add(group.name)
 
     def remove(self, job: str, name: str) -> Group:
         """Removes a job from a group, and the group if it was formed for its jobs and has none left."""
@@ -123,51 +150,86 @@ class Groups:
             del self.leaving[job]
         group = self.by_name[name]
         rest = replace(group, members=tuple(each for each in group.members if each.job.name != job))
-        if rest.members or group.name in self.spec.groups:
-            self.by_name[group.name] = rest
-        else:
-            del self.by_name[group.name]
+        self.put(rest)
+        if not rest.members and name not in self._spec.groups:
+            del self.by_name[name]
         return rest
 
-    def of(self, job: str) -> Group:
-        """Returns the group that a running job is in, or moves to."""
-        return next(
-            group
+    def leave(self, job: str, name: str) -> None:
+        """The job is a member of another group from now on, and goes there after its iteration."""
+        self.leaving[job] = name
+        self._stale.add(name)
+
+    def drain(self, name: str, nodes: list[str]) -> None:
+        """No policy puts a job into a group with drained nodes."""
+        self.drained[name] = nodes
+        self._stale.add(name)
+
+    def touch(self, name: str) -> None:
+        """A job of the group has gone on."""
+        self._stale.add(name)
+
+    def refresh(self, now: float) -> None:
+        """Brings the policies' view up to date."""
+        for name in self._stale:
+            group = self._stay(self.by_name[name]) if name in self.by_name else None
+            if group is None or self.drained.get(name) or not group.members:
+                self._forget(name, now)
+            else:
+                residents = [self._resident_of(member.job.name, now) for member in group.members]
+                self._view.adopt(compact(group), residents, now)
+        self._stale.clear()
+
+    def check_integrity(self, now: float) -> None:
+        """Checks that the policies' view is the one that would be made anew, and that nodes are counted."""
+        self.refresh(now)
+        open_groups = {
+            name: compact(stay)
             for name, group in self.by_name.items()
-            if self.leaving.get(job) != name and job in _names(group)
-        )
+            if (stay := self._stay(group)).members and not self.drained.get(name)
+        }
+        assert self._view.groups == open_groups, (self._view.groups, open_groups)
+        self._view.check_integrity()
+        used = [group for group in self.by_name.values() if group.members]
+        assert self._num_used[Phase.ROLLOUT] == sum(group.num_rollout_nodes for group in used)
+        assert self._num_used[Phase.TRAIN] == sum(group.num_train_nodes for group in used)
+
+    def _forget(self, name: str, now: float) -> None:
+        self._view.adopt(Group(name=name, num_rollout_nodes=0, num_train_nodes=0), (), now)
+
+    @contextmanager
+    def _seen(self, now: float, aside: Collection[str]) -> Iterator[Cluster]:
+        """Yields what the policies see: the pools, and the groups that are neither drained nor `aside`."""
+        self.refresh(now)
+        for name in aside:
+            self._forget(name, now)
+            self._stale.add(name)
+        hidden = [
+            group
+            for name in {*aside, *(name for name, nodes in self.drained.items() if nodes)}
+            if (group := self.by_name.get(name)) is not None and group.members
+        ]
+        self._view.pools = _without(self._sized_pools(), hidden)
+        yield self._view
+
+    def _sized_pools(self) -> Pools:
+        """Returns the pools, limited by the file and by living hosts, but at least what is in use."""
+        sizes = {}
+        for kind, pool in ((Phase.ROLLOUT, self._pools.rollout), (Phase.TRAIN, self._pools.train)):
+            known = [each for each in (pool.num_nodes, self.offered.get(kind)) if each is not None]
+            sizes[kind] = replace(pool, num_nodes=max(min(known), self._num_used[kind]) if known else None)
+        return replace(self._pools, rollout=sizes[Phase.ROLLOUT], train=sizes[Phase.TRAIN])
+
+    def _count(self, group: Group | None, sign: int) -> None:
+        if group is not None and group.members:
+            self._num_used[Phase.ROLLOUT] += sign * group.num_rollout_nodes
+            self._num_used[Phase.TRAIN] += sign * group.num_train_nodes
 
     def _new_name(self) -> str:
         number = 1
         while f"group-{number}" in self.by_name:
             number += 1
         return f"group-{number}"
-
-    def _cluster(self, names: Collection[str], residents: Residents, now: float) -> Cluster:
-        """Builds what the policies see: the named groups, and the pools without the others' nodes."""
-        seen = [self._stay(self.by_name[name]) for name in names]
-        others = [group for name, group in self.by_name.items() if name not in names and group.members]
-        cluster = Cluster(_without(self._pools(), others), pause_s=self.spec.move_pause_s)
-        for group in seen:
-            for member in group.members:
-                cluster.submit(member.job, now)
-                cluster.residents[member.job.name] = residents[member.job.name]
-            if group.members:
-                cluster.apply(Rearrangement(groups=(compact(group),)), now)
-        return cluster
-
-    def _pools(self) -> Pools:
-        """Returns the pools, limited by the file and by living hosts, but at least what is in use."""
-        pools, groups = self.spec.pools.to_pools(), list(self.by_name.values())
-        used = {
-            "rollout": sum(group.num_rollout_nodes for group in groups if group.members),
-            "train": sum(group.num_train_nodes for group in groups if group.members),
-        }
-        sizes = {}
-        for kind, pool in (("rollout", pools.rollout), ("train", pools.train)):
-            known = [each for each in (pool.num_nodes, self.offered.get(kind)) if each is not None]
-            sizes[kind] = replace(pool, num_nodes=max(min(known), used[kind]) if known else None)
-        return replace(pools, rollout=sizes["rollout"], train=sizes["train"])
 
     def _stay(self, group: Group) -> Group:
         stay = (each for each in group.members if self.leaving.get(each.job.name) != group.name)
@@ -192,15 +254,15 @@ class Groups:
 
     def _is_too_large(self, group: Group) -> bool:
         """Whether a group of the cluster's file would have more nodes than the file gives it."""
-        fixed = self.spec.groups.get(group.name)
+        fixed = self._spec.groups.get(group.name)
         return fixed is not None and group.num_rollout_nodes > fixed.num_rollout_nodes
 
-    def _pinned(self, spec: RunSpec, job: Job, drained: Collection[str]) -> Group:
-        pools = self.spec.pools.to_pools()
+    def _pinned(self, spec: RunSpec, job: Job) -> Group:
+        pools = self._pools
         if spec.group not in self.by_name:
             known = ", ".join(self.by_name) or "none; leave `group` out, and the policy makes one"
             raise JobRefused(f"{spec.name}: no group {spec.group!r}; the groups are {known}")
-        group = self.by_name[spec.group]
+        group, drained = self.by_name[spec.group], self.drained.get(spec.group, ())
         missing = [node for node in spec.pins if node >= group.num_rollout_nodes]
         if missing:
             raise JobRefused(

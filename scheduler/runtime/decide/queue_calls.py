@@ -117,14 +117,8 @@ class QueueCalls:
         return spec.group, spec.rollout_nodes, spec.slo, spec.slo_kind, phases
 
     def _add(self, call: Submit, spec: RunSpec, caller: str) -> JobRecord:
-        self._state.num_submitted += 1
-        record = JobRecord(
-            spec=call.spec, submitted_by=caller, number=self._state.num_submitted, state=JobState.HELD
-        )
-        self._state.jobs[spec.name], self._state.specs[spec.name] = record, spec
-        self._state.become(spec.name, JobState.QUEUED)
-        self._state.meter.forget(spec.name)
-        self._state.forget_past(spec.name)
+        record = JobRecord(spec=call.spec, submitted_by=caller, number=0, state=JobState.QUEUED)
+        self._state.add(record, spec)
         self._state.event("submitted", spec.name)
         return record
 

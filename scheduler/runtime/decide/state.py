@@ -5,7 +5,9 @@ nothing and does no I/O.
 """
 
 import bisect
+import itertools
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,7 @@ import msgspec
 
 from rose.config import parse_config
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import POOL_PHASES, Group, Member
+from rose.scheduler.cluster.model import POOL_PHASES, Group, Job, Member
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate, certify
 from rose.scheduler.runtime.channel.messages import Answer, Message, Start, Stop, encode
@@ -27,6 +29,9 @@ from rose.scheduler.runtime.decide.placing import Groups
 from rose.scheduler.runtime.decide.records import JobRecord, JobState, NextPlace
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
+NUM_ENDED = 50
+"""The ended jobs that are shown without being asked for by name. A scheduler remembers all of them."""
+
 
 class State:
     """All jobs of one cluster."""
@@ -35,10 +40,22 @@ class State:
         """``rows``: what earlier schedulers committed. ``clock``: names the clock of every ``now``."""
         self.cluster = cluster
         self.clock = clock
-        self.groups = Groups(cluster)
+        self.groups = Groups(cluster, self.resident)
         self.permits: dict[str, GroupPermits] = {}
         self.jobs: dict[str, JobRecord] = {}
         self.specs: dict[str, RunSpec] = {}
+        """Of jobs that are not over, and of those that this scheduler has seen end."""
+        self.models: dict[str, Job] = {}
+        """The same jobs as policies know them."""
+        self.live: dict[str, None] = {}
+        """The jobs that are not over, as they were submitted."""
+        self.ended: dict[str, None] = {}
+        """The jobs that are over, in that order."""
+        self.num_in_state = Counter[JobState]()
+        self.hostless: set[str] = set()
+        """Running jobs that wait for a host."""
+        self.touched: set[str] = set()
+        """Groups whose permits have changed since the scheduler last looked when they are due."""
         self.queue: list[str] = []
         """Queued jobs in the order in which they are tried: by priority, then as they were submitted."""
         self.num_submitted = 0
@@ -46,7 +63,6 @@ class State:
         """Something has changed since the queue was last tried that may let a queued job in."""
         self.has_come_or_gone = False
         """A job has been placed or is over since the policy was last asked for moves."""
-        self.drained: dict[str, list[str]] = {}
         self._nodes: dict[str, tuple[int, int]] = {}
         """For each group, its rollout and training nodes; kept when the group is gone."""
         self.hosts = Hosts()
@@ -70,17 +86,18 @@ class State:
             elif kind == "nodes":
                 self._nodes[name] = msgspec.json.decode(row, type=tuple[int, int])
             elif kind == "drained":
-                self.drained[name] = msgspec.json.decode(row, type=list[str])
+                self.groups.drain(name, msgspec.json.decode(row, type=list[str]))
             elif kind == "past":
                 self.past[name] = msgspec.json.decode(row, type=list[list[int]])
             elif kind == "host":
                 self.hosts.by_name[name] = msgspec.json.decode(row, type=Host)
             elif kind == "homes":
-                self.hosts.homes = msgspec.json.decode(row, type=dict[str, dict[str, str]])
+                self.hosts.restore(name, msgspec.json.decode(row, type=dict[str, str]))
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
             record.adopted(now, self.clock)
             self._adopt(name, record)
-        self.settle()
+        self.settle_all()
+        self.groups.refresh(now)
         for group in list(self.groups.by_name.values()):
             permits = self.permits_in(group.name)
             if f"group:{group.name}" in rows:
@@ -90,23 +107,28 @@ class State:
                 record = self.jobs[member.job.name]
                 if record.waiting is not None and record.group == group.name:
                     permits.ask(member.job.name, record.waiting.phase, record.waiting.iteration)
+            self.touched.add(group.name)
 
     def _adopt(self, name: str, record: JobRecord) -> None:
         """Takes over a job of an earlier scheduler, where it was placed."""
-        spec = parse_config(record.spec, RunSpec, f"job {name} of the channel")
-        self.jobs[name], self.specs[name] = record, spec
+        self.jobs[name] = record
         self.num_submitted = max(self.num_submitted, record.number)
-        if record.state is JobState.QUEUED:
-            bisect.insort(self.queue, name, key=self._turn)
+        if record.state.is_over:  # there may be many, and few are asked for
+            self._enter(name)
+            return
+        self.learn(name, self.spec_of(name))
+        self._enter(name)
         if not record.state.is_placed:
             return
+        if record.host is None:
+            self.hostless.add(name)
         self._join(name, record.group, record.rollout_nodes)
         if record.next_place is not None:
-            self.groups.leaving[name] = record.group
+            self.groups.leave(name, record.group)
             self._join(name, record.next_place.group, record.next_place.rollout_nodes)
 
     def _join(self, name: str, to_group: str, rollout_nodes: tuple[int, ...]) -> None:
-        job = self.specs[name].to_job(self.cluster.pools.to_pools())
+        job = self.models[name]
         num_rollout_nodes, num_train_nodes = self._nodes[to_group]
         group = self.groups.by_name.get(to_group) or Group(
             name=to_group, num_rollout_nodes=num_rollout_nodes, num_train_nodes=num_train_nodes
@@ -129,12 +151,51 @@ class State:
     def become(self, job: str, state: JobState) -> None:
         """Changes a job's state, and keeps the queue in order."""
         record = self.jobs[job]
-        if record.state is JobState.QUEUED:
-            self.queue.remove(job)
+        self._leave(job)
         record.state = state
+        self._enter(job)
+        self.changed(job)
+
+    def add(self, record: JobRecord, spec: RunSpec) -> None:
+        """A job is submitted. One of this name that is over is forgotten."""
+        if spec.name in self.jobs:
+            self._leave(spec.name)
+        self.num_submitted += 1
+        record.number = self.num_submitted
+        self.jobs[spec.name] = record
+        self.learn(spec.name, spec)
+        self._enter(spec.name)
+        self.meter.forget(spec.name)
+        self.forget_past(spec.name)
+        self.changed(spec.name)
+
+    def learn(self, job: str, spec: RunSpec) -> None:
+        """The job's file says this from now on."""
+        self.specs[job], self.models[job] = spec, spec.to_job(self.cluster.pools.to_pools())
+
+    def spec_of(self, job: str) -> RunSpec:
+        """Returns the job's file, also for a job that ended long ago."""
+        found = self.specs.get(job)
+        return found if found is not None else parse_config(self.jobs[job].spec, RunSpec, f"job {job}")
+
+    def _enter(self, job: str) -> None:
+        state = self.jobs[job].state
+        self.num_in_state[state] += 1
+        if state.is_over:
+            self.live.pop(job, None)
+            self.ended[job] = None
+        else:
+            self.live.setdefault(job)
         if state is JobState.QUEUED:
             bisect.insort(self.queue, job, key=self._turn)
-        self.changed(job)
+
+    def _leave(self, job: str) -> None:
+        state = self.jobs[job].state
+        self.num_in_state[state] -= 1
+        if state.is_over:
+            del self.ended[job]
+        if state is JobState.QUEUED:
+            self.queue.remove(job)
 
     def _turn(self, job: str) -> tuple[int, int]:
         return -self.specs[job].priority, self.jobs[job].number
@@ -142,8 +203,9 @@ class State:
     def changed_group(self, group: str) -> None:
         """The group's permits are part of the next batch."""
         self._dirty_groups.add(group)
+        self.touched.add(group)
 
-    def keep(self, key: str, row: bytes) -> None:
+    def keep(self, key: str, row: bytes | None) -> None:
         """Adds a row that belongs to neither to the next batch."""
         self._batch.rows[key] = row
 
@@ -152,11 +214,25 @@ class State:
         if self.past.pop(job, None) is not None:
             self._batch.rows[f"past:{job}"] = None
 
-    def settle(self) -> None:
-        """Gives hosts to the nodes that groups use, and takes them from all others."""
-        if self.hosts.settle(self.groups.by_name):
-            self.keep("homes:", msgspec.json.encode(self.hosts.homes))
+    def settle_all(self) -> None:
+        """A host has come or gone: gives hosts to the nodes that groups use."""
         self.groups.offered = {kind: self.hosts.total(kind) for kind in POOL_PHASES}
+        self.hosts.has_room = True
+        for name in [*self.groups.by_name, *self.hosts.homes.keys() - self.groups.by_name.keys()]:
+            self.settle(name)
+
+    def settle(self, group: str) -> None:
+        """Gives hosts to the nodes that this group uses, and frees those that it no longer uses."""
+        if self.hosts.settle(group, self.groups.by_name.get(group)):
+            homes = self.hosts.homes.get(group)
+            self.keep(f"homes:{group}", msgspec.json.encode(homes) if homes is not None else None)
+
+    def remove(self, job: str, group: str) -> Group:
+        """Removes a job from a group, and frees the nodes that only it used."""
+        rest = self.groups.remove(job, group)
+        self.settle(group)
+        self.has_new_room = True
+        return rest
 
     def hosts_of(self, group: str, rollout_nodes: tuple[int, ...]) -> list[str] | None:
         """Returns the hosts of a member's nodes, its process's first; None if a node has no host."""
@@ -171,7 +247,7 @@ class State:
         record = self.jobs[job]
         [member] = [each for each in group.members if each.job.name == job]
         record.next_place = NextPlace(group=group.name, rollout_nodes=member.rollout_nodes, why=why)
-        self.groups.leaving[job] = record.group
+        self.groups.leave(job, record.group)
         self.form(group, certificate, now)
         self.changed(job)
 
@@ -181,7 +257,7 @@ class State:
         nodes = (group.num_rollout_nodes, group.num_train_nodes)
         self._nodes[group.name] = nodes
         self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
-        self.settle()
+        self.settle(group.name)
         self.permits_in(group.name).form(group, certificate, now)
         self._batch.rows[f"order:{group.name}"] = msgspec.json.encode(self.permits[group.name].rows()[0])
         self.changed_group(group.name)
@@ -204,21 +280,17 @@ class State:
         """Returns a group's permits."""
         return self.permits.setdefault(group, GroupPermits(self.cluster.lease_s, self.clock))
 
-    def residents(self, now: float) -> dict[str, Resident]:
-        """Returns the running jobs as policies see them. A job that named its group is not moved."""
-        pools, found = self.cluster.pools.to_pools(), {}
-        for name, record in self.jobs.items():
-            if record.state.is_placed:
-                spec = self.specs[name]
-                found[name] = record.resident(
-                    spec.to_job(pools),
-                    may_move=spec.group is None,
-                    pause_s=self.cluster.move_pause_s,
-                    now=now,
-                )
-        return found
+    def resident(self, name: str, now: float) -> Resident:
+        """Returns a running job as policies see it. A job that named its group is not moved."""
+        may_move, pause_s = self.specs[name].group is None, self.cluster.move_pause_s
+        return self.jobs[name].resident(self.models[name], may_move=may_move, pause_s=pause_s, now=now)
 
     # Answers ------------------------------------------------------------------------------------------------
+
+    def shown(self) -> list[str]:
+        """Names the jobs that are not over and the last of those that are, in the order of submission."""
+        names = [*self.live, *itertools.islice(reversed(self.ended), NUM_ENDED)]
+        return sorted(names, key=lambda name: self.jobs[name].number)
 
     def describe_group(self, name: str) -> dict[str, Any]:
         group = self.groups.by_name[name]
@@ -227,11 +299,11 @@ class State:
             "num_train_nodes": group.num_train_nodes,
             "jobs": {each.job.name: list(each.rollout_nodes) for each in group.members},
             "holders": {each.job: each.phase for each in self.permits_in(name).holds.values()},
-            "drained": self.drained.get(name, []),
+            "drained": self.groups.drained.get(name, []),
         }
 
     def describe(self, name: str) -> dict[str, Any]:
-        record, spec = self.jobs[name], self.specs[name]
+        record, spec = self.jobs[name], self.spec_of(name)
         permits = self.permits_of(name) if record.state.is_placed else None
         hold = permits.holds.get(name) if permits is not None else None
         progress = self.progress.get(name)
@@ -273,7 +345,7 @@ class State:
         return self.hosts.by_name[host].log_folder if host is not None else ""
 
     def unknown(self, job: str) -> str:
-        return f"no job {job!r}; the jobs are: {', '.join(self.jobs) or 'none'}"
+        return f"no job {job!r}; the jobs are: {', '.join(self.shown()) or 'none'}"
 
     def answer(
         self, client: str, seq: int, error: str | None = None, body: dict[str, Any] | None = None

@@ -25,7 +25,7 @@ from rose.scheduler.runtime.channel.messages import (
     encode,
 )
 from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
-from rose.scheduler.runtime.decide.overview import NUM_ENDED
+from rose.scheduler.runtime.decide.state import NUM_ENDED
 from rose.scheduler.runtime.job.spec import ServeSpec
 
 

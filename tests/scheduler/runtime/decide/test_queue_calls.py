@@ -18,6 +18,7 @@ from rose.scheduler.runtime.channel.messages import (
     Submit,
 )
 from rose.scheduler.runtime.decide.queue_calls import MAX_OVERTAKEN
+from rose.scheduler.runtime.decide.state import NUM_ENDED
 
 
 def pool(name: str, num_nodes: int) -> dict[str, Any]:
@@ -176,6 +177,18 @@ def test_a_drained_node_that_returns_starts_what_is_queued() -> None:
     assert full.submit("a", group="main")["state"] == "queued"
     answers = full.scheduler.call(Drain, group="main", node="train", undo=True)
     assert only(Start, answers).job == "a"
+
+
+def test_status_shows_all_jobs_that_are_not_over_and_the_last_of_those_that_are() -> None:
+    full = Full(num_nodes=2)
+    full.submit("first")
+    for number in range(NUM_ENDED + 2):
+        full.submit(f"job-{number}")
+        full.end(f"job-{number}")
+    full.scheduler.restart(0.0)
+    names = list(full.states())
+    assert names[:2] == ["first", "job-2"] and len(names) == NUM_ENDED + 1
+    assert full.scheduler.job("job-0")["state"] == "cancelled", "one that is asked for by its name"
 
 
 def test_a_dry_run_says_that_the_job_would_be_queued() -> None:
