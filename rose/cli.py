@@ -71,6 +71,7 @@ COMMANDS = (
     ),
     Command(name="profile", module="rose.node.profile", summary="measure the step times that the gate needs"),
     Command(name="top", module="rose.node.top", summary="live view of running engines"),
+    Command(name="harm", module="rose.node.harm", summary="what rollouts cost serving, as measured"),
 )
 
 

@@ -31,6 +31,44 @@ class GateStatus(RoutingGate):
     declined_steps: int
 
 
+class HarmEstimate(BaseModel):
+    """A share by which a latency differs with rollouts, and its bounds at 95% confidence; 0.02: 2% slower."""
+
+    value: float
+    low: float
+    high: float
+
+
+class HarmWindow(BaseModel):
+    """What rollouts cost serving over a stretch of time."""
+
+    seconds: float
+    num_requests: int
+    num_closed_slices: int
+    """Slices of time without rollouts that had serving steps: the measurement's controls."""
+    slowdown: HarmEstimate | None = None
+    """Of serving's own steps, beside the waits for rollout steps; None while too few slices say so."""
+    latencies: dict[str, HarmEstimate] = {}
+    """ttft_p50, ttft_p99, tpot_p50 and tpot_p99; empty while they can't be told."""
+    seconds_until_known: float | None = None
+    """About how long it takes at this traffic until the bounds are as close as ``allow_harm``."""
+
+
+class HarmStatus(BaseModel):
+    """Answer of ``GET /rose/v1/harm``."""
+
+    allow_harm: float
+    closed_share: float
+    """Share of the time in which rollouts are shut out: to measure, and to keep the harm within its bound."""
+    is_retreating: bool
+    """Whether rollouts are shut out for longer than measuring takes, because the harm was above its bound."""
+    note: str | None = None
+    """Why nothing is known, if so."""
+    minute: HarmWindow | None = None
+    hours: list[HarmWindow] = []
+    """The last hour first; up to 24."""
+
+
 class RoutingStatus(BaseModel):
     """The part of ``GET /rose/v1/status`` that a router needs. Fields that it doesn't know are kept."""
 
@@ -78,6 +116,8 @@ class WorkerStatus(RoutingStatus):
     used."""
     pressure: str
     gate: GateStatus
+    harm: HarmStatus | None = None
+    """What rollouts cost serving; None on rollout engines and without a pool."""
     stalled_requests: int
     reclaimed_requests: int
     leases_expired: int

@@ -26,11 +26,11 @@ class GateMode(StrEnum):
     """The test that a rollout step must pass."""
 
     DUAL = "dual"
-    """The default: no step while a serving request waits for its first token; else the TPOT deadline."""
+    """Spends slack: no step while a serving request waits for its first token; else the TPOT deadline."""
     TTFT_ONLY = "ttft-only"
     TPOT_ONLY = "tpot-only"
     IDLE = "idle"
-    """Steps only while serving has no work at all."""
+    """Serving's default: steps only while it has no work at all, so that nobody notices."""
     ALTERNATE = "alternate"
     """One rollout step for each serving step, without equations: the strong baseline."""
     EQUATIONS = "equations"

@@ -54,9 +54,10 @@ from rose._shm import Words
 from rose.admission.gate import GateReason
 from rose.admission.liveness import NOBODY, is_alive, own_identity, pid_of
 from rose.admission.slack import NEVER
+from rose.admission.slices import ClosedSlices
 from rose.errors import BoardError
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 MAGIC = 0x524F5345_0000 | LAYOUT_VERSION
 NUM_WORDS = 128
 
@@ -136,7 +137,11 @@ class Word:
     R_DECLINES: Final = 80  # one word per GateReason, two lines
     # serving: more counters
     S_DEATHS: Final = 96
+    # serving's API server: which slices of time are closed to rollouts
+    CLOSED_SHARE: Final = 104  # in parts of CLOSED_UNIT
 
+
+CLOSED_UNIT = 1_000_000
 
 REASONS = tuple(GateReason)
 assert Word.R_DECLINES + len(REASONS) <= 96
@@ -156,6 +161,16 @@ def ring(words: Words, bell: int) -> None:
     """Wakes the process that sleeps on a bell, or that has looked at it and is about to sleep."""
     words.add(bell, 1)
     words.wake(bell)
+
+
+def set_closed_share(words: Words, share: float) -> None:
+    """Shuts rollouts out for a share of the time, 0 to 1, in slices that every process knows."""
+    words.store(Word.CLOSED_SHARE, round(share * CLOSED_UNIT))
+
+
+def closed_slices(words: Words) -> ClosedSlices:
+    """Returns the slices of time in which no rollout step may start."""
+    return ClosedSlices(share=words.load(Word.CLOSED_SHARE) / CLOSED_UNIT)
 
 
 def announce_arrival(words: Words) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rose.admission.gate import GateSettings, ServingView
+from rose.admission.harm import RequestDelay
 from rose.admission.slack import (
     NEVER,
     ActiveDecode,
@@ -42,9 +43,21 @@ class _TokenTimes:
     """One decoding request. It is changed in place: a frozen value per token would cost more than the
     gate."""
 
-    __slots__ = ("due_s", "first_token_s", "last_token_s", "num_output_tokens", "tpot_s")
+    __slots__ = (
+        "due_s",
+        "first_token_s",
+        "last_token_s",
+        "num_output_tokens",
+        "tpot_s",
+        "ttft_s",
+        "ttft_waited_s",
+        "waited_mark_s",
+    )
 
     def __init__(self, now: float, tpot_s: float | None) -> None:
+        self.ttft_s = 0.0  # unknown
+        self.ttft_waited_s = 0.0
+        self.waited_mark_s = 0.0
         self.first_token_s = now
         self.last_token_s = now
         self.num_output_tokens = 0
@@ -81,6 +94,14 @@ class ServingDeadlines:
         self._pending: dict[str, PendingPrefill] = {}
         self._decodes: dict[str, _TokenTimes] = {}
         self._own_tpot_s: dict[str, float] = {}
+        self._waited_s = 0.0
+        """All waits for rollout steps so far; a request's own wait is a difference of two of its values."""
+        self._queue_waited_s = 0.0
+        """Waits since the queue of prefills was last empty: they delay whoever joins it."""
+        self._arrivals: dict[str, tuple[float, float]] = {}
+        """The time of a pending request's arrival, and ``_waited_s`` less the waits it joined."""
+        self.ended: list[RequestDelay] = []
+        """Requests that have ended, for their reader to take."""
         self._class_step_s, self._class_until_s = NEVER, -NEVER
         """The longest rollout step under the tightest SLO that a request brought with it, and until when it
         counts."""
@@ -103,6 +124,9 @@ class ServingDeadlines:
         if self._is_decoder:
             self.arrived_prefilled(request_id, now, own_slo)
             return
+        if not self._pending:
+            self._queue_waited_s = 0.0
+        self._arrivals[request_id] = (now, self._waited_s - self._queue_waited_s)
         self._pending[request_id] = PendingPrefill(
             arrival_s=now,
             remaining_tokens=prompt_tokens,
@@ -122,6 +146,12 @@ class ServingDeadlines:
         times.num_output_tokens = 1  # the prefiller's
         times.due_s = token_due(now, now, 1, *self._target_and_cap(tpot_s))
         self._due_s = None
+
+    def waited(self, seconds: float) -> None:
+        """Says that serving waited for a rollout step: everything that it has in hand was delayed."""
+        self._waited_s += seconds
+        if self._pending:
+            self._queue_waited_s += seconds
 
     def expect_more_like(self, own_slo: SLO, now: float) -> None:
         """Says that a request with this SLO came: the next may find an idle GPU with a rollout step on it."""
@@ -169,16 +199,36 @@ class ServingDeadlines:
 
     def _first_token(self, request_id: str, now: float) -> _TokenTimes:
         self._pending.pop(request_id, None)
-        return _TokenTimes(now, self._own_tpot_s.pop(request_id, None))
+        times = _TokenTimes(now, self._own_tpot_s.pop(request_id, None))
+        arrival_s, mark_s = self._arrivals.pop(request_id, (now, self._waited_s))
+        times.ttft_s = now - arrival_s
+        times.ttft_waited_s, times.waited_mark_s = self._waited_s - mark_s, self._waited_s
+        return times
 
     def finished(self, request_ids: Iterable[str]) -> None:
         """Forgets requests that have ended in any way; unknown ids are ignored."""
         for request_id in request_ids:
             self._pending.pop(request_id, None)
             self._own_tpot_s.pop(request_id, None)
+            self._arrivals.pop(request_id, None)
             times = self._decodes.pop(request_id, None)
-            if times is not None and times.due_s == self._due_s:
+            if times is None:
+                continue
+            if times.due_s == self._due_s:
                 self._due_s = None
+            if times.ttft_s > 0:
+                self.ended.append(self._delay(times))
+
+    def _delay(self, times: _TokenTimes) -> RequestDelay:
+        num_gaps = times.num_output_tokens - 1
+        span_s = times.last_token_s - times.first_token_s
+        return RequestDelay(
+            at_s=times.last_token_s,
+            ttft_s=times.ttft_s,
+            ttft_waited_s=times.ttft_waited_s,
+            tpot_s=span_s / num_gaps if num_gaps > 0 else 0.0,
+            tpot_waited_s=(self._waited_s - times.waited_mark_s) / num_gaps if num_gaps > 0 else 0.0,
+        )
 
     def set_load(self, load: float) -> None:
         """Sets how full the batch (of max_num_seqs) or the KV is, the greater of both, 0 to 1.
@@ -231,6 +281,7 @@ class ServingDeadlines:
         """Checks that the books agree. Raises: AssertionError."""
         assert not self._pending.keys() & self._decodes.keys()
         assert self._own_tpot_s.keys() <= self._pending.keys()
+        assert self._arrivals.keys() == self._pending.keys()
         assert all(t.first_token_s <= t.last_token_s for t in self._decodes.values())
         if self._due_s is not None and self._decodes:
             assert self._due_s == min(t.due_s for t in self._decodes.values())

@@ -53,6 +53,8 @@ class GateReason(StrEnum):
     NO_SLACK = "no_slack"
     SERVING_LOST = "serving_lost"
     """The serving process died. What runs on the GPU is unknown, and a successor may come at any moment."""
+    MEASURING = "measuring"
+    """This slice of time is closed to rollouts, so that what they cost serving can be measured."""
     SAVING = "saving"
     """The slack that is left is too short for all decodes together, so it is kept for the next gap."""
 
@@ -161,6 +163,8 @@ class ServingView(NamedTuple):
     """The publication's number: RolloutSide.try_begin refuses a decision that was made on an older one."""
     grant: int = 0
     """The latest grant that serving has offered."""
+    is_closed: bool = False
+    """Whether rollouts are shut out for a moment, whatever slack there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +251,8 @@ class GatePolicy:
             return None
         if not view.alive:
             return GateReason.SERVING_LOST
+        if view.is_closed:
+            return GateReason.MEASURING
         if not view.may_start:
             return GateReason.NO_GRANT
         if not view.has_work or mode is GateMode.ALTERNATE:

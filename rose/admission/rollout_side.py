@@ -17,6 +17,7 @@ from rose.admission.board import (
     Word,
     check_page,
     claim_side,
+    closed_slices,
     is_arrival_pending,
     ring,
     to_ns,
@@ -85,6 +86,7 @@ class RolloutSide:
             may_start=not is_announced and is_open,
             seq=seq,
             grant=grant,
+            is_closed=closed_slices(words).is_closed(now_ns / 1e9),
         )
 
     def try_begin(self, est_end_s: float, view: ServingView) -> bool:
@@ -150,7 +152,9 @@ class RolloutSide:
 
     def may_try(self) -> bool:
         """Whether a step may be tried now."""
-        return self._is_open() and not is_arrival_pending(self._words, time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        is_closed = closed_slices(self._words).is_closed(now_ns / 1e9)
+        return self._is_open() and not is_closed and not is_arrival_pending(self._words, now_ns)
 
     def serving_alive(self) -> bool:
         """Whether the serving process lives; checks it now. True if none is attached."""

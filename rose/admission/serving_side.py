@@ -19,6 +19,7 @@ from rose.admission.board import (
     Word,
     check_page,
     claim_side,
+    closed_slices,
     is_arrival_pending,
     ring,
     to_ns,
@@ -198,6 +199,7 @@ class ServingSide:
             not self.is_wanted
             or words.load(Word.S_STATE) != EngineState.OPEN
             or is_arrival_pending(words, now_ns)
+            or closed_slices(words).is_closed(now_ns / 1e9)
         ):
             return False
         # Each offer to a process that is gone or stopped would cost the whole hand-over, step after step.

@@ -29,8 +29,15 @@ class EngineSettings(BaseModel):
     """Name of the engine's slab pool. None runs a dedicated engine with vLLM's own KV cache."""
     engine_id: str = ""
     """The engine's name on this host; default: its role and process id."""
-    gate: GateMode = GateMode.DUAL
-    """The test that a rollout step must pass before it may start."""
+    gate: GateMode = GateMode.IDLE
+    """The test that a rollout step must pass before it may start. A serving engine's default is idle, or dual
+    with spend_slo. A rollout engine follows what serving offers."""
+    allow_harm: float = Field(default=0.02, gt=0, le=1)
+    """Share by which serving's P99 TTFT and TPOT may differ with rollouts on. It is measured; above it
+    rollouts are shut out for a part of the time until it holds. What spend_slo or another gate mode spends
+    is measured too, and not bounded by it."""
+    spend_slo: float | None = Field(default=None, gt=0, le=0.95)
+    """Share of the TPOT SLO that rollouts may stretch serving's tokens to (ROSE 4.1). None spends nothing."""
     deployment: Deployment | None = None
     """The phases that a serving engine computes. None takes them from its KV connector's role, else both."""
     lend_idle_s: float | None = Field(default=None, gt=0)
@@ -40,9 +47,6 @@ class EngineSettings(BaseModel):
     """The time to first token that serving keeps."""
     slo_tpot_ms: float = Field(default=150.0, gt=0)
     """The mean time per output token that serving keeps."""
-    tpot_target_ms: float | None = Field(default=None, gt=0)
-    """Latency per serving token that the gate aims at. None stands for half the SLO, but at least 5 and at
-    most 8 of serving's decode steps."""
     itl_cap_ms: float | None = Field(default=None, gt=0)
     """The longest gap between tokens that the gate may cause. None stands for the TPOT SLO, or for 1.5 TPOT
     targets if that is more."""
@@ -85,9 +89,17 @@ class EngineSettings(BaseModel):
         except ValidationError as error:
             raise ConfigError(_one_line(error)) from error
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_gate(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "role" in data and data.get("gate") is None:
+            spends = data.get("spend_slo") is not None or data.get("role") == Role.ROLLOUT
+            return {**data, "gate": GateMode.DUAL if spends else GateMode.IDLE}
+        return data
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        problem = self._role_problem() or self.gate_problem(self.gate, self.tpot_target_ms)
+        problem = self._role_problem() or self.gate_problem(self.gate, None)
         if problem is not None:
             raise ValueError(problem)
         return self
@@ -98,6 +110,10 @@ class EngineSettings(BaseModel):
                 f"deployment {self.deployment}: a rollout engine computes both phases wherever it runs; "
                 "set it in the serving engine alone"
             )
+        if self.role is Role.ROLLOUT and self.spend_slo is not None:
+            return "spend_slo: the serving engine says what rollouts may spend; set it there alone"
+        if self.spend_slo is not None and self.gate is not GateMode.DUAL:
+            return f"spend_slo with gate {self.gate}: only the dual gate spends slack; leave one of them out"
         if self.lend_idle_s is not None and (self.role is Role.ROLLOUT or self.pool is None):
             return "lend_idle_s: only a serving engine with a pool has anything to lend; leave it out"
         return None
@@ -121,7 +137,7 @@ class EngineSettings(BaseModel):
     def deployed(self, deployment: Deployment) -> "EngineSettings":
         """Returns these settings with a deployment. Raises: ConfigError if the gate mode doesn't fit it."""
         found = self.model_copy(update={"deployment": deployment})
-        if problem := found.gate_problem(self.gate, self.tpot_target_ms):
+        if problem := found.gate_problem(self.gate, None):
             raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
         return found
 
@@ -130,7 +146,9 @@ class EngineSettings(BaseModel):
 
     def gate_settings(self, mode: GateMode, tpot_target_ms: float | None = None) -> GateSettings:
         """Returns the gate's settings for a mode, and for a TPOT target if one is given."""
-        target_ms = tpot_target_ms if tpot_target_ms is not None else self.tpot_target_ms
+        target_ms = tpot_target_ms
+        if target_ms is None and self.spend_slo is not None:
+            target_ms = self.spend_slo * self.slo_tpot_ms
         return GateSettings(
             mode=mode,
             deployment=self.deployment if self.deployment is not None else Deployment.COLLOCATED,

@@ -12,7 +12,7 @@ import httpx
 from rose.config import Settings
 from rose.errors import WorkerError
 from rose.http import http_client
-from rose.messages import ActivationChange, GateChange, Profile, WorkerStatus
+from rose.messages import ActivationChange, GateChange, HarmStatus, Profile, WorkerStatus
 from rose.types import GateMode
 
 PROFILE_TIMEOUT_S = 600.0
@@ -48,6 +48,9 @@ class EngineControl:
 
     def status(self) -> WorkerStatus:
         return WorkerStatus.model_validate(self._call("GET", "/rose/v1/status"))
+
+    def harm(self) -> HarmStatus:
+        return HarmStatus.model_validate(self._call("GET", "/rose/v1/harm"))
 
     def set_gate(self, mode: GateMode, tpot_target_ms: float | None = None) -> None:
         body = GateChange(mode=mode, tpot_target_ms=tpot_target_ms)

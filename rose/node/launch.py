@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 
 from rose.config import Settings, make_private_dir, vllm_plugins
+from rose.engine.harm_records import records_path
 from rose.engine.status import Field, page_path
 from rose.errors import ConfigError, WorkerError
 from rose.node.node_config import EngineConfig, PoolConfig
@@ -105,6 +106,7 @@ def remove_status_page(engine: EngineConfig, server: ServerProcess, settings: Se
     """Removes the page of an engine that has ended: one that was killed could not do it itself."""
     engine_id = engine.named(server.pid).engine_id
     page_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
+    records_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
 
 
 def remove_dead_status_pages(settings: Settings) -> None:
@@ -118,6 +120,7 @@ def remove_dead_status_pages(settings: Settings) -> None:
         if len(words) > Field.PID and words[Field.PID] and not psutil.pid_exists(int(words[Field.PID])):
             logger.info("removing the status page of a dead engine path=%s", path)
             path.unlink(missing_ok=True)
+            path.with_suffix(".harm").unlink(missing_ok=True)
 
 
 def pool_process(pool: PoolConfig, log_path: Path | None) -> ServerProcess:

@@ -23,6 +23,7 @@ from rose.http import http_client
 from rose.messages import WorkerStatus
 from rose.node.fitted_table import FittedTable
 from rose.node.grants_page import BoardReadings, grants_page
+from rose.node.harm import harm_sentence
 from rose.node.pool_page import PoolSample, pools_page, sample_pools
 from rose.node.signals import StopOnSignals
 from rose.types import Deployment
@@ -109,7 +110,8 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
     role: prefill or decode for a serving engine that computes one of them alone. queue: running and waiting
     requests. slabs: owned, of the budget. gate: its mode and the share of steps that it admitted, or that the
     engine is inactive. lost: requests that ROSE reclaimed or reported as stalled.
-    Below the table are slabs of dead engines whose last process has not ended yet.
+    Below the table are slabs of dead engines whose last process has not ended yet, and what rollouts cost
+    each serving engine.
     """
     rows = []
     lines = [Text(f"{each.worker}: {each.error}", style="red") for each in samples if each.status is None]
@@ -119,6 +121,8 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
             rows.append([urlsplit(sample.worker).netloc, *_row(sample.status), rate])
             if quarantined := sample.status.pool_slabs_quarantined:
                 lines.append(Text(f"{sample.worker}: {quarantined} slabs of its pool in quarantine"))
+            if sample.status.harm is not None:
+                lines.append(Text(f"{sample.worker}: {harm_sentence(sample.status.harm)}"))
     table = [FittedTable(COLUMNS, rows, left=("role",), title="rose top")] if rows else []
     return Group(*table, *lines)
 

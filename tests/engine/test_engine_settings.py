@@ -26,13 +26,13 @@ def test_defaults_and_names() -> None:
 
 def test_settings_survive_vllms_config() -> None:
     """patches.py writes them back as JSON for the engine core and the worker to parse."""
-    settings = EngineSettings(role=Role.SERVING, pool="gpu0", gate=GateMode.IDLE, tpot_target_ms=40)
+    settings = EngineSettings(role=Role.SERVING, pool="gpu0", allow_harm=0.05, max_step_ms=40)
     assert EngineSettings.parse({"rose": settings.model_dump(mode="json")}) == settings
 
 
 def test_milliseconds_stay_at_the_edge() -> None:
     settings = EngineSettings(
-        role=Role.SERVING, slo_ttft_ms=250, slo_tpot_ms=80, tpot_target_ms=40, itl_cap_ms=90, max_step_ms=30
+        role=Role.SERVING, slo_ttft_ms=250, slo_tpot_ms=80, spend_slo=0.5, itl_cap_ms=90, max_step_ms=30
     )
     assert (settings.slo().ttft_s, settings.slo().tpot_s) == (0.25, 0.08)
     gate = settings.gate_settings(GateMode.TPOT_ONLY)
@@ -56,8 +56,16 @@ def test_milliseconds_stay_at_the_edge() -> None:
         ({"role": "serving", "stall_s": 0}, "'rose.stall_s': Input should be greater than 0 (got 0)"),
         ({"role": "serving", "high_watermark": 1.5}, "'rose.high_watermark'"),
         (
-            {"role": "serving", "slo_tpot_ms": 50, "tpot_target_ms": 60},
-            "--additional-config: 'rose': tpot_target_ms is 60, above slo_tpot_ms of 50",
+            {"role": "serving", "spend_slo": 0.5, "gate": "idle"},
+            "--additional-config: 'rose': spend_slo with gate idle: only the dual gate spends slack",
+        ),
+        (
+            {"role": "rollout", "spend_slo": 0.5},
+            "--additional-config: 'rose': spend_slo: the serving engine says what rollouts may spend",
+        ),
+        (
+            {"role": "serving", "spend_slo": 1.2},
+            "--additional-config: 'rose.spend_slo': Input should be less than or equal to 0.95 (got 1.2)",
         ),
         ({"role": "serving", "gate": "both"}, "'rose.gate': Input should be 'dual', 'ttft-only'"),
         (

@@ -27,6 +27,7 @@ STATUS = WorkerStatus.model_validate(
     {name: 0 for name in WorkerStatus.model_fields}
     | {
         "deployment": None,
+        "harm": None,
         "role": "rollout",
         "model": "/models/policy",
         "engine_id": "e",

@@ -17,8 +17,10 @@ from rose._shm import Words
 from rose.admission.board import announce_arrival, snapshot
 from rose.admission.profile import load_measured_profile
 from rose.config import Settings
+from rose.engine.harm_records import HarmRecords, records_path
 from rose.engine.http.activation import INACTIVE, Activation
 from rose.engine.http.followers import Followers
+from rose.engine.http.harm import HarmWatch
 from rose.engine.http.metrics import RoseCollector
 from rose.engine.http.profiling import run_shapes, shapes_for, warm_up
 from rose.engine.http.streams import check_output_processor, send_held_back
@@ -58,6 +60,11 @@ class EngineControl:
         self._profile_dir = host.profile_dir
         self._page = StatusPage(page_path(host.runtime_dir, settings.engine_id), create=False)
         self._activation = Activation(client, self._page)
+        self._harm: HarmWatch | None = None
+        board = self._serving_board
+        if board is not None:
+            records = HarmRecords(records_path(host.runtime_dir, settings.engine_id), create=False)
+            self._harm = HarmWatch(board, records, settings.allow_harm)
 
     @property
     def is_active(self) -> bool:
@@ -67,10 +74,16 @@ class EngineControl:
         """Measures the weights and registers the metrics. Call once, when the engine is up."""
         await self._activation.measure()
         REGISTRY.register(RoseCollector(self.status, self._serving_board))
+        if self._harm is not None:
+            self._harm_task = asyncio.create_task(self._harm.run(self.gate_mode))
 
     @property
     def role(self) -> Role:
         return self._settings.role
+
+    def gate_mode(self) -> GateMode:
+        """The gate's mode now; the profiling run and the operator change it."""
+        return GATE_MODES[self._page.get(Field.GATE_MODE)]
 
     @property
     def _serving_board(self) -> Words | None:
@@ -96,11 +109,12 @@ class EngineControl:
             kv_live_blocks=get(Field.KV_LIVE_BLOCKS),
             pressure=Pressure(get(Field.PRESSURE)).name.lower(),
             gate=GateStatus(
-                mode=GATE_MODES[get(Field.GATE_MODE)],
+                mode=self.gate_mode(),
                 tpot_target_ms=get(Field.TPOT_TARGET_US) / 1000 or None,
                 admitted_steps=get(Field.ADMITTED_STEPS),
                 declined_steps=get(Field.DECLINED_STEPS),
             ),
+            harm=self._harm.status() if self._harm is not None else None,
             stalled_requests=get(Field.STALLED_REQUESTS),
             reclaimed_requests=get(Field.RECLAIMED_REQUESTS),
             leases_expired=get(Field.LEASES_EXPIRED),

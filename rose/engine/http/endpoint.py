@@ -26,6 +26,7 @@ from rose.errors import ConfigError, WorkerError
 from rose.messages import (
     ActivationChange,
     GateChange,
+    HarmStatus,
     Profile,
     RlStep,
     WeightUpdate,
@@ -70,6 +71,15 @@ async def get_status(
     if follower is not None:
         control.followers.asked(follower, knows, every_s)
     return control.status()
+
+
+@router.get("/harm")
+async def get_harm(request: Request) -> HarmStatus:
+    """Returns what rollouts cost serving on this engine: the last minute and the last hours."""
+    harm = _control(request).status().harm
+    if harm is None:
+        raise HTTPException(409, "only a serving engine in a pool measures what rollouts cost")
+    return harm
 
 
 @router.post("/rl_step")

@@ -15,7 +15,7 @@ from rose._shm import Words
 from rose.admission.board import BoardSnapshot, snapshot
 from rose.admission.gate import GateReason
 from rose.admission.slack import NEVER
-from rose.messages import WorkerStatus
+from rose.messages import HarmStatus, WorkerStatus
 
 ENGINE = ("engine_id", "role")
 
@@ -60,12 +60,32 @@ def _engine_metrics(status: WorkerStatus, labels: tuple[str, str]) -> Iterator[M
         yield _counter(name, text, labels, value)
     for name, (text, number) in gauges.items():
         yield _gauge(name, text, labels, number)
+    if status.harm is not None:
+        yield from _harm_metrics(status.harm, labels)
     if status.deployment is not None:
         info = GaugeMetricFamily(
             "rose_deployment", "1 for the phases that the engine computes", labels=(*ENGINE, "deployment")
         )
         info.add_metric([*labels, str(status.deployment)], 1)
         yield info
+
+
+def _harm_metrics(harm: HarmStatus, labels: tuple[str, str]) -> Iterator[Metric]:
+    yield _gauge(
+        "rose_harm_closed_share",
+        "Share of the time in which rollouts are shut out, to measure harm and to bound it",
+        labels,
+        harm.closed_share,
+    )
+    family = GaugeMetricFamily(
+        "rose_harm",
+        "Share by which a serving latency differs with rollouts, in the present hour; 95% bounds",
+        labels=(*ENGINE, "latency", "bound"),
+    )
+    for name, one in (harm.hours[0].latencies if harm.hours else {}).items():
+        for bound, value in (("low", one.low), ("value", one.value), ("high", one.high)):
+            family.add_metric([*labels, name, bound], value)
+    yield family
 
 
 def _board_metrics(seen: BoardSnapshot, labels: tuple[str, str]) -> Iterator[Metric]:

@@ -35,6 +35,10 @@ class StepRecorder:
         self._observations: list[StepObservation] | None = None
         self._shape: StepShape | None = None
         self._started_s = 0.0
+        self.seconds = 0.0
+        """What the step that ended last took."""
+        self.predicted_s = 0.0
+        """What the model says of the step that ended last; 0 without a model."""
 
     @property
     def is_profiled(self) -> bool:
@@ -54,7 +58,12 @@ class StepRecorder:
         """Stops the clock when the step's output is there; returns the step's length in seconds."""
         shape, self._shape = self._shape, None
         assert shape is not None, "a step ended that never started"
-        seconds = now - self._started_s
+        seconds = self.seconds = now - self._started_s
+        self.predicted_s = (
+            self.model.predict(shape.prefill_tokens, shape.num_decodes, shape.context_tokens)
+            if self.is_profiled
+            else 0.0
+        )
         self._online.observe(shape.prefill_tokens, shape.num_decodes, shape.context_tokens, seconds)
         if self._observations is not None:
             self._observations.append(

@@ -16,10 +16,15 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from rose.admission.board import closed_slices
 from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
 from rose.admission.gate import GatePolicy, GateSettings
+from rose.admission.harm import SliceTime
 from rose.admission.reach import unreachable_slo
-from rose.admission.serving_side import NO_WORK, ServingSide
+from rose.admission.serving_side import NO_WORK, ServingSide, StepStart
+from rose.admission.slices import slice_number
+from rose.config import Settings
+from rose.engine.harm_records import HarmRecords, records_path
 from rose.engine.memory.serving_memory import ServingMemory
 from rose.engine.scheduling.scheduler import RoseScheduler
 from rose.engine.scheduling.slo_class import requested_slo
@@ -36,6 +41,9 @@ class ServingScheduler(RoseScheduler):
     _side: ServingSide | None = None
     _unreachable_slo: SLO | None = None
     """The unreachable SLO of a request that was logged last."""
+    _records: HarmRecords | None = None
+    _slice: SliceTime | None = None
+    """The steps of the present slice of time."""
     _context_tokens = 0
     """Computed tokens of the running requests. Summed once per step: a sum over hundreds of requests costs
     more than a publication."""
@@ -56,6 +64,8 @@ class ServingScheduler(RoseScheduler):
             self.wake_at(self._memory.lends_at_s)
             self._side = ServingSide(self.tenant.client.board_words)
             self._side.set_max_step(self._gate.settings.effective_max_step_s)
+            runtime_dir = Settings.from_environment().make_runtime_dir()
+            self._records = HarmRecords(records_path(runtime_dir, self.rose.engine_id), create=True)
 
     def _check_slo(self) -> None:
         if problem := self._slo_problem():
@@ -114,12 +124,15 @@ class ServingScheduler(RoseScheduler):
                 waited_s = side.offer_grants(latest_s, handover_s, is_called=self.has_input)
             else:
                 waited_s = side.offer_grant(latest_s, handover_s)
+            self._deadlines.waited(waited_s)
             if waited_s > 0 and self.has_input() and self._may_join():
                 # The engine core takes in new requests between two scheduling passes. An empty pass lets a
                 # request that came meanwhile join this step instead of waiting for one more decode step.
                 self.max_num_scheduled_tokens = 0
                 return
-        side.begin_step()
+        before_s = time.monotonic()
+        if side.begin_step() is not StepStart.CLEAR:
+            self._deadlines.waited(time.monotonic() - before_s)
         if side.is_wanted and self._deadlines.has_pending_prefill:
             self._spare_decodes()
 
@@ -153,7 +166,29 @@ class ServingScheduler(RoseScheduler):
         if scheduler_output.total_num_scheduled_tokens > 0:
             self._stamp(scheduler_output, outputs, now)
             self._publish(now)
+            self._record_harm(now)
         return outputs
+
+    def _record_harm(self, now: float) -> None:
+        """Passes on what tells the harm of rollouts: requests that have ended, and how long steps take."""
+        ended, self._deadlines.ended = self._deadlines.ended, []
+        if self._records is None or self.tenant is None:
+            return
+        for delay in ended:
+            self._records.add_request(delay)
+        seconds, predicted_s = self.recorder.seconds, self.recorder.predicted_s
+        started_s = now - seconds
+        number, sofar = slice_number(started_s), self._slice
+        if sofar is not None and sofar.number == number:
+            seconds, predicted_s = seconds + sofar.seconds, predicted_s + sofar.predicted_s
+        elif sofar is not None:
+            self._records.add_slice(sofar)
+        self._slice = SliceTime(
+            number=number,
+            is_closed=closed_slices(self.tenant.client.board_words).is_closed(started_s),
+            seconds=seconds,
+            predicted_s=predicted_s,
+        )
 
     def _stamp(self, step: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
         deadlines = self._deadlines
@@ -236,4 +271,6 @@ class ServingScheduler(RoseScheduler):
     def shutdown(self) -> None:
         if self._side is not None:
             self._side.detach()
+        if self._records is not None:
+            self._records.close()
         super().shutdown()

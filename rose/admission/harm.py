@@ -1,0 +1,234 @@
+"""What rollouts cost serving: TTFT and TPOT with rollouts, over what they would be without them.
+
+Two things make a serving request slower. It waits for a rollout step to end, and the scheduler knows for how
+long: that part is taken off each request, and what is left is its latency without rollouts. And a step itself
+may take longer beside rollouts, for the caches and the CPU that they use: that part is found by comparing
+steps in slices of time in which rollouts are shut out (rose.admission.slices) with their neighbours. The
+first part needs little traffic; the second is a randomized experiment, and so sees what nobody counted.
+
+Everything here is a pure function of records. Nothing is estimated in an engine's step loop.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+RESAMPLES = 100
+CONFIDENCE = 0.95
+# Both parts of an estimate hold with this confidence, so that their product holds with CONFIDENCE.
+PART_CONFIDENCE = 1 - (1 - CONFIDENCE) / 2
+MIN_REQUESTS = 30
+MAX_REQUESTS = 2000
+"""The latest ones. More would cost more than they tell."""
+MIN_SLICES = 6
+NEIGHBOUR_SLICES = 20
+"""On either side of a closed slice; its steps are compared with theirs."""
+QUANTILES = (50, 99)
+
+MEASURING_SHARE = 0.05
+"""Of the slices, closed at all times: fifteen a minute."""
+CONTROL_WINDOW_S = 60.0
+BACKOFF = 0.5
+"""The least part of the open time that one decision leaves."""
+RETURN = 1.15
+"""The factor by which the open time grows again."""
+LEAST_OPEN = 0.02
+"""Without any open time nothing could tell that the harm is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDelay:
+    """One serving request that has ended. ``at_s`` is on CLOCK_MONOTONIC, like every time here."""
+
+    at_s: float
+    ttft_s: float
+    ttft_waited_s: float
+    """The part of its TTFT in which serving waited for a rollout step."""
+    tpot_s: float
+    """Mean time per output token after the first; 0 for a request of one token."""
+    tpot_waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceTime:
+    """Serving's steps within one slice of time."""
+
+    number: int
+    is_closed: bool
+    seconds: float
+    predicted_s: float
+    """What the step-time model says of the same steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A share by which a latency differs, with its bounds at 95% confidence; 0.02 is 2% slower."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+    def scaled(self, share: float) -> "Estimate":
+        """The effect over all requests of one that acts for a share of the time."""
+        return Estimate(value=share * self.value, low=share * self.low, high=share * self.high)
+
+    def __str__(self) -> str:
+        return f"{self.value:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarmReport:
+    """What rollouts cost serving over a stretch of time."""
+
+    num_requests: int
+    num_closed_slices: int
+    slowdown: Estimate | None
+    """Of serving's own steps while rollouts are let in; None until MIN_SLICES closed slices had steps."""
+    latencies: dict[str, Estimate]
+    """By name, such as "ttft_p99". Empty while the slowdown is unknown or there are too few requests."""
+
+    @property
+    def worst(self) -> Estimate | None:
+        """The P99 that differs most; None while nothing is known."""
+        known = [one for name, one in self.latencies.items() if name.endswith("99")]
+        return max(known, key=lambda one: one.value, default=None)
+
+    def closed_slices_needed(self, half_width: float) -> int | None:
+        """About how many closed slices a slowdown known to ``half_width`` takes; None while unknown."""
+        if self.slowdown is None:
+            return None
+        return math.ceil(self.num_closed_slices * (self.slowdown.half_width / half_width) ** 2)
+
+
+def estimate_harm(
+    requests: Sequence[RequestDelay], slices: Sequence[SliceTime], *, seed: int = 0
+) -> HarmReport:
+    """Returns what the records say. It takes milliseconds; never call it in a step loop."""
+    slowdown, num_closed = _slowdown(slices)
+    open_share = _open_share(slices)
+    latencies: dict[str, Estimate] = {}
+    if slowdown is not None and len(requests) >= MIN_REQUESTS:
+        rng = np.random.default_rng(seed)
+        latest = requests[-MAX_REQUESTS:]
+        ttft = [(each.ttft_s, each.ttft_waited_s) for each in latest]
+        tpot = [(each.tpot_s, each.tpot_waited_s) for each in latest if each.tpot_s > 0]
+        for name, pairs in (("ttft", ttft), ("tpot", tpot)):
+            if len(pairs) >= MIN_REQUESTS:
+                values, waited = np.array(pairs).T
+                for percent, part in zip(QUANTILES, _waiting(values, waited, rng), strict=True):
+                    latencies[f"{name}_p{percent}"] = _product(part, slowdown.scaled(open_share))
+    return HarmReport(
+        num_requests=len(requests),
+        num_closed_slices=num_closed,
+        slowdown=slowdown,
+        latencies=latencies,
+    )
+
+
+def _waiting(
+    values: npt.NDArray[np.float64], waited: npt.NDArray[np.float64], rng: np.random.Generator
+) -> list[Estimate]:
+    """By how much the quantiles of ``values`` exceed those of the same requests without their waits.
+
+    The bounds are a percentile bootstrap's over requests.
+    """
+    without = np.maximum(values - waited, 1e-9)
+    index = rng.integers(len(values), size=(RESAMPLES, len(values)))
+    whole, less = (np.percentile(each[index], QUANTILES, axis=1) for each in (values, without))
+    tail = 100 * (1 - PART_CONFIDENCE) / 2
+    low, high = np.percentile(whole / less - 1, (tail, 100 - tail), axis=1)
+    value = np.percentile(values, QUANTILES) / np.percentile(without, QUANTILES) - 1
+    return [
+        Estimate(value=float(each), low=float(min(each, down)), high=float(max(each, up)))
+        for each, down, up in zip(value, low, high, strict=True)
+    ]
+
+
+def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int]:
+    """By how much steps are slower in open slices, and how many closed slices say so.
+
+    Each closed slice is compared with the open ones around it, so that a drift of the machine cancels.
+    """
+    used = [each for each in slices if each.predicted_s > 0]
+    ratios = {each.number: each.seconds / each.predicted_s for each in used}
+    open_numbers = {each.number for each in used if not each.is_closed}
+    differences = []
+    for each in used:
+        if not each.is_closed:
+            continue
+        around = range(each.number - NEIGHBOUR_SLICES, each.number + NEIGHBOUR_SLICES + 1)
+        neighbours = [ratios[number] for number in around if number in open_numbers]
+        if neighbours:
+            differences.append(math.log(float(np.mean(neighbours)) / ratios[each.number]))
+    count = len(differences)
+    if count < MIN_SLICES:
+        return None, count
+    mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1)) / math.sqrt(count)
+    reach = _student_t(count - 1) * error
+    return (
+        Estimate(value=math.expm1(mean), low=math.expm1(mean - reach), high=math.expm1(mean + reach)),
+        count,
+    )
+
+
+def _open_share(slices: Sequence[SliceTime]) -> float:
+    whole_s = sum(each.seconds for each in slices)
+    return sum(each.seconds for each in slices if not each.is_closed) / whole_s if whole_s > 0 else 0.0
+
+
+def _student_t(freedom: int) -> float:
+    """The two-sided quantile of Student's t at PART_CONFIDENCE (97.5%), within 2% from 5 degrees on.
+
+    Source: the expansion of Abramowitz and Stegun 26.7.5 about the normal quantile.
+    """
+    z = 2.2414
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def _product(one: Estimate, other: Estimate) -> Estimate:
+    """Both effects together; the bounds hold if both parts' do."""
+    return Estimate(
+        value=(1 + one.value) * (1 + other.value) - 1,
+        low=(1 + one.low) * (1 + other.low) - 1,
+        high=(1 + one.high) * (1 + other.high) - 1,
+    )
+
+
+class HarmControl:
+    """Chooses for how much of the time rollouts are shut out. Pure: it holds that choice and nothing else.
+
+    A few slices are always closed, to measure. Above the bound more of them are, until the harm over all
+    requests is within it; below the bound they open again step by step.
+    """
+
+    def __init__(self, allowed: float) -> None:
+        """``allowed`` is the share by which P99 TTFT and TPOT may differ, e.g. 0.02."""
+        self.allowed = allowed
+        self._open = 1.0
+
+    @property
+    def is_retreating(self) -> bool:
+        """Whether rollouts are shut out for more of the time than measuring takes."""
+        return 1 - self._open > MEASURING_SHARE
+
+    @property
+    def closed_share(self) -> float:
+        """The share of slices to close."""
+        return max(MEASURING_SHARE, 1 - self._open)
+
+    def update(self, report: HarmReport) -> None:
+        """Takes a report on the last CONTROL_WINDOW_S into account. What is not known changes nothing."""
+        worst = report.worst
+        if worst is None:
+            return
+        if worst.value > self.allowed and worst.low > 0:
+            self._open = max(LEAST_OPEN, self._open * max(BACKOFF, self.allowed / worst.value))
+        elif worst.value <= self.allowed:
+            self._open = min(1.0, self._open * RETURN)

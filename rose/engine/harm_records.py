@@ -1,0 +1,80 @@
+"""The records of what rollouts cost serving, from the engine core to its API server.
+
+Owns two rings in a shared file beside the status page. The engine core writes one record for each request
+that ends and one for each slice of time with steps. It never waits and computes nothing.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from rose._shm import Words
+from rose.admission.harm import RequestDelay, SliceTime
+
+NUM_REQUESTS = 8192
+NUM_SLICES = 8192
+"""An hour of slices, as many as the hour's report looks at."""
+_RECORD = struct.Struct("=5d")
+_HEADER_BYTES = 64
+_BYTES = _HEADER_BYTES + _RECORD.size * (NUM_REQUESTS + NUM_SLICES)
+
+
+class HarmRecords:
+    """The file. One process writes and one reads; a record overwritten while it is read is dropped."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        if create:
+            path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        try:
+            if create:
+                os.ftruncate(fd, _BYTES)
+            self._map = mmap.mmap(fd, _BYTES)
+        finally:
+            os.close(fd)
+        self.path = path
+        self._counts = Words(self._map)
+
+    def add_request(self, one: RequestDelay) -> None:
+        self._add(0, 0, NUM_REQUESTS, one.at_s, one.ttft_s, one.ttft_waited_s, one.tpot_s, one.tpot_waited_s)
+
+    def add_slice(self, one: SliceTime) -> None:
+        self._add(1, NUM_REQUESTS, NUM_SLICES, one.number, one.is_closed, one.seconds, one.predicted_s, 0.0)
+
+    def requests(self) -> list[RequestDelay]:
+        """Returns what the ring holds, oldest first."""
+        return [
+            RequestDelay(
+                at_s=at, ttft_s=ttft, ttft_waited_s=ttft_waited, tpot_s=tpot, tpot_waited_s=tpot_waited
+            )
+            for at, ttft, ttft_waited, tpot, tpot_waited in self._read(0, 0, NUM_REQUESTS)
+        ]
+
+    def slices(self) -> list[SliceTime]:
+        """Returns what the ring holds, oldest first."""
+        return [
+            SliceTime(number=int(number), is_closed=bool(closed), seconds=seconds, predicted_s=predicted)
+            for number, closed, seconds, predicted, _ in self._read(1, NUM_REQUESTS, NUM_SLICES)
+        ]
+
+    def close(self) -> None:
+        """Removes the file; mappings of it stay valid."""
+        self.path.unlink(missing_ok=True)
+
+    def _add(self, ring: int, first: int, size: int, *values: float) -> None:
+        place = first + self._counts.load(ring) % size
+        _RECORD.pack_into(self._map, _HEADER_BYTES + _RECORD.size * place, *values)
+        self._counts.add(ring, 1)
+
+    def _read(self, ring: int, first: int, size: int) -> Iterator[tuple[float, ...]]:
+        count = self._counts.load(ring)
+        copied = bytes(self._map)
+        lost = self._counts.load(ring) + 1 - size  # its place may have been written meanwhile
+        for number in range(max(0, count - size, lost), count):
+            yield _RECORD.unpack_from(copied, _HEADER_BYTES + _RECORD.size * (first + number % size))
+
+
+def records_path(runtime_dir: Path, engine_id: str) -> Path:
+    return runtime_dir / f"engine-{engine_id}.harm"

@@ -1,0 +1,117 @@
+import pytest
+from sim.harm import HarmedServing, Traffic
+
+from rose.admission.harm import (
+    LEAST_OPEN,
+    MEASURING_SHARE,
+    MIN_REQUESTS,
+    MIN_SLICES,
+    Estimate,
+    HarmControl,
+    HarmReport,
+    RequestDelay,
+    SliceTime,
+    estimate_harm,
+)
+
+
+def requests(count: int, ttft_waited_s: float = 0.0, tpot_waited_s: float = 0.0) -> list[RequestDelay]:
+    return [
+        RequestDelay(
+            at_s=number,
+            ttft_s=0.1 + 0.001 * (number % 50) + ttft_waited_s,
+            ttft_waited_s=ttft_waited_s,
+            tpot_s=0.01 + tpot_waited_s,
+            tpot_waited_s=tpot_waited_s,
+        )
+        for number in range(count)
+    ]
+
+
+def slices(count: int, slowdown: float = 0.0) -> list[SliceTime]:
+    """Every tenth is closed; the machine drifts by half meanwhile."""
+    return [
+        SliceTime(
+            number=number,
+            is_closed=number % 10 == 0,
+            seconds=0.1 * (1 + 0.5 * number / count) * (1 if number % 10 == 0 else 1 + slowdown),
+            predicted_s=0.1,
+        )
+        for number in range(count)
+    ]
+
+
+def report_of(value: float, low: float) -> HarmReport:
+    worst = Estimate(value=value, low=low, high=2 * value - low)
+    return HarmReport(num_requests=100, num_closed_slices=10, slowdown=worst, latencies={"ttft_p99": worst})
+
+
+def test_waits_for_rollout_steps_count_in_full() -> None:
+    found = estimate_harm(requests(200, ttft_waited_s=0.01, tpot_waited_s=0.001), slices(400)).latencies
+    assert found["tpot_p50"].value == pytest.approx(0.1, abs=0.01)
+    assert found["ttft_p99"].low < 0.01 / 0.149 < found["ttft_p99"].high
+
+
+def test_a_slowdown_that_nobody_counted_is_found_in_the_closed_slices() -> None:
+    found = estimate_harm(requests(200), slices(400, slowdown=0.05))
+    assert found.slowdown is not None
+    assert found.slowdown.value == pytest.approx(0.05, abs=0.005)
+    assert found.slowdown.low <= 0.05 <= found.slowdown.high
+    # A tenth of the requests meet no rollouts.
+    assert found.latencies["ttft_p99"].value == pytest.approx(0.045, abs=0.005)
+
+
+def test_a_drift_of_the_machine_is_no_harm() -> None:
+    found = estimate_harm(requests(200), slices(400)).slowdown
+    assert found is not None and found.low <= 0 <= found.high
+
+
+def test_too_little_is_unknown_rather_than_zero() -> None:
+    assert estimate_harm(requests(200), slices(10 * (MIN_SLICES - 1))).worst is None
+    assert estimate_harm(requests(MIN_REQUESTS - 1), slices(400)).worst is None
+    unprofiled = [SliceTime(number=n, is_closed=n % 2 == 0, seconds=0.1, predicted_s=0.0) for n in range(99)]
+    assert estimate_harm(requests(200), unprofiled).slowdown is None
+
+
+def test_more_closed_slices_make_the_bounds_closer() -> None:
+    report = report_of(0.05, 0.01)  # half a width of 4 points with 10 slices
+    assert report.closed_slices_needed(0.02) == pytest.approx(40, abs=1)
+
+
+def test_control_closes_what_the_bound_asks_and_opens_again() -> None:
+    control = HarmControl(0.02)
+    assert control.closed_share == MEASURING_SHARE and not control.is_retreating
+    control.update(report_of(0.04, 0.01))
+    assert control.closed_share == pytest.approx(0.5) and control.is_retreating
+    control.update(report_of(1.0, 0.5))
+    assert control.closed_share == pytest.approx(0.75)
+    for _ in range(30):
+        control.update(report_of(0.5, 0.4))
+    assert control.closed_share == pytest.approx(1 - LEAST_OPEN)
+    for _ in range(40):
+        control.update(report_of(0.01, -0.01))
+    assert control.closed_share == MEASURING_SHARE
+
+
+def test_what_may_be_noise_or_is_unknown_changes_nothing() -> None:
+    control = HarmControl(0.02)
+    control.update(report_of(0.10, -0.01))
+    control.update(HarmReport(num_requests=0, num_closed_slices=0, slowdown=None, latencies={}))
+    assert control.closed_share == MEASURING_SHARE
+
+
+def test_an_engine_that_becomes_slower_beside_rollouts_shuts_them_out_within_a_minute() -> None:
+    run = HarmedServing(
+        Traffic(),
+        horizon_s=300.0,
+        seed=1,
+        has_rollouts=True,
+        slowdown=0.3,
+        slow_from_s=100.0,
+        allowed=0.1,
+    ).run()
+    share_at = dict(run.closed_shares)
+    before = [share for at_s, share in share_at.items() if at_s < 100]
+    after = [share for at_s, share in share_at.items() if at_s > 160]
+    assert max(before) == MEASURING_SHARE
+    assert after[0] > 0.3 and max(after) > 0.5
