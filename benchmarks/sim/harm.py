@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from rose.admission.deadlines import ServingDeadlines
 from rose.admission.gate import GateSettings
 from rose.admission.harm import (
-    CONTROL_WINDOW_S,
     MEASURING_SHARE,
     HarmControl,
     RequestDelay,
@@ -169,10 +168,10 @@ class HarmedServing:
         if self._control is None or not self._has_rollouts or now - self._looked_s < CONTROL_EVERY_S:
             return
         self._looked_s = now
-        since_s = now - CONTROL_WINDOW_S
+        since_s = self._control.window_start(now)
         first = slice_number(since_s + self._shift_s)
         recent = [one for one in self._books.ended[-2000:] if one.at_s >= since_s]
         slices = [one for number, one in list(self._slices.items())[-400:] if number >= first]
-        self._control.update(estimate_harm(recent, slices))
+        self._control.update(estimate_harm(recent, slices), now)
         self._share = self._control.closed_share
         self._shares.append((now, self._share))

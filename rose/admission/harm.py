@@ -212,6 +212,7 @@ class HarmControl:
         """``allowed`` is the share by which P99 TTFT and TPOT may differ, e.g. 0.02."""
         self.allowed = allowed
         self._open = 1.0
+        self._changed_s = -math.inf
 
     @property
     def is_retreating(self) -> bool:
@@ -223,12 +224,18 @@ class HarmControl:
         """The share of slices to close."""
         return max(MEASURING_SHARE, 1 - self._open)
 
-    def update(self, report: HarmReport) -> None:
-        """Takes a report on the last CONTROL_WINDOW_S into account. What is not known changes nothing."""
-        worst = report.worst
+    def window_start(self, now: float) -> float:
+        """Returns the begin of the time that the next report is on: the last choice, if it is recent."""
+        return max(self._changed_s, now - CONTROL_WINDOW_S)
+
+    def update(self, report: HarmReport, now: float) -> None:
+        """Takes a report on the time since window_start into account. What is not known changes nothing."""
+        worst, before = report.worst, self._open
         if worst is None:
             return
         if worst.value > self.allowed and worst.low > 0:
             self._open = max(LEAST_OPEN, self._open * max(BACKOFF, self.allowed / worst.value))
         elif worst.value <= self.allowed:
             self._open = min(1.0, self._open * RETURN)
+        if self._open != before:
+            self._changed_s = now

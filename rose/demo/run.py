@@ -185,7 +185,7 @@ class _Demo:
         for index in range(self._plan.durations.num_rounds):
             for name in ROUND if index == 0 else [each for each in ROUND if each not in GATES]:
                 spec = self._window_spec(name, index, rollout)
-                with _gate(GATES.get(name, GateMode.DUAL), serving, rollout):
+                with _gate(GATES.get(name, GateMode.IDLE), serving, rollout):
                     is_probed = name is PhaseName.ROSE and index == 0
                     probe = self._greedy.probe(rollout) if is_probed else None
                     self._window(runner, spec)
@@ -315,7 +315,7 @@ def _gate(mode: GateMode, *engines: EngineControl) -> Iterator[None]:
         yield
     finally:
         for engine in engines:
-            engine.set_gate(GateMode.DUAL)
+            engine.set_gate(GateMode.IDLE)
 
 
 def _parse(argv: Sequence[str]) -> tuple[DemoOptions, argparse.Namespace]:

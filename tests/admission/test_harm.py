@@ -81,22 +81,22 @@ def test_more_closed_slices_make_the_bounds_closer() -> None:
 def test_control_closes_what_the_bound_asks_and_opens_again() -> None:
     control = HarmControl(0.02)
     assert control.closed_share == MEASURING_SHARE and not control.is_retreating
-    control.update(report_of(0.04, 0.01))
+    control.update(report_of(0.04, 0.01), 0.0)
     assert control.closed_share == pytest.approx(0.5) and control.is_retreating
-    control.update(report_of(1.0, 0.5))
+    control.update(report_of(1.0, 0.5), 0.0)
     assert control.closed_share == pytest.approx(0.75)
     for _ in range(30):
-        control.update(report_of(0.5, 0.4))
+        control.update(report_of(0.5, 0.4), 0.0)
     assert control.closed_share == pytest.approx(1 - LEAST_OPEN)
     for _ in range(40):
-        control.update(report_of(0.01, -0.01))
+        control.update(report_of(0.01, -0.01), 0.0)
     assert control.closed_share == MEASURING_SHARE
 
 
 def test_what_may_be_noise_or_is_unknown_changes_nothing() -> None:
     control = HarmControl(0.02)
-    control.update(report_of(0.10, -0.01))
-    control.update(HarmReport(num_requests=0, num_closed_slices=0, slowdown=None, latencies={}))
+    control.update(report_of(0.10, -0.01), 0.0)
+    control.update(HarmReport(num_requests=0, num_closed_slices=0, slowdown=None, latencies={}), 0.0)
     assert control.closed_share == MEASURING_SHARE
 
 

@@ -13,6 +13,7 @@ from shared_gpu import HEADROOM_SLABS, NUM_SLABS, LedgerLog, SharedGpu
 from tiny_models import BLOCK_TOKENS
 
 from rose.admission.board import Word as BoardWord
+from rose.admission.harm import MEASURING_SHARE
 from rose.admission.step_time import UNPROFILED, StepTimeModel
 from rose.types import GateMode, Role, StopReason
 
@@ -209,6 +210,32 @@ def test_vllms_metrics_show_the_gate_and_a_request_may_name_its_own_slo(
     assert total(serving, "rose_harvested_tokens_total") >= before + 8
     assert any('reason="admitted"' in name for name in serving.metrics())
     assert total(rollout, "rose_generated_tokens_total") >= 8
+
+
+def test_serving_measures_what_rollouts_cost_it(
+    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
+) -> None:
+    for engine in (serving, rollout):
+        engine.set_gate(GateMode.IDLE)
+    asked = 0
+
+    def is_known() -> bool:
+        nonlocal asked
+        for request in rollout.start_requests([prompt(f"cheap-{asked}", 30)], max_tokens=40):
+            serving.complete(prompt(f"costly-{asked}", 20), 4)
+            request.result()
+        asked += 1
+        harm = serving.status().harm
+        return harm is not None and bool(harm.hours) and bool(harm.hours[0].latencies)
+
+    until(is_known, "a report with figures")
+    harm = serving.status().harm
+    assert harm is not None and harm.note is None
+    assert MEASURING_SHARE <= harm.closed_share < 1
+    for one in harm.hours[0].latencies.values():
+        assert -0.9 < one.low <= one.value <= one.high
+    assert any(name.startswith("rose_harm{") and "ttft_p99" in name for name in serving.metrics())
+    assert rollout.status().harm is None
 
 
 class KeepBusy:

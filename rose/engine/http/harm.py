@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from rose._shm import Words
 from rose.admission.board import set_closed_share, snapshot
-from rose.admission.harm import CONTROL_WINDOW_S, Estimate, HarmControl, HarmReport, estimate_harm
+from rose.admission.harm import Estimate, HarmControl, HarmReport, estimate_harm
 from rose.admission.slices import SLICE_S
 from rose.engine.harm_records import HarmRecords
 from rose.messages import HarmEstimate, HarmStatus, HarmWindow
@@ -41,7 +41,6 @@ class HarmWatch:
         self._earlier: deque[HarmWindow] = deque(maxlen=NUM_HOURS - 1)
         self._hour_began_s = time.monotonic()
         self._note: str | None = "no rollout engine is attached"
-        self._changed_s = 0.0
 
     async def run(self, mode: Callable[[], GateMode]) -> None:
         """Looks every few seconds until it is cancelled. ``mode`` tells the gate's."""
@@ -60,13 +59,12 @@ class HarmWatch:
             self._note = "no rollout engine is attached"
             set_closed_share(self._board, 0.0)
             return
-        began_s = max(self._changed_s, now - CONTROL_WINDOW_S)
+        began_s = self._control.window_start(now)
         recent = self._report(began_s, now)
         was = self._control.closed_share
         if mode in BOUNDED_MODES:
-            self._control.update(recent)
+            self._control.update(recent, now)
         if self._control.closed_share != was:
-            self._changed_s = now
             logger.info(
                 "harm=%s allowed=%.1f%% closed_share=%.0f%%",
                 recent.worst,

@@ -1,0 +1,112 @@
+"""What rollouts cost serving, as the engine reports it, against what they do cost.
+
+Simulated: a serving engine beside rollouts. The harm is known, because the same traffic also runs without them
+(benchmarks/sim/harm.py). The slices, the books, the estimate and the control are the shipped ones.
+
+    python benchmarks/bench_harm.py --json harm.json
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from lib.harness import run_benchmark
+from rich.console import Console
+from rich.table import Table
+from sim.harm import HarmedServing, Outcome, Traffic
+
+from rose.admission.harm import Estimate, RequestDelay, estimate_harm
+from rose.measure.figures import Figure
+
+INJECTED = (0.0, 0.02, 0.05, 0.10)
+"""By how much every step is slower while rollouts are let in; the waits for rollout steps come on top."""
+HORIZON_S = 600.0
+ALLOWED = 0.02
+RETREAT_FROM_S = 120.0
+RETREAT_ALLOWED = 0.05
+LATENCIES: dict[str, Callable[[RequestDelay], float]] = {
+    "ttft": lambda one: one.ttft_s,
+    "tpot": lambda one: one.tpot_s,
+}
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    num_runs = 8 if args.quick else 100
+    seeds = [args.seed + 1000 * run for run in range(num_runs)]
+    alone = [_run(seed, has_rollouts=False) for seed in seeds]
+    table = Table(title=f"SIMULATED: reported and true harm, {num_runs} runs of {HORIZON_S:.0f} s")
+    for column in ("slower by", "latency", "true", "reported", "half-width", "within its bounds"):
+        table.add_column(column, justify="right")
+    figures = []
+    for slowdown in INJECTED:
+        runs = [_run(seed, has_rollouts=True, slowdown=slowdown) for seed in seeds]
+        reports = [estimate_harm(run.requests, run.slices) for run in runs]
+        for name in ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99"):
+            true = _true_harm(name, runs, alone)
+            found = [report.latencies[name] for report in reports if name in report.latencies]
+            within = sum(one.low <= true <= one.high for one in found) / len(found)
+            table.add_row(f"{slowdown:.0%}", name, f"{true:+.3f}", *_cells(found), f"{within:.2f}")
+            figures.append(
+                Figure(
+                    name=f"harm_error[{slowdown:.0%}, {name}]",
+                    value=within,
+                    unit="share within bounds",
+                    target=">= 0.95",
+                    kind="simulated",
+                    peers={"true": true, "reported": float(np.mean([one.value for one in found]))},
+                )
+            )
+    Console().print(table)
+    return [*figures, _retreat(seeds)]
+
+
+def _run(seed: int, *, has_rollouts: bool, slowdown: float = 0.0) -> Outcome:
+    return HarmedServing(
+        Traffic(), horizon_s=HORIZON_S, seed=seed, has_rollouts=has_rollouts, slowdown=slowdown
+    ).run()
+
+
+def _true_harm(name: str, runs: Sequence[Outcome], alone: Sequence[Outcome]) -> float:
+    """The difference of the quantiles over all runs; each run's own is the same traffic's luck."""
+    kind, _, percent = name.partition("_p")
+    latency = LATENCIES[kind]
+    with_rollouts, without = (
+        [value for run in many for each in run.requests if (value := latency(each)) > 0]
+        for many in (runs, alone)
+    )
+    return float(np.percentile(with_rollouts, int(percent)) / np.percentile(without, int(percent)) - 1)
+
+
+def _cells(found: Sequence[Estimate]) -> tuple[str, str]:
+    values = np.mean([one.value for one in found])
+    return f"{values:+.3f}", f"{np.mean([one.half_width for one in found]):.3f}"
+
+
+def _retreat(seeds: Sequence[int]) -> Figure:
+    """Steps become a tenth slower beside rollouts: how long until rollouts are held back."""
+    seconds = []
+    for seed in seeds[: max(4, len(seeds) // 4)]:
+        run = HarmedServing(
+            Traffic(),
+            horizon_s=2 * RETREAT_FROM_S,
+            seed=seed,
+            has_rollouts=True,
+            slowdown=0.10,
+            slow_from_s=RETREAT_FROM_S,
+            allowed=RETREAT_ALLOWED,
+        ).run()
+        retreats = [at for at, share in run.closed_shares if at > RETREAT_FROM_S and share > 0.2]
+        seconds.append(retreats[0] - RETREAT_FROM_S if retreats else RETREAT_FROM_S)
+    return Figure(
+        name="retreat_s",
+        value=float(np.median(seconds)),
+        unit="s",
+        target="<= 60",
+        kind="simulated",
+        spread=(min(seconds), max(seconds)),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__ or "", measure))
