@@ -1,7 +1,7 @@
 """What rollouts cost serving, as the engine reports it, against what they do cost.
 
-Simulated: a serving engine beside rollouts. The harm is known, because the same traffic also runs without them
-(benchmarks/sim/harm.py). The slices, the books, the estimate and the control are the shipped ones.
+Simulated: a serving engine beside rollouts. The harm is known, because the same traffic also runs without
+them (benchmarks/sim/harm.py). The slices, the books, the estimate and the control are the shipped ones.
 
     python benchmarks/bench_harm.py --json harm.json
 """

@@ -155,13 +155,8 @@ class HarmedServing:
         for name in ended:
             del self._running[name]
         number = slice_number(now + self._shift_s)
-        before = self._slices.get(number)
-        self._slices[number] = SliceTime(
-            number=number,
-            is_closed=is_closed,
-            seconds=seconds + (before.seconds if before else 0.0),
-            predicted_s=predicted_s + (before.predicted_s if before else 0.0),
-        )
+        sofar = self._slices.get(number, SliceTime(number=number, is_closed=is_closed))
+        self._slices[number] = sofar.and_step(seconds, predicted_s, COSTS.base_s)
         return end_s
 
     def _look(self, now: float) -> None:

@@ -11,7 +11,7 @@ Everything here is a pure function of records. Nothing is estimated in an engine
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -58,9 +58,20 @@ class SliceTime:
 
     number: int
     is_closed: bool
-    seconds: float
-    predicted_s: float
+    seconds: float = 0.0
+    predicted_s: float = 0.0
     """What the step-time model says of the same steps."""
+    fixed_s: float = 0.0
+    """The part of ``predicted_s`` that does not grow with the batch."""
+
+    def and_step(self, seconds: float, predicted_s: float, fixed_s: float) -> "SliceTime":
+        """Returns the slice with one more step in it."""
+        return replace(
+            self,
+            seconds=self.seconds + seconds,
+            predicted_s=self.predicted_s + predicted_s,
+            fixed_s=self.fixed_s + fixed_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +123,9 @@ def estimate_harm(
 ) -> HarmReport:
     """Returns what the records say. It takes milliseconds; never call it in a step loop."""
     slowdown, num_closed = _slowdown(slices)
-    open_share = _open_share(slices)
     latencies: dict[str, Estimate] = {}
     if slowdown is not None and len(requests) >= MIN_REQUESTS:
+        effect = _with_fuller_batches(slowdown.scaled(_open_share(slices)), slices)
         rng = np.random.default_rng(seed)
         latest = requests[-MAX_REQUESTS:]
         ttft = [(each.ttft_s, each.ttft_waited_s) for each in latest]
@@ -123,7 +134,7 @@ def estimate_harm(
             if len(pairs) >= MIN_REQUESTS:
                 values, waited = np.array(pairs).T
                 for percent, part in zip(QUANTILES, _waiting(values, waited, rng), strict=True):
-                    latencies[f"{name}_p{percent}"] = _product(part, slowdown.scaled(open_share))
+                    latencies[f"{name}_p{percent}"] = _product(part, effect)
     return HarmReport(
         num_requests=len(requests),
         num_closed_slices=num_closed,
@@ -181,6 +192,20 @@ def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int]:
 def _open_share(slices: Sequence[SliceTime]) -> float:
     whole_s = sum(each.seconds for each in slices)
     return sum(each.seconds for each in slices if not each.is_closed) / whole_s if whole_s > 0 else 0.0
+
+
+def _with_fuller_batches(slowdown: Estimate, slices: Sequence[SliceTime]) -> Estimate:
+    """Widens the upper bound by what a slowdown does to itself: requests stay longer, so batches are fuller.
+
+    A step takes T = fixed + c * N, and its N requests are in proportion to T (Little's law). So the whole
+    effect of a factor f is f * (1 - x) / (1 - f * x), with x the part of a step that grows with the batch.
+    """
+    predicted_s = sum(each.predicted_s for each in slices)
+    grows = 1 - sum(each.fixed_s for each in slices) / predicted_s if predicted_s > 0 else 0.0
+    factor = 1 + max(0.0, slowdown.high)
+    if factor * grows >= 1:
+        return replace(slowdown, high=math.inf)
+    return replace(slowdown, high=max(slowdown.high, factor * (1 - grows) / (1 - factor * grows) - 1))
 
 
 def _student_t(freedom: int) -> float:

@@ -41,7 +41,9 @@ class HarmRecords:
         self._add(0, 0, NUM_REQUESTS, one.at_s, one.ttft_s, one.ttft_waited_s, one.tpot_s, one.tpot_waited_s)
 
     def add_slice(self, one: SliceTime) -> None:
-        self._add(1, NUM_REQUESTS, NUM_SLICES, one.number, one.is_closed, one.seconds, one.predicted_s, 0.0)
+        self._add(
+            1, NUM_REQUESTS, NUM_SLICES, one.number, one.is_closed, one.seconds, one.predicted_s, one.fixed_s
+        )
 
     def requests(self) -> list[RequestDelay]:
         """Returns what the ring holds, oldest first."""
@@ -55,8 +57,14 @@ class HarmRecords:
     def slices(self) -> list[SliceTime]:
         """Returns what the ring holds, oldest first."""
         return [
-            SliceTime(number=int(number), is_closed=bool(closed), seconds=seconds, predicted_s=predicted)
-            for number, closed, seconds, predicted, _ in self._read(1, NUM_REQUESTS, NUM_SLICES)
+            SliceTime(
+                number=int(number),
+                is_closed=bool(closed),
+                seconds=seconds,
+                predicted_s=predicted_s,
+                fixed_s=fixed_s,
+            )
+            for number, closed, seconds, predicted_s, fixed_s in self._read(1, NUM_REQUESTS, NUM_SLICES)
         ]
 
     def close(self) -> None:

@@ -176,19 +176,16 @@ class ServingScheduler(RoseScheduler):
             return
         for delay in ended:
             self._records.add_request(delay)
-        seconds, predicted_s = self.recorder.seconds, self.recorder.predicted_s
-        started_s = now - seconds
+        started_s = now - self.recorder.seconds
         number, sofar = slice_number(started_s), self._slice
-        if sofar is not None and sofar.number == number:
-            seconds, predicted_s = seconds + sofar.seconds, predicted_s + sofar.predicted_s
-        elif sofar is not None:
-            self._records.add_slice(sofar)
-        self._slice = SliceTime(
-            number=number,
-            is_closed=closed_slices(self.tenant.client.board_words).is_closed(started_s),
-            seconds=seconds,
-            predicted_s=predicted_s,
-        )
+        if sofar is None or sofar.number != number:
+            if sofar is not None:
+                self._records.add_slice(sofar)
+            is_closed = closed_slices(self.tenant.client.board_words).is_closed(started_s)
+            sofar = SliceTime(number=number, is_closed=is_closed)
+        recorder = self.recorder
+        fixed_s = recorder.model.base_s if recorder.predicted_s > 0 else 0.0
+        self._slice = sofar.and_step(recorder.seconds, recorder.predicted_s, fixed_s)
 
     def _stamp(self, step: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
         deadlines = self._deadlines
