@@ -27,6 +27,8 @@ MIN_SLICES = 6
 NEIGHBOUR_SLICES = 20
 """On either side of a closed slice; its steps are compared with theirs."""
 QUANTILES = (50, 99)
+BUSY_PERCENTILE = 90
+"""Of the slices, by how full their batches are: where the requests of the high quantile come from."""
 
 MEASURING_SHARE = 0.05
 """Of the slices, closed at all times: fifteen a minute."""
@@ -125,7 +127,8 @@ def estimate_harm(
     slowdown, num_closed = _slowdown(slices)
     latencies: dict[str, Estimate] = {}
     if slowdown is not None and len(requests) >= MIN_REQUESTS:
-        effect = _with_fuller_batches(slowdown.scaled(_open_share(slices)), slices)
+        effect = slowdown.scaled(_open_share(slices))
+        effects = [_with_fuller_batches(effect, slices, percent) for percent in (50, BUSY_PERCENTILE)]
         rng = np.random.default_rng(seed)
         latest = requests[-MAX_REQUESTS:]
         ttft = [(each.ttft_s, each.ttft_waited_s) for each in latest]
@@ -133,8 +136,9 @@ def estimate_harm(
         for name, pairs in (("ttft", ttft), ("tpot", tpot)):
             if len(pairs) >= MIN_REQUESTS:
                 values, waited = np.array(pairs).T
-                for percent, part in zip(QUANTILES, _waiting(values, waited, rng), strict=True):
-                    latencies[f"{name}_p{percent}"] = _product(part, effect)
+                parts = zip(QUANTILES, _waiting(values, waited, rng), effects, strict=True)
+                for percent, waiting, slower in parts:
+                    latencies[f"{name}_p{percent}"] = _product(waiting, slower)
     return HarmReport(
         num_requests=len(requests),
         num_closed_slices=num_closed,
@@ -194,14 +198,18 @@ def _open_share(slices: Sequence[SliceTime]) -> float:
     return sum(each.seconds for each in slices if not each.is_closed) / whole_s if whole_s > 0 else 0.0
 
 
-def _with_fuller_batches(slowdown: Estimate, slices: Sequence[SliceTime]) -> Estimate:
+def _with_fuller_batches(slowdown: Estimate, slices: Sequence[SliceTime], percent: int) -> Estimate:
     """Widens the upper bound by what a slowdown does to itself: requests stay longer, so batches are fuller.
 
     A step takes T = fixed + c * N, and its N requests are in proportion to T (Little's law). So the whole
-    effect of a factor f is f * (1 - x) / (1 - f * x), with x the part of a step that grows with the batch.
+    effect of a factor f is f * (1 - x) / (1 - f * x), with x the part of a step that grows with the batch. It
+    is taken at a percentile of the slices: a high quantile is of requests that met full batches.
     """
-    predicted_s = sum(each.predicted_s for each in slices)
-    grows = 1 - sum(each.fixed_s for each in slices) / predicted_s if predicted_s > 0 else 0.0
+    grows = float(
+        np.percentile(
+            [1 - each.fixed_s / each.predicted_s for each in slices if each.predicted_s > 0], percent
+        )
+    )
     factor = 1 + max(0.0, slowdown.high)
     if factor * grows >= 1:
         return replace(slowdown, high=math.inf)
