@@ -29,9 +29,9 @@ class EngineSettings(BaseModel):
     """Name of the engine's slab pool. None runs a dedicated engine with vLLM's own KV cache."""
     engine_id: str = ""
     """The engine's name on this host; default: its role and process id."""
-    gate: GateMode = GateMode.IDLE
-    """The test that a rollout step must pass before it may start. A serving engine's default is idle, or dual
-    with spend_slo. A rollout engine follows what serving offers."""
+    gate: GateMode | None = None
+    """The test that a rollout step must pass before it may start. None stands for idle on a serving engine,
+    or dual with spend_slo; a rollout engine then follows what serving offers."""
     allow_harm: float = Field(default=0.02, gt=0, le=1)
     """Share by which serving's P99 TTFT and TPOT may differ with rollouts on. It is measured; above it
     rollouts are shut out for a part of the time until it holds. What spend_slo or another gate mode spends
@@ -89,17 +89,9 @@ class EngineSettings(BaseModel):
         except ValidationError as error:
             raise ConfigError(_one_line(error)) from error
 
-    @model_validator(mode="before")
-    @classmethod
-    def _default_gate(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "role" in data and data.get("gate") is None:
-            spends = data.get("spend_slo") is not None or data.get("role") == Role.ROLLOUT
-            return {**data, "gate": GateMode.DUAL if spends else GateMode.IDLE}
-        return data
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        problem = self._role_problem() or self.gate_problem(self.gate, None)
+        problem = self._role_problem() or self.gate_problem(self.gate_mode, None)
         if problem is not None:
             raise ValueError(problem)
         return self
@@ -112,7 +104,7 @@ class EngineSettings(BaseModel):
             )
         if self.role is Role.ROLLOUT and self.spend_slo is not None:
             return "spend_slo: the serving engine says what rollouts may spend; set it there alone"
-        if self.spend_slo is not None and self.gate is not GateMode.DUAL:
+        if self.spend_slo is not None and self.gate_mode is not GateMode.DUAL:
             return f"spend_slo with gate {self.gate}: only the dual gate spends slack; leave one of them out"
         if self.lend_idle_s is not None and (self.role is Role.ROLLOUT or self.pool is None):
             return "lend_idle_s: only a serving engine with a pool has anything to lend; leave it out"
@@ -137,9 +129,17 @@ class EngineSettings(BaseModel):
     def deployed(self, deployment: Deployment) -> "EngineSettings":
         """Returns these settings with a deployment. Raises: ConfigError if the gate mode doesn't fit it."""
         found = self.model_copy(update={"deployment": deployment})
-        if problem := found.gate_problem(self.gate, None):
+        if problem := found.gate_problem(self.gate_mode, None):
             raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
         return found
+
+    @property
+    def gate_mode(self) -> GateMode:
+        """The gate's mode at the start."""
+        if self.gate is not None:
+            return self.gate
+        spends = self.role is Role.ROLLOUT or self.spend_slo is not None
+        return GateMode.DUAL if spends else GateMode.IDLE
 
     def slo(self) -> SLO:
         return SLO(ttft_s=self.slo_ttft_ms / 1000, tpot_s=self.slo_tpot_ms / 1000)

@@ -18,7 +18,9 @@ def test_an_engine_without_the_rose_key_is_left_alone() -> None:
 def test_defaults_and_names() -> None:
     settings = EngineSettings.parse({"rose": {"role": "rollout"}})
     assert settings is not None
-    assert (settings.role, settings.pool, settings.gate) == (Role.ROLLOUT, None, GateMode.DUAL)
+    assert (settings.role, settings.pool, settings.gate_mode) == (Role.ROLLOUT, None, GateMode.DUAL)
+    assert EngineSettings(role=Role.SERVING).gate_mode is GateMode.IDLE
+    assert EngineSettings(role=Role.SERVING, spend_slo=0.5).gate_mode is GateMode.DUAL
     assert settings.named(42).engine_id == "rollout-42"
     named = EngineSettings(role=Role.SERVING, engine_id="chat")
     assert named.named(42).engine_id == "chat"

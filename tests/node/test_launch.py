@@ -27,7 +27,7 @@ def additional_config(argv: list[str]) -> dict[str, Any]:
 
 def test_engine_gets_the_plugin_settings_and_its_own_flags() -> None:
     server = launch.engine_process(engine(vllm_args=("--max-model-len", "64"), lease_s=5), log_path=None)
-    assert additional_config(server.argv) == {"rose": {"role": "rollout", "pool": "g", "gate": "dual", "lease_s": 5.0}}
+    assert additional_config(server.argv) == {"rose": {"role": "rollout", "pool": "g", "lease_s": 5.0}}
     assert server.argv[-2:] == ["--max-model-len", "64"]
 
 

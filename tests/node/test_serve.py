@@ -19,7 +19,7 @@ def shown_help(capsys: pytest.CaptureFixture[str]) -> str:
     [
         f"--role {{{','.join(Role)}}}",
         f"--gate {'|'.join(GateMode)} The test that a rollout step must pass",
-        "(default: idle)",
+        "(default: 0.02)",
         f"--deployment {'|'.join(Deployment)}",
         "--slo-ttft-ms MS The time to first token that serving keeps (default: 500.0)",
         "--poison-slabs true|false",

@@ -78,7 +78,7 @@ class RoseScheduler(Scheduler):
         self._next_due_s: float | None = None
         self._input_queue: queue.Queue[Any] | None = None
         self._closing = threading.Event()
-        self.set_gate(settings.gate_settings(settings.gate))
+        self.set_gate(settings.gate_settings(settings.gate_mode))
 
     running: list[Request]
     max_num_scheduled_tokens: int
