@@ -187,76 +187,107 @@ def roll_out_beside_serving(
 ) -> EventChecks:
     """Rounds of answers, each with a serving burst that cuts the budget; then the end of leases, a cut and a
     reset of the prefix cache. All along, a consumer replays the KV events."""
-    from kv_consumer import KVConsumer, really_cached
-    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
+    from kv_consumer import KVConsumer
 
     settings = {"role": "rollout", "pool": pool, "engine_id": "rollout", "lease_s": LEASE_S}
     with KVConsumer() as consumer:
         engine = make_engine(model, settings, kv_events_config=consumer.config, disable_log_stats=False)
-        driver, cached, hits = Driver(engine), {}, {}
-        tenant = _tenant(driver)
-        blocks = tenant.pool
-
-        def compare(moment: str) -> None:
-            driver.step_until(
-                lambda: consumer.cached() == really_cached(blocks), f"{moment}: events say what is cached"
-            )
-            cached[moment] = len(consumer.cached())
-
-        def look_up(moment: str) -> None:
-            before = _prefix_counts(engine)
-            (reply,) = driver.answer(prompts[:1], 4)
-            after = _prefix_counts(engine)
-            hits[moment] = (after[0] - before[0], after[1] - before[1], reply.num_cached_tokens)
-
-        def lose_all(what: str) -> None:
-            driver.step_until(lambda: tenant.num_owned == 1 and not tenant.has_ops, what)
-
-        def is_serving_quiet() -> bool:
-            return tenant.ledger.num_free + tenant.num_owned >= tenant.client.num_slabs - 1
-
-        def has_ended_any() -> bool:
-            return any(reply.finish_reason == "abort" for answers in replies for reply in answers)
-
+        run = _ConsumedRollout(engine, consumer, prompts, max_tokens)
+        driver, tenant = run.driver, run.tenant
         driver.step_until(lambda: tenant.ledger.num_held(Role.SERVING) > 0, "a serving engine", 1200.0)
-        before, replies, number = _num_changes(tenant), [], 0
-        # More rounds where the burst came so late that no rollout had to end.
-        while number < num_rounds or not has_ended_any():
-            driver.step_until(is_serving_quiet, "serving returned its slabs")
-            _begin_rl_step(driver, number + 1)
-            names = driver.ask(prompts, max_tokens)
-            _wait_for_tokens(driver, names)
-            burst.set()
-            replies.append(driver.wait(names))
-            compare(f"round {number}")
-            number += 1
+        before = _num_changes(tenant)
+        run.answer_beside_bursts(num_rounds, burst)
         stop.set()
         driver.step_until(lambda: tenant.ledger.num_held(Role.SERVING) == 0, "serving has left")
-        _begin_rl_step(driver, number + 1)
+        run.begin_rl_step()
         # Bursts may have ended every answer; these come whole, on slabs that serving has used.
-        replies.append(driver.answer(prompts, max_tokens))
-        compare("whole")
-        moves = Moves(replies=replies, num_moves=_num_changes(tenant) - before)
-        lose_all("leases ended")
-        compare("leases ended")
-        look_up("first")
-        look_up("again")
-        compare("again")
-        _cut(driver, 1)
-        lose_all("cut")
-        compare("cut")
-        _begin_rl_step(driver, number + 2)
-        look_up("after the cut")
-        driver.step_until(lambda: not driver.scheduler.has_requests(), "an idle engine")
-        assert engine.reset_prefix_cache()
-        compare("reset")
-        blocks.check_integrity()
+        run.replies.append(driver.answer(prompts, max_tokens))
+        run.compare("whole")
+        num_moves = _num_changes(tenant) - before
+        run.lose_the_cache()
+        return run.checks(num_moves)
+
+
+class _ConsumedRollout:
+    """A rollout engine, and a consumer of its KV events that must know what is cached."""
+
+    def __init__(self, engine: Any, consumer: Any, prompts: Prompts, max_tokens: int) -> None:
+        self._engine, self._consumer = engine, consumer
+        self._prompts, self._max_tokens = prompts, max_tokens
+        self.driver = Driver(engine)
+        self.tenant = _tenant(self.driver)
+        self.replies: list[list[Reply]] = []
+        self._cached: dict[str, int] = {}
+        self._hits: dict[str, tuple[float, float, int]] = {}
+        self._rl_step = 0
+
+    def begin_rl_step(self) -> None:
+        self._rl_step += 1
+        _begin_rl_step(self.driver, self._rl_step)
+
+    def answer_beside_bursts(self, num_rounds: int, burst: Event) -> None:
+        """Takes more rounds where the bursts came so late that no rollout had to end."""
+        while len(self.replies) < num_rounds or not self._has_ended_any():
+            self.driver.step_until(self._is_serving_quiet, "serving returned its slabs")
+            self.begin_rl_step()
+            names = self.driver.ask(self._prompts, self._max_tokens)
+            _wait_for_tokens(self.driver, names)
+            burst.set()
+            self.replies.append(self.driver.wait(names))
+            self.compare(f"round {len(self.replies)}")
+
+    def _has_ended_any(self) -> bool:
+        return any(reply.finish_reason == "abort" for answers in self.replies for reply in answers)
+
+    def _is_serving_quiet(self) -> bool:
+        ledger, client = self.tenant.ledger, self.tenant.client
+        return ledger.num_free + self.tenant.num_owned >= client.num_slabs - 1
+
+    def lose_the_cache(self) -> None:
+        """First by the end of leases, then by a cut, then by a reset."""
+        self._lose_all("leases ended")
+        self._look_up("first")
+        self._look_up("again")
+        self.compare("again")
+        _cut(self.driver, 1)
+        self._lose_all("cut")
+        self.begin_rl_step()
+        self._look_up("after the cut")
+        self.driver.step_until(lambda: not self.driver.scheduler.has_requests(), "an idle engine")
+        assert self._engine.reset_prefix_cache()
+        self.compare("reset")
+        self.tenant.pool.check_integrity()
+
+    def compare(self, moment: str) -> None:
+        from kv_consumer import really_cached
+
+        consumer, pool = self._consumer, self.tenant.pool
+        self.driver.step_until(
+            lambda: consumer.cached() == really_cached(pool), f"{moment}: events say what is cached"
+        )
+        self._cached[moment] = len(consumer.cached())
+
+    def _look_up(self, moment: str) -> None:
+        before = _prefix_counts(self._engine)
+        (reply,) = self.driver.answer(self._prompts[:1], 4)
+        after = _prefix_counts(self._engine)
+        self._hits[moment] = (after[0] - before[0], after[1] - before[1], reply.num_cached_tokens)
+
+    def _lose_all(self, why: str) -> None:
+        tenant = self.tenant
+        self.driver.step_until(lambda: tenant.num_owned == 1 and not tenant.has_ops, why)
+        self.compare(why)
+
+    def checks(self, num_moves: int) -> EventChecks:
+        from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
+
+        num_events = self._consumer.view.num_events
         return EventChecks(
-            moves=moves,
-            cached=cached,
-            num_removed=consumer.view.num_events[BlockRemoved],
-            num_cleared=consumer.view.num_events[AllBlocksCleared],
-            hits=hits,
+            moves=Moves(replies=self.replies, num_moves=num_moves),
+            cached=self._cached,
+            num_removed=num_events[BlockRemoved],
+            num_cleared=num_events[AllBlocksCleared],
+            hits=self._hits,
         )
 
 

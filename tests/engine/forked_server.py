@@ -1,14 +1,20 @@
-"""vLLM's API server in a process forked off one that has vLLM loaded, which spares it 20 s of imports.
+"""vLLM's API server, engine cores and ranks in forks of one with vLLM loaded: 20 s of CPU less each.
 
-Owns the start of that one interpreter. Command line, environment, session, log and watcher are those of the
-``ServerProcess`` that production made; from vLLM's ``main`` on all code is vLLM's and ours, and it spawns its
-core as ever. Starts of fresh API servers are tested where the commands are: in tests/node and in the demo.
+Command line, environment, session, log and watcher are those of the ``ServerProcess`` that production made.
+From vLLM's ``main`` on, all code is vLLM's and ROSE's. What vLLM would spawn is forked off a second process
+of the server's session. That one has loaded vLLM and never computes, so it has no threads, and nothing that
+the API server has opened or changed. tests/node, tests/ray and the demo's tests start fresh processes.
 """
 
+import multiprocessing
 import os
 import runpy
+import signal
+import socket
 import sys
-from multiprocessing.connection import Connection
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, arbitrary_address
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -65,7 +71,52 @@ def _run(started: Connection, log: Path, environment: dict[str, str], argv: list
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(environment)
+    _fork_what_vllm_spawns()
     started.send(None)
     started.close()
     sys.argv = argv
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def _fork_what_vllm_spawns() -> None:
+    """Starts a fork server of this session, off which all that is to be spawned will be forked."""
+    alive_source, alive_sink = os.pipe()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(arbitrary_address("AF_UNIX"))
+    listener.listen()
+    # Engine cores inherit all this and fork their ranks off the same process.
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address, server._forkserver_alive_fd = listener.getsockname(), alive_sink
+    server.ensure_running = resource_tracker.ensure_running
+    get_context: Any = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: (  # type: ignore[assignment]
+        _Forking() if method == "spawn" else get_context(method)
+    )
+    if os.fork() == 0:
+        os.close(alive_sink)
+        # It ends with its last client: the server's stop signal goes to the whole session.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        try:
+            forkserver.main(listener.fileno(), alive_source, [])  # type: ignore[attr-defined]
+        finally:
+            os._exit(0)
+    os.close(alive_source)
+    listener.close()
+
+
+class _ForkedChild(ForkServerProcess):
+    """Gets the environment that its parent has by the time it starts it, as a spawned process does."""
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
+
+
+class _Forking(ForkServerContext):
+    Process = _ForkedChild
