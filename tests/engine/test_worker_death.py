@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def kill_everything(engine: RealEngine) -> None:
-    """SIGKILL to the API server and all it started, at once."""
+    """SIGKILL to the API server and all it started, at once. Returns once it is known to be dead."""
     os.killpg(engine.process.pid, signal.SIGKILL)
+    until(lambda: not engine.process.is_alive(), "its API server ends")
 
 
 def any_done(requests: "list[Future[Answer]]") -> bool:
