@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked_engines import load_model_class
 
 from rose.transfer.format.layout import TensorSpec
 
@@ -36,6 +37,17 @@ def shape() -> dict[str, Any]:
         "pad_token_id": 0,
         "eos_token_id": 0,
     }
+
+
+def without_weights(folder: Path, **arguments: Any) -> Any:
+    """Returns the ``EngineArgs`` of a dense model of which there is only a configuration."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = dense(is_tied=False)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    load_model_class(folder)
+    return EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True, **arguments)
 
 
 class Checkpoint:

@@ -1,7 +1,7 @@
 """Staged checkpoints on a model of two layers, without an engine."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,19 +10,20 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 import safetensors.torch
 import torch
-from vllm.distributed import parallel_state
-from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from rank_models import without_weights
+from vllm import ModelRegistry
+from vllm.config import WeightTransferConfig
+from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from rose.engine.weights.in_place import InPlaceWriter
+from rose.engine.weights.shard_recorder import pretended_rank
 from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine, check_staged
 from rose.errors import FrameError
 from rose.transfer.format.checkpoint import checkpoint_state_hash
-from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
 
 
 class TwoLayers(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
         self.first = torch.nn.Linear(4, 4, bias=False)
         self.second = torch.nn.Linear(4, 4, bias=False)
@@ -37,15 +38,34 @@ class TwoLayers(torch.nn.Module):
         return [float(layer.weight.detach().mean()) for layer in (self.first, self.second)]
 
 
+class WithoutPlan(TwoLayers):
+    """Can't be built without memory, so no plan of its loader can be recorded."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config)
+        self.first.weight.numpy(force=True)
+
+
+def engine_of(model_class: type[TwoLayers], folder: Path) -> Iterator[StagedWeightEngine]:
+    """vLLM knows this model by its name, in the configuration of an engine with a single rank."""
+    config = without_weights(folder, dtype="float32").create_engine_config()
+    ModelRegistry.register_model(model_class.__name__, model_class)
+    config.model_config.hf_config.architectures = [model_class.__name__]
+    with pretended_rank(config) as ranked:
+        model = initialize_model(ranked)
+        made = StagedWeightEngine(WeightTransferConfig(backend="rose"), ranked, torch.device("cpu"), model)
+        yield made
+        made.shutdown()
+
+
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> StagedWeightEngine:
-    """vLLM's half of the engine would need a whole configuration."""
-    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    made: Any = StagedWeightEngine.__new__(StagedWeightEngine)
-    made.model, made.model_config = TwoLayers(), SimpleNamespace(dtype=torch.float32)
-    made.is_resident, made._staged, made._in_place = True, None, None
-    record_metadata_for_reloading(made.model)
-    return made
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagedWeightEngine]:
+    yield from engine_of(TwoLayers, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine_without_plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagedWeightEngine]:
+    yield from engine_of(WithoutPlan, tmp_path_factory.mktemp("model"))
 
 
 def stage(folder: Path, **tensors: torch.Tensor) -> StagedUpdate:
@@ -67,24 +87,10 @@ def test_a_good_file_of_another_model_leaves_the_old_weights(
     assert engine.model.values() == [1.0, 2.0]
     engine.receive_weights(stage(tmp_path, first=torch.full((4, 4), 5.0), second=torch.full((4, 4), 6.0)))
     assert engine.model.values() == [5.0, 6.0]
-    engine.shutdown()
-
-
-@pytest.fixture
-def in_place(engine: StagedWeightEngine) -> Any:
-    """The engine's half that writes in place; the plan would need a model of vLLM's."""
-    config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
-    writer: Any = InPlaceWriter(engine.model, config, Path("unused"))
-    names = [f"{layer}.weight" for layer in ("first", "second")]
-    views = [StridedView(name=name, offset=0, shape=(4, 4), stride=(4, 1)) for name in names]
-    copies = [ShardCopy(source=view, target=view) for view in views]
-    writer._plan = ShardPlan(rank="0", shapes=dict.fromkeys(names, (4, 4)), copies=copies, whole=[])
-    engine._in_place = writer
-    return writer
 
 
 def test_the_next_file_is_written_in_place_where_one_is_in_use(
-    engine: StagedWeightEngine, in_place: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: StagedWeightEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "rose.engine")
     first, second = torch.arange(16.0).view(4, 4), torch.ones(4, 4)
@@ -105,11 +111,10 @@ def test_the_next_file_is_written_in_place_where_one_is_in_use(
     engine.receive_weights(stage(tmp_path, first=second, second=first))
     assert torch.equal(engine.model.second.weight, first)
     assert caplog.text.count("in place elements=1") == 2
-    engine.shutdown()
 
 
 def test_where_the_old_weights_are_not_there_the_whole_file_is_loaded(
-    engine: StagedWeightEngine, in_place: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: StagedWeightEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.arange(16.0).view(4, 4)
     engine.receive_weights(stage(tmp_path, first=weight, second=weight + 1))
@@ -123,11 +128,10 @@ def test_where_the_old_weights_are_not_there_the_whole_file_is_loaded(
     assert torch.equal(engine.model.first.weight, later)
     assert torch.equal(engine.model.second.weight, later + 1)
     assert "second.weight did not hold the weights of the last update" in caplog.text
-    engine.shutdown()
 
 
 def test_a_file_that_changes_too_much_or_is_none_is_loaded_or_refused(
-    engine: StagedWeightEngine, in_place: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: StagedWeightEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "rose.engine")
     engine.receive_weights(stage(tmp_path, first=torch.ones(4, 4), second=torch.ones(4, 4)))
@@ -140,13 +144,12 @@ def test_a_file_that_changes_too_much_or_is_none_is_loaded_or_refused(
     assert not engine.begin_comparison(str(broken))
     assert not engine.begin_comparison(str(tmp_path / "missing.safetensors"))
     assert "can't compare" in caplog.text
-    engine.shutdown()
 
 
 def test_a_model_without_a_plan_goes_on_loading_whole_files(
-    engine: StagedWeightEngine, in_place: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine_without_plan: StagedWeightEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    in_place._plan = None  # and this configuration builds no model
+    engine = engine_without_plan
     for value in (1.0, 2.0, 3.0):
         update = stage(tmp_path, first=torch.full((4, 4), value), second=torch.zeros(4, 4))
         assert not engine.begin_comparison(update.path)
@@ -154,7 +157,6 @@ def test_a_model_without_a_plan_goes_on_loading_whole_files(
         engine.receive_weights(update)
         assert engine.model.values() == [value, 0.0]
     assert caplog.text.count("no plan of this model") == 1
-    engine.shutdown()
 
 
 def test_only_the_very_file_that_was_checked_is_not_hashed_again(
@@ -172,4 +174,3 @@ def test_only_the_very_file_that_was_checked_is_not_hashed_again(
     with pytest.raises(FrameError, match="weights kept"):
         engine.receive_weights(first)
     assert engine.model.values() == [1.0, 2.0]
-    engine.shutdown()

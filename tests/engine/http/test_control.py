@@ -1,4 +1,4 @@
-"""What commands do between an engine's routes and its scheduler, without a model behind."""
+"""What commands do between an engine's routes and its scheduler, without a worker."""
 
 import asyncio
 import logging
@@ -13,7 +13,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from lone_schedulers import lone_scheduler, pooled_scheduler
+from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request, RequestStatus
 
 from rose._shm import Words
 from rose.admission.board import EngineState, Word
@@ -22,17 +25,14 @@ from rose.admission.profile import ProfileKey
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
 from rose.admission.slack import NEVER
-from rose.admission.stall import StallTracker
 from rose.admission.step_time import UNPROFILED
 from rose.engine.http import followers
 from rose.engine.http.control import EngineControl
 from rose.engine.scheduling import rollout_scheduler
 from rose.engine.scheduling.recorder import StepRecorder
-from rose.engine.scheduling.rollout_scheduler import RolloutScheduler
 from rose.engine.scheduling.scheduler import GATE_MODES, RoseScheduler
-from rose.engine.scheduling.serving_scheduler import ServingScheduler
 from rose.engine.settings import EngineSettings
-from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
+from rose.engine.status import Field, StatusPage, page_path
 from rose.errors import ConfigError, WorkerError
 from rose.messages import WeightUpdate, WorkerStatus
 from rose.types import Deployment, GateMode, Role
@@ -55,15 +55,6 @@ class Client:
         yield None
 
 
-def bare(scheduler_class: type[RoseScheduler], role: Role, page: StatusPage) -> Any:
-    """A scheduler with ROSE's half alone: vLLM's would need a model's configuration."""
-    scheduler: Any = scheduler_class.__new__(scheduler_class)
-    scheduler.rose = EngineSettings(role=role)
-    scheduler.page = page
-    scheduler.requests, scheduler.max_num_scheduled_tokens = {}, 512
-    return scheduler
-
-
 def run_steps(recorder: StepRecorder, num_steps: int, seconds_per_token: float) -> None:
     """Prompts of 1 to 50 tokens, one per step."""
     for step in range(num_steps):
@@ -81,35 +72,56 @@ def page(runtime_dir: Path) -> Iterator[StatusPage]:
     made.close()
 
 
+@pytest.fixture(autouse=True)
+def _profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
+
+
 @pytest.fixture
-def words() -> Words:
-    return Words(bytearray(4096))
+def serving(runtime_dir: Path, tmp_path: Path) -> Iterator[Any]:
+    with pooled_scheduler(tmp_path, Role.SERVING) as scheduler:
+        yield scheduler
+
+
+@pytest.fixture
+def rollout(runtime_dir: Path, tmp_path: Path) -> Iterator[Any]:
+    with pooled_scheduler(tmp_path, Role.ROLLOUT, stall_s=1000.0) as scheduler:
+        yield scheduler
+
+
+def board(scheduler: Any) -> Words:
+    words: Words = scheduler.tenant.client.board_words
+    return words
+
+
+def times_logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    """Counts a record once, although both vLLM's logger and the root logger may hand it to pytest."""
+    return len({id(record) for record in caplog.records if text in record.getMessage()})
 
 
 async def obey(scheduler: RoseScheduler) -> None:
     while True:
-        scheduler._obey_commands()
+        scheduler.schedule()
         await asyncio.sleep(0)
 
 
 @pytest.mark.asyncio
 async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_is_an_error(
-    page: StatusPage, tmp_path: Path
+    runtime_dir: Path, tmp_path: Path
 ) -> None:
-    scheduler = bare(RoseScheduler, Role.ROLLOUT, page)
-    scheduler.recorder, scheduler._profile_command = StepRecorder(KEY, tmp_path), ProfileCommand.NONE
-    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.DUAL))
-    control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
-    obeying = asyncio.create_task(obey(scheduler))
-    first = asyncio.create_task(control.profile())
-    while page.get(Field.GATE_MODE) != GATE_MODES.index(GateMode.OFF):
-        await asyncio.sleep(0)
-    for profile in (first, asyncio.create_task(control.profile())):
-        with pytest.raises(WorkerError, match="could not make a profile"):
-            await profile
-    obeying.cancel()
-    scheduler._obey_commands()
-    assert page.get(Field.GATE_MODE) == GATE_MODES.index(GateMode.DUAL)
+    with lone_scheduler(tmp_path, Role.ROLLOUT) as scheduler:
+        page = scheduler.page
+        control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
+        obeying = asyncio.create_task(obey(scheduler))
+        first = asyncio.create_task(control.profile())
+        while page.get(Field.GATE_MODE) != GATE_MODES.index(GateMode.OFF):
+            await asyncio.sleep(0)
+        for profile in (first, asyncio.create_task(control.profile())):
+            with pytest.raises(WorkerError, match="could not make a profile"):
+                await profile
+        obeying.cancel()
+        scheduler.schedule()
+        assert page.get(Field.GATE_MODE) == GATE_MODES.index(GateMode.DUAL)
 
 
 class UpdatedClient(Client):
@@ -182,16 +194,14 @@ async def test_steps_go_on_once_a_router_knows_of_the_new_version(
 
 
 def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_first_one_back(
-    page: StatusPage,
+    rollout: Any,
 ) -> None:
-    scheduler = bare(RolloutScheduler, Role.ROLLOUT, page)
-    scheduler._profile_command = ProfileCommand.NONE
     control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
     targets = []
     for target_ms in (40.0, None):
         control.set_gate(GateMode.DUAL, target_ms)
-        scheduler._obey_commands()
-        targets.append((scheduler._gate.settings.tpot_target_s, page.get(Field.TPOT_TARGET_US)))
+        rollout.schedule()
+        targets.append((rollout._gate.settings.tpot_target_s, rollout.page.get(Field.TPOT_TARGET_US)))
     assert targets == [(0.04, 40_000), (None, 0)]
     with pytest.raises(ConfigError, match="tpot_target_ms is 200, above slo_tpot_ms of 150"):
         control.set_gate(GateMode.DUAL, 200.0)
@@ -208,14 +218,12 @@ def test_a_gate_mode_without_its_objective_is_refused_while_the_engine_runs(page
 
 
 def test_a_serving_engine_tells_rollouts_how_long_a_step_its_deployment_puts_up_with(
-    page: StatusPage, words: Words
+    serving: Any,
 ) -> None:
-    scheduler = bare(ServingScheduler, Role.SERVING, page)
-    scheduler._side, rollout = ServingSide(words), RolloutSide(words)
-    longest_s = []
+    side, longest_s = RolloutSide(board(serving)), []
     for deployment in (Deployment.COLLOCATED, Deployment.DECODE):
-        scheduler.set_gate(scheduler.rose.deployed(deployment).gate_settings(GateMode.DUAL))
-        longest_s.append(rollout.view().max_step_s)
+        serving.set_gate(serving.rose.deployed(deployment).gate_settings(GateMode.DUAL))
+        longest_s.append(side.view().max_step_s)
     assert longest_s == [0.125, 0.075]
 
 
@@ -233,50 +241,46 @@ def test_a_profile_that_can_not_be_made_or_stored_leaves_the_model_as_it_was(
 
 
 def test_an_slo_below_the_profile_ends_the_start_and_is_logged_where_the_profile_is_new(
-    page: StatusPage, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    runtime_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("rose"), "propagate", True)  # not where the plugin was registered
-    scheduler = bare(ServingScheduler, Role.SERVING, page)
-    scheduler.rose = EngineSettings(role=Role.SERVING, slo_ttft_ms=50)
-    scheduler.recorder, scheduler._memory = StepRecorder(KEY, tmp_path), None
-    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.DUAL))
-    scheduler._check_slo()  # nothing is known yet
-    scheduler.recorder.begin_profile()
-    run_steps(scheduler.recorder, NUM_STEPS, seconds_per_token=0.1)
-    assert scheduler.recorder.finish_profile()
     reachable = "slo_ttft_ms is 50, but the prefill of one token takes up to 1"
-    with pytest.raises(ConfigError, match=reachable):
-        scheduler._check_slo()
-    scheduler.after_profile()
-    assert reachable in caplog.text
-    # A decoder has no first token to be in time for.
-    scheduler.set_gate(scheduler.rose.deployed(Deployment.DECODE).gate_settings(GateMode.DUAL))
-    scheduler._check_slo()
+    with pooled_scheduler(tmp_path, Role.SERVING, slo_ttft_ms=50) as scheduler:  # nothing is known yet
+        scheduler.recorder.begin_profile()
+        run_steps(scheduler.recorder, NUM_STEPS, seconds_per_token=0.1)
+        assert scheduler.recorder.finish_profile()
+        scheduler.after_profile()
+        assert times_logged(caplog, reachable) == 1
+        # A decoder has no first token to be in time for.
+        scheduler.set_gate(scheduler.rose.deployed(Deployment.DECODE).gate_settings(GateMode.DUAL))
+        scheduler.after_profile()
+        assert times_logged(caplog, reachable) == 1
+    with (
+        pytest.raises(ConfigError, match=reachable),
+        pooled_scheduler(tmp_path, Role.SERVING, slo_ttft_ms=50),
+    ):
+        pass
 
 
-def test_a_paused_engine_stalls_nobody_and_asks_for_no_turn(page: StatusPage, words: Words) -> None:
-    scheduler = bare(RolloutScheduler, Role.ROLLOUT, page)
-    scheduler._stalls, scheduler._side = StallTracker(1000.0), RolloutSide(words)
-    scheduler._side.set_want(True)
-    scheduler._stalls.observe({"a"}, time.monotonic())
-    scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    assert words.load(Word.R_WANT) == 0
-    assert scheduler._stalls.stalled(time.monotonic() + 5000) == ()
-    scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert scheduler._stalls.stalled(time.monotonic() + 500) == ()
-    assert scheduler._stalls.stalled(time.monotonic() + 1001) == ("a",)
+def test_a_paused_engine_stalls_nobody_and_asks_for_no_grant(rollout: Any) -> None:
+    rollout._side.set_want(True)
+    rollout._stalls.observe({"a"}, time.monotonic())
+    rollout.set_pause_state(PauseState.PAUSED_ALL)
+    assert board(rollout).load(Word.R_WANT) == 0
+    assert rollout._stalls.stalled(time.monotonic() + 5000) == ()
+    rollout.set_pause_state(PauseState.UNPAUSED)
+    assert rollout._stalls.stalled(time.monotonic() + 500) == ()
+    assert rollout._stalls.stalled(time.monotonic() + 1001) == ("a",)
 
 
-def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_turns(page: StatusPage, words: Words) -> None:
-    scheduler = bare(RolloutScheduler, Role.ROLLOUT, page)
-    scheduler._side = RolloutSide(words)
-    scheduler._side.set_want(True)
-    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.OFF))
-    assert words.load(Word.R_WANT) == 0
+def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_grants(rollout: Any) -> None:
+    rollout._side.set_want(True)
+    rollout.set_gate(rollout.rose.gate_settings(GateMode.OFF))
+    assert board(rollout).load(Word.R_WANT) == 0
 
 
 class Waits(RolloutSide):
-    """No turn comes; after some waits there is input for the engine's loop."""
+    """No grant comes; after some waits there is input for the engine's loop."""
 
     def __init__(self, words: Words, input_queue: "queue.Queue[None]", num_waits: int) -> None:
         super().__init__(words)
@@ -290,55 +294,46 @@ class Waits(RolloutSide):
         return super().wait_grant(0.0)
 
 
-def test_an_engine_without_a_turn_sleeps_until_something_wants_its_loop(
-    page: StatusPage, words: Words, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_without_a_grant_sleeps_until_something_wants_its_loop(
+    rollout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_scheduler, "PATIENT_WAIT_S", 3600.0)
+    words = board(rollout)
     ServingSide(words).begin_step()
-    scheduler = bare(RolloutScheduler, Role.ROLLOUT, page)
-    scheduler._ended, scheduler.tenant = [], None
-    scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(kv_event_queue=[]))
-    scheduler._input_queue, scheduler._must_step = queue.Queue(), False
-    assert not scheduler._await_grant(Waits(words, scheduler._input_queue, num_waits=3))
-    scheduler._input_queue, scheduler._must_step = queue.Queue(), True  # a cut, told before it began to wait
-    assert not scheduler._await_grant(Waits(words, queue.Queue(), num_waits=1))
-    scheduler._input_queue, scheduler._must_step = None, False
-    assert not scheduler._await_grant(Waits(words, queue.Queue(), num_waits=1))
+    # Without the watcher, which would wake the loop by itself.
+    rollout._input_queue, rollout._must_step = queue.Queue(), False
+    assert not rollout._await_grant(Waits(words, rollout._input_queue, num_waits=3))
+    rollout._input_queue, rollout._must_step = queue.Queue(), True  # a cut, told before it began to wait
+    assert not rollout._await_grant(Waits(words, queue.Queue(), num_waits=1))
+    rollout._input_queue, rollout._must_step = None, False
+    assert not rollout._await_grant(Waits(words, queue.Queue(), num_waits=1))
 
 
 def test_an_idle_gpu_takes_shorter_steps_once_a_request_asked_for_a_tighter_ttft(
-    page: StatusPage,
-    words: Words,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    serving: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("rose"), "propagate", True)  # not where the plugin was registered
-    scheduler = bare(ServingScheduler, Role.SERVING, page)
-    scheduler.recorder = StepRecorder(KEY, tmp_path)
-    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.DUAL))
-    scheduler._side, rollout = ServingSide(words), RolloutSide(words)
+    side = RolloutSide(board(serving))
 
     def longest_step_s(ttft_ms: float) -> float:
-        params = SimpleNamespace(extra_args={"rose_ttft_ms": ttft_ms})
-        request = SimpleNamespace(
-            request_id="r", num_prompt_tokens=9, kv_transfer_params=None, sampling_params=params
-        )
-        scheduler._track(request, 0.0)
-        return rollout.view().max_step_s
+        """After a request that asked for this TTFT has come and gone."""
+        params = SamplingParams(max_tokens=1, extra_args={"rose_ttft_ms": ttft_ms})
+        request = Request(f"r-{ttft_ms}-{time.monotonic_ns()}", [1] * 9, params, None)
+        serving.add_request(request)
+        serving.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        return side.view().max_step_s
 
     assert [longest_step_s(ttft_ms) for ttft_ms in (500.0, 100.0, 300.0)] == [0.125, 0.025, 0.025]
-    scheduler.recorder.begin_profile()
-    run_steps(scheduler.recorder, NUM_STEPS, seconds_per_token=0.01)
-    assert scheduler.recorder.finish_profile()
+    serving.recorder.begin_profile()
+    run_steps(serving.recorder, NUM_STEPS, seconds_per_token=0.01)
+    assert serving.recorder.finish_profile()
     assert [longest_step_s(1.0) for _ in range(2)] == [0.025, 0.025]
-    assert caplog.text.count("slo_ttft_ms is 1, but the prefill of one token takes up to") == 1
+    assert times_logged(caplog, "slo_ttft_ms is 1, but the prefill of one token takes up to") == 1
 
 
-def test_a_serving_engine_whose_gate_goes_off_leaves_rollout_free(page: StatusPage, words: Words) -> None:
-    scheduler = bare(ServingScheduler, Role.SERVING, page)
-    scheduler._side, rollout = ServingSide(words), RolloutSide(words)
-    scheduler._side.publish(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER))
-    assert not rollout.view().may_start
-    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.OFF))
-    assert words.load(Word.S_STATE) == EngineState.IDLE and rollout.view().may_start
+def test_a_serving_engine_whose_gate_goes_off_leaves_rollout_free(serving: Any) -> None:
+    side = RolloutSide(board(serving))
+    serving._side.publish(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER))
+    assert not side.view().may_start
+    serving.set_gate(serving.rose.gate_settings(GateMode.OFF))
+    assert board(serving).load(Word.S_STATE) == EngineState.IDLE and side.view().may_start

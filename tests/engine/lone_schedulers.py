@@ -1,0 +1,70 @@
+"""ROSE's schedulers as an engine core makes them: with vLLM's configuration and a pool, without a worker."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_models import without_weights
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.structured_output import StructuredOutputManager
+
+from rose.engine.hooks.plugin import register
+from rose.engine.memory.kv_range import pinned_slab
+from rose.memory.daemon.daemon import start_daemon
+from rose.memory.pool.pool import PoolClient
+from rose.memory.pool.wire import Kind
+from rose.types import Role
+
+POOL = "lone"
+ENGINE_ID = "e"
+STEP_TOKENS = 512
+BLOCK_TOKENS = 16
+NUM_BLOCKS = 64
+
+
+@contextmanager
+def lone_scheduler(folder: Path, role: Role, **settings: Any) -> Iterator[Any]:
+    """The scheduler of an engine in the environment's runtime directory. ``settings``: of the rose key."""
+    register()
+    config = without_weights(
+        folder / "model",
+        max_model_len=64,
+        max_num_seqs=2,
+        max_num_batched_tokens=STEP_TOKENS,
+        additional_config={"rose": {"role": str(role), "engine_id": ENGINE_ID, **settings}},
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    with ExitStack() as undo:
+        if "pool" in settings:
+            worker = PoolClient.attach(settings["pool"], role=role, engine_id=ENGINE_ID, kind=Kind.WORKER)
+            pinned_slab(undo.enter_context(worker), acquire=True)
+        scheduler: Any = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=_kv_cache_config(),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+        )
+        undo.callback(scheduler.shutdown)
+        yield scheduler
+
+
+@contextmanager
+def pooled_scheduler(folder: Path, role: Role, **settings: Any) -> Iterator[Any]:
+    """The scheduler of the only engine in a pool, whose board it shares with the caller."""
+    with (
+        start_daemon(POOL, num_slabs=8, slab_bytes=1 << 20, headroom_slabs=1),
+        lone_scheduler(folder, role, pool=POOL, **settings) as scheduler,
+    ):
+        yield scheduler
+
+
+def _kv_cache_config() -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    layers, stride = ["layer.0", "layer.1"], NUM_BLOCKS * spec.page_size_bytes
+    tensor = KVCacheTensor(
+        size=len(layers) * stride, layers=layers, layer_stride=stride, block_stride=spec.page_size_bytes
+    )
+    groups = [KVCacheGroupSpec(layers, spec)]
+    return KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups)
