@@ -3,6 +3,8 @@
 
 SHELL := bash
 PYTHON_BIN := .venv/bin/python
+# Two processes, also where there are more cores: most tests wait, and the engines' tests are one sequence.
+PYTEST := $(PYTHON_BIN) -m pytest -n 2
 CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.h csrc/*/*.cu tests/*/*.cpp tests/*/*.hpp)
 CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
@@ -30,10 +32,10 @@ demo: setup
 	@$(PYTHON_BIN) -m rose.cli demo $(ARGS)
 
 test: setup
-	@$(PYTHON_BIN) -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-fast: setup
-	@$(PYTHON_BIN) -m pytest -m "not vllm and not mooncake" $(ARGS)
+	@$(PYTEST) -m "not vllm and not mooncake" $(ARGS)
 
 lint: style formatting cxx types contracts names docs
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck
@@ -34,6 +35,9 @@ hypothesis_settings.register_profile(
     "any-machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 hypothesis_settings.load_profile("any-machine")
+
+SHARING_ENGINES = ("tests/engine/", "tests/scheduler/rollout/")
+"""Folders whose fixtures start engines for the whole session."""
 
 
 def _missing(mark: str) -> str | None:
@@ -68,14 +72,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=str(reasons[mark])))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _loading_vllm(request: pytest.FixtureRequest) -> None:
-    """vLLM is loaded on a second core while the first tests run, which are not about engines."""
-    wants_vllm = any(item.get_closest_marker("vllm") is not None for item in request.session.items)
-    if wants_vllm and _missing("vllm") is None:
-        from preloaded import begin_to_load
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under ``-n 2``, one process runs a whole file, and all files of a folder that shares engines."""
+    from xdist.scheduler import LoadScopeScheduling
 
-        begin_to_load()
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return next((folder for folder in SHARING_ENGINES if file.startswith(folder)), file)
+
+    config.option.loadscopereorder = False  # else files of few tests, which take longest, come last
+    return Scheduling(config, log)
 
 
 @pytest.fixture

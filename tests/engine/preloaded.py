@@ -1,6 +1,6 @@
 """The process with vLLM loaded, from which the tests fork theirs: an import of vLLM takes 20 s of CPU."""
 
-from multiprocessing import forkserver, get_context
+from multiprocessing import get_context
 
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -11,8 +11,3 @@ FORKS.set_forkserver_preload(
         *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen3"),
     ]
 )
-
-
-def begin_to_load() -> None:
-    """Starts that process; returns at once."""
-    forkserver.ensure_running()
