@@ -9,20 +9,26 @@ them (benchmarks/sim/harm.py). The slices, the books, the estimate and the contr
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from lib.harness import run_benchmark
+from lib.slo.figures import mean
+from lib.slo.simulated import Sampling, TwinBench
 from rich.console import Console
 from rich.table import Table
 from sim.harm import HarmedServing, Outcome, Traffic
+from sim.twin.pairs import PAIR_8B, PAIR_32B
 
+from rose.admission.gate import GateSettings
 from rose.admission.harm import Estimate, RequestDelay, estimate_harm
 from rose.measure.figures import Figure
+from rose.measure.trace import trace_or_synthetic
+from rose.types import GateMode
 
 INJECTED = (0.0, 0.02, 0.05, 0.10)
 """By how much every step is slower while rollouts are let in; the waits for rollout steps come on top."""
 HORIZON_S = 600.0
-ALLOWED = 0.02
 RETREAT_FROM_S = 120.0
 RETREAT_ALLOWED = 0.05
 LATENCIES: dict[str, Callable[[RequestDelay], float]] = {
@@ -58,7 +64,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
                 )
             )
     Console().print(table)
-    return [*figures, _retreat(seeds)]
+    return [*figures, _retreat(seeds), *_default_mode(args)]
 
 
 def _run(seed: int, *, has_rollouts: bool, slowdown: float = 0.0) -> Outcome:
@@ -108,5 +114,42 @@ def _retreat(seeds: Sequence[int]) -> Figure:
     )
 
 
+def _default_mode(args: argparse.Namespace) -> list[Figure]:
+    """The default gate at GPU scale, beside serving alone on the same traffic; nothing is shut out."""
+    trace = trace_or_synthetic(args.trace, args.seed)
+    sampling = Sampling(horizon_s=200.0, repeats=2 if args.quick else 6, seed=args.seed)
+    bench, figures = TwinBench(trace, sampling, Console()), []
+    for pair in (PAIR_8B, PAIR_32B):
+        gate = GateSettings(slo=pair.slo, mode=GateMode.IDLE)
+        samples = bench.traffic(pair, 1.0)
+        alone, shared = (bench.run(pair, gate, samples, rollouts=rollouts) for rollouts in (False, True))
+        for kind in ("ttft", "tpot"):
+            figures.append(
+                Figure(
+                    name=f"default_harm[{pair.name}, {kind} P99]",
+                    value=shared.pooled(kind, 99) / alone.pooled(kind, 99),
+                    unit="x serving alone",
+                    target="<= 1.02",
+                    kind="simulated",
+                    peers={"P50": shared.pooled(kind, 50) / alone.pooled(kind, 50)},
+                )
+            )
+        figures.append(
+            Figure(
+                name=f"default_harvest_of_idle[{pair.name}]",
+                value=mean(shared.harvest) / mean(alone.free),
+                unit="share",
+                target=">= 0.95",
+                kind="simulated",
+                peers={"harvest": mean(shared.harvest)},
+            )
+        )
+    return figures
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, help="Azure-style CSV; default: a generated trace like it")
+
+
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__ or "", measure))
+    sys.exit(run_benchmark(__doc__ or "", measure, _add_arguments))

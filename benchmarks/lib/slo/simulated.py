@@ -76,13 +76,13 @@ class TwinBench:
         figures: list[Figure] = []
         for pair in (PAIR_8B, PAIR_32B):
             cases = {
-                f"{pair.name}, density {d:g}": self._policies(pair, self._traffic(pair, d)) for d in DENSITIES
+                f"{pair.name}, density {d:g}": self._policies(pair, self.traffic(pair, d)) for d in DENSITIES
             }
             cases[f"{pair.name}, {BURST}"] = self._policies(pair, self._bursts(pair))
             for case, runs in cases.items():
                 self._print(case, runs)
                 figures += case_figures(case, runs)
-            heavy = self._policies(pair, self._traffic(pair, HEAVY_DENSITY), policies=FEW)
+            heavy = self._policies(pair, self.traffic(pair, HEAVY_DENSITY), policies=FEW)
             self._print(f"{pair.name}, heavy", heavy)
             figures += case_figures(f"{pair.name}, heavy", heavy, is_heavy=True)
             figures += trend_figures(pair.name, [cases[f"{pair.name}, density {d:g}"] for d in DENSITIES])
@@ -93,8 +93,8 @@ class TwinBench:
     def deployments(self, pair: Pair) -> list[Figure]:
         """A prefiller, the decoder of a disaggregated deployment, and an instance that autoscaling leaves
         idle for half of the time."""
-        prefill = [for_prefiller(each) for each in self._traffic(pair, PREFILL_DENSITY[pair.name])]
-        whole = self._traffic(pair, 1.0)
+        prefill = [for_prefiller(each) for each in self.traffic(pair, PREFILL_DENSITY[pair.name])]
+        whole = self.traffic(pair, 1.0)
         gate = GateSettings(slo=pair.slo, deployment=Deployment.PREFILL)
         prefilled = self._outcomes(pair, gate, [for_prefiller(each) for each in whole], rollouts=False)
         decode = [
@@ -119,7 +119,7 @@ class TwinBench:
         start_s, end_s = (share * self._sampling.horizon_s for share in OUT_OF_SERVICE)
         return [
             [arrival for arrival in arrivals if not start_s <= arrival.at_s < end_s]
-            for arrivals in self._traffic(pair, 1.0)
+            for arrivals in self.traffic(pair, 1.0)
         ]
 
     def _outcomes(
@@ -178,14 +178,14 @@ class TwinBench:
 
     def _tight(self, pair: Pair) -> list[Figure]:
         slo = SLO(ttft_s=pair.slo.ttft_s, tpot_s=TIGHT_STEPS * pair.decode_step_s)
-        runs = self._policies(pair, self._traffic(pair, 1.0), slo, FEW)
+        runs = self._policies(pair, self.traffic(pair, 1.0), slo, FEW)
         case = f"{pair.name}, TPOT SLO {1e3 * slo.tpot_s:.0f} ms"
         self._print(case, runs)
         return tight_figures(case, runs, slo)
 
     def _frontier(self, pair: Pair, runs: dict[str, Run]) -> list[Figure]:
         """What each allowed TPOT buys at density 1; the gate beside single objectives at equal harvest."""
-        samples = self._traffic(pair, 1.0)
+        samples = self.traffic(pair, 1.0)
         points = []
         for steps in FRONTIER_TARGETS:
             gate = GateSettings(slo=pair.slo, tpot_target_s=steps * pair.decode_step_s)
@@ -196,7 +196,8 @@ class TwinBench:
 
     # Traffic ------------------------------------------------------------------------------------------
 
-    def _traffic(self, pair: Pair, density: float) -> list[list[Arrival]]:
+    def traffic(self, pair: Pair, density: float) -> list[list[Arrival]]:
+        """Samples of the trace at a density, one per repeat."""
         horizon_s = self._sampling.horizon_s
         return [
             sample(
@@ -215,7 +216,7 @@ class TwinBench:
             period, within = divmod(at_s, BURST_PERIOD_S)
             return period * BURST_PERIOD_S + within * BURST_ON_S / BURST_PERIOD_S
 
-        return [[replace(a, at_s=pressed(a.at_s)) for a in arrivals] for arrivals in self._traffic(pair, 1.0)]
+        return [[replace(a, at_s=pressed(a.at_s)) for a in arrivals] for arrivals in self.traffic(pair, 1.0)]
 
     # Tables -------------------------------------------------------------------------------------------
 
