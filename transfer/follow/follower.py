@@ -12,9 +12,10 @@ from pathlib import Path
 
 from rose.errors import FrameError, RelayError
 from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.follow.run_choice import RunChoice
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.checkpoint import fill_from_checkpoint
-from rose.transfer.format.manifest import BucketEntry, Head, HeadRun, LayoutBody, Manifest, Model, unpack_body
+from rose.transfer.format.manifest import BucketEntry, Head, LayoutBody, Manifest, Model, unpack_body
 from rose.transfer.relay.protocol import Relay
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class _Missing(RelayError):
 
 
 class Follower:
-    """Follows one run, or with "auto" the run that the newest trainer opened.
+    """Follows one run, or with "auto" the only one whose trainer is alive (run_choice.py).
 
     base_checkpoint: the checkpoint that the trainer started from. When its bits are the snapshot's, the
     snapshot need not cross the link.
@@ -44,7 +45,7 @@ class Follower:
         self.mirror = mirror
         self.fetched_bytes = 0
         self._writer: str | None = None
-        self._left: set[str] = set()
+        self._choice = RunChoice(relay) if run_id == AUTO_RUN else None
         self._followed: str | None = run_id if run_id != AUTO_RUN else None
         self._seen: str | None = None
         self._written: list[str] | None = None
@@ -150,18 +151,9 @@ class Follower:
         return found
 
     def _current_run(self) -> str | None:
-        if self._run_id != AUTO_RUN:
+        if self._choice is None:
             return self._run_id
-        current = self.mirror.version.run_id if self.mirror.version is not None else None
-        data = self._relay.get(keys.HEAD_RUN_KEY)
-        if data is None:
-            return current
-        newest = unpack_body(data, HeadRun, keys.HEAD_RUN_KEY).run_id
-        if newest in self._left:
-            return current
-        if current is not None and newest != current:
-            self._left.add(current)
-        return newest
+        return self._choice.choose(self.mirror.version.run_id if self.mirror.version is not None else None)
 
     def _is_at(self, run_id: str, head: Head) -> bool:
         version = self.mirror.version

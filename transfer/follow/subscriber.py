@@ -30,6 +30,7 @@ from rose.transfer.follow.follower import AUTO_RUN, Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.checkpoint import write_checkpoint
+from rose.transfer.format.leases import ACK_EVERY_S
 from rose.transfer.format.manifest import Ack, pack_body
 from rose.transfer.format.shard_plan import read_plan
 from rose.transfer.relay.opening import open_relay
@@ -111,6 +112,8 @@ class Subscriber:
         self._staged: WeightUpdate | None = None
         self._delivered: WeightUpdate | None = None
         self._acknowledged: WeightUpdate | None = None
+        self._num_acks = 0
+        self._renew_at_s = 0.0
         self._status_at_s = 0.0
         self._retry_at_s = 0.0
         self._retry_s = FIRST_RETRY_S
@@ -125,7 +128,7 @@ class Subscriber:
             self._follower.advance()
             self._check_worker(now_s)
             moved = self._deliver()
-            self._acknowledge()
+            self._acknowledge(now_s)
         except (RoseError, OSError) as error:
             logger.warning("weights not delivered, next try in %.1f s: %s", self._retry_s, error)
             self._retry_at_s = now_s + self._retry_s
@@ -182,14 +185,17 @@ class Subscriber:
         logger.info("worker moved: version=%s", version)
         return True
 
-    def _acknowledge(self) -> None:
+    def _acknowledge(self, now_s: float) -> None:
+        """Says which version the worker runs, and again now and then, or the trainer takes it for gone."""
         update = self._delivered
-        if update is None or update == self._acknowledged:
+        if update is None or (update == self._acknowledged and now_s < self._renew_at_s):
             return
+        self._num_acks += 1
         run_id, _, number = update.version.rpartition("/")
-        ack = Ack(worker=self._name, version=int(number), state_hash=update.state_hash)
+        ack = Ack(worker=self._name, version=int(number), state_hash=update.state_hash, beat=self._num_acks)
         self._relay.upsert(keys.ack_prefix(run_id) + self._name, pack_body(ack))
         self._acknowledged = update
+        self._renew_at_s = now_s + ACK_EVERY_S
 
     def _remove_staged_except(self, update: WeightUpdate | None) -> None:
         for path in self._staging.glob("weights-*.safetensors"):
@@ -244,7 +250,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("--relay", required=True, help="embedded://HOST:PORT or mooncake://HOST:PORT")
     parser.add_argument(
-        "--run", default=AUTO_RUN, help="run id, or auto: the run of the newest trainer (default %(default)s)"
+        "--run", default=AUTO_RUN, help="run id, or auto: the only live run (default %(default)s)"
     )
     parser.add_argument(
         "--worker", type=_worker_url, required=True, help="http://HOST:PORT of the engine's server"

@@ -1,6 +1,7 @@
 """What a relay holds: the keys, and the JSON bodies that make objects findable.
 
-    rose/HEAD_RUN                        the run that followers of "auto" follow    (replaced)
+    rose/HEAD_RUN                        the run that was opened last               (replaced)
+    rose/.runs/{run}                     a sign that the run's trainer is alive     (replaced)
     rose/{run}/HEAD                      newest version, and the chain to it        (replaced)
     rose/{run}/LAYOUT                    tensors and bucket size                    (written once)
     rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
@@ -23,6 +24,8 @@ from rose.errors import RelayError
 from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
 
 HEAD_RUN_KEY = "rose/HEAD_RUN"
+RUN_SIGNS = "rose/.runs/"
+"""The folder of all runs' signs of life. No run id begins with a dot."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -35,6 +38,13 @@ class HeadRun(_Body):
     """The newest run that a trainer opened on this relay."""
 
     run_id: str
+
+
+class RunSign(_Body):
+    """Changes again and again while the run's trainer is alive."""
+
+    beat: int
+    is_ended: bool
 
 
 class Head(_Body):
@@ -162,6 +172,8 @@ class Ack(_Body):
     worker: str
     version: int
     state_hash: str
+    beat: int = 0
+    """Counts how often the worker has said so again, which shows that it is there."""
 
 
 def check_name(name: str, what: str) -> str:
@@ -175,6 +187,10 @@ def worker_name(worker_url: str) -> str:
     """Returns the name under which a worker's subscriber acknowledges: the worker's host and port."""
     bare = worker_url.split("://")[-1].strip("/")
     return check_name(re.sub(r"[^A-Za-z0-9._-]", "-", bare), "worker name")
+
+
+def run_sign_key(run_id: str) -> str:
+    return RUN_SIGNS + run_id
 
 
 def run_prefix(run_id: str) -> str:

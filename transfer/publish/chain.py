@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from rose.errors import RelayError, RelayFull
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.layout import Layout
+from rose.transfer.format.leases import ACK_LEASE_S, Leases
 from rose.transfer.format.manifest import (
     Ack,
     Fold,
@@ -73,6 +74,7 @@ class VersionChain:
         """Whether followers may be on this chain. It is False again when the relay came back empty."""
         self._head: tuple[int, StateHash] | None = None
         self._coming: int | None = None
+        self._ack_leases = Leases(ACK_LEASE_S)
         self._lock = threading.Lock()
 
     def open(self, others_write: tuple[str, ...] = ()) -> None:
@@ -215,9 +217,19 @@ class VersionChain:
         A worker that falls two snapshots behind may be dead and is not waited for: it starts over.
         """
         latest = self._snapshots[-1]
-        if latest == self._oldest_base or all(ack.version >= latest for ack in self.acks().values()):
+        if latest == self._oldest_base or all(ack.version >= latest for ack in self._present_acks()):
             return latest
         return max(self._snapshots[0], self._oldest_base)
+
+    def _present_acks(self) -> list[Ack]:
+        """Returns the acknowledgements of workers that are there, and removes the others'."""
+        acks, now_s = self.acks(), time.monotonic()
+        self._ack_leases.look({name: (ack.version, ack.beat) for name, ack in acks.items()}, now_s)
+        gone = {name for name in acks if self._ack_leases.is_dead(name, now_s)}
+        if gone:
+            logger.info("workers that left: run=%s workers=%s", self._run_id, sorted(gone))
+            self._relay.remove(keys.ack_prefix(self._run_id) + name for name in sorted(gone))
+        return [ack for name, ack in acks.items() if name not in gone]
 
 
 def claim_run(relay: Relay, run_id: str, relay_url: str) -> None:

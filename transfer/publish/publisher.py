@@ -31,6 +31,7 @@ from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.bucket_encoder import BucketEncoder
 from rose.transfer.publish.chain import VersionChain, claim_run
 from rose.transfer.publish.kept_copy import open_kept_copy
+from rose.transfer.publish.run_lease import RunLease
 from rose.transfer.publish.torch_source import TorchSource
 from rose.transfer.publish.trainer_ranks import TrainerRanks
 from rose.transfer.publish.version_writer import VersionWriter
@@ -144,6 +145,7 @@ class WeightPublisher:
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
         self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every, snapshot_share)
+        self._lease = RunLease(self._relay, self.run_id)
         self._version_hash = StateHash()
         self._is_followed = False
         self._is_under_way = False
@@ -184,6 +186,8 @@ class WeightPublisher:
             self._chain.forget()
         elif writer.base is None or snapshot_bytes > 0:
             self._chain.move_head(self._number, self.state_hash)
+        if self._ranks.is_leader:
+            self._lease.start()
         report = self._report(writer, snapshot_bytes)
         logger.info("published: %s", report)
         return report
@@ -226,7 +230,8 @@ class WeightPublisher:
         return unpack_body(data, Ack, key).version if data is not None else -1
 
     def close(self) -> None:
-        """Closes the connection; what was published stays in the relay."""
+        """Says that the run has ended, and closes the connection; what was published stays in the relay."""
+        self._lease.stop()
         self._puts.shutdown()
         self._encoder.close()
         self._relay.close()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rose.transfer.format.manifest import run_prefix
+from rose.transfer.format.manifest import run_prefix, run_sign_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Relay(Protocol):
 def remove_run(relay: Relay, run_id: str) -> int:
     """Removes every object of a run that has ended. Returns how many there were."""
     keys = relay.keys(run_prefix(run_id))
-    relay.remove(keys)
+    relay.remove([*keys, run_sign_key(run_id)])
     return len(keys)
 
 

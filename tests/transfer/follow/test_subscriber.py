@@ -16,10 +16,14 @@ from shard_plans import plan_of
 from training_steps import step
 
 from rose.transfer.follow import subscriber
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format.checkpoint import checkpoint_state_hash
+from rose.transfer.format.leases import ACK_EVERY_S
 from rose.transfer.format.manifest import worker_name
 from rose.transfer.format.shard_plan import Box
 from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.relay.opening import open_relay
 
 DEADLINE_S = 300
 
@@ -267,3 +271,21 @@ def test_a_bad_option_is_one_clear_line_and_status_2(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
+    embedded_url, worker, weights, tmp_path
+):
+    publisher = WeightPublisher(weights, embedded_url, "run")
+    publisher.publish()
+    relay = open_relay(embedded_url)
+    client = subscriber.Worker(worker.url, "secret")
+    follower = Follower(relay, "run", WeightMirror())
+    subscribed = subscriber.Subscriber(relay, follower, client, tmp_path, "w")
+    beats = []
+    for now_s in (0.0, 1.0, ACK_EVERY_S, ACK_EVERY_S + 1):
+        subscribed.step(now_s)
+        beats.append(publisher.acks()["w"].beat)
+    assert beats == [1, 1, 2, 2]
+    for each in (subscribed, client, relay, publisher):
+        each.close()

@@ -7,7 +7,9 @@ from training_steps import step
 
 from rose.errors import WorkerError
 from rose.transfer.format import manifest as keys
+from rose.transfer.format.leases import ACK_LEASE_S
 from rose.transfer.format.manifest import Ack, pack_body
+from rose.transfer.publish import chain
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.calls import RelayCalls
 from rose.transfer.relay.opening import open_relay
@@ -41,6 +43,27 @@ def test_wait_acked_accepts_newer_versions_and_names_late_workers(relay_url, rel
     with pytest.raises(WorkerError, match=r"run/0 .* from b"):
         publisher.wait_acked(version, ["a", "b"], timeout_s=0.1)
     publisher.close()
+
+
+def test_the_acknowledgement_of_a_worker_that_left_expires(embedded_url, monkeypatch):
+    now_s = 1000.0
+    monkeypatch.setattr(chain.time, "monotonic", lambda: now_s)
+    relay = open_relay(embedded_url)
+    weights = {"a": torch.randn(40, 40)}
+    publisher = WeightPublisher(weights, embedded_url, "run", snapshot_every=2)
+    for number in range(7):
+        step(weights)
+        publisher.publish()
+        if number == 0:
+            acknowledge(relay, "gone", 0)
+        if number in (2, 4, 6):
+            wait_folded(relay, "run", number)
+        ack = Ack(worker="there", version=1, state_hash="", beat=number)
+        relay.upsert(keys.ack_prefix("run") + "there", pack_body(ack))
+        now_s += ACK_LEASE_S * 0.7
+    assert publisher.acked() == {"there": 1}
+    publisher.close()
+    relay.close()
 
 
 def test_a_publish_makes_no_relay_call_per_worker_that_left(embedded_url, monkeypatch):

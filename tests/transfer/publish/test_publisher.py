@@ -186,8 +186,10 @@ def test_a_corrupt_object_leaves_the_mirror_on_its_version(publish, relay, model
 
 def test_auto_followers_move_to_the_run_of_a_restarted_trainer(publish, relay, model, tmp_path):
     follower = Follower(relay, "auto", WeightMirror())
-    publish(run_id="first").publish()
+    first = publish(run_id="first")
+    first.publish()
     assert follower.advance() and follower.mirror.version.run_id == "first"
+    first.close()
     second = publish()
     assert not follower.advance()
     model.train_step()

@@ -1,0 +1,103 @@
+"""A follower of "auto" follows the only live run of a relay, and refuses to guess between two."""
+
+import pytest
+import torch
+from training_steps import step
+
+from rose.errors import RelayError
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import leases
+from rose.transfer.format.leases import Leases
+from rose.transfer.format.manifest import RunSign, pack_body, run_sign_key
+from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.relay.opening import open_relay
+
+
+@pytest.fixture
+def relay(embedded_url):
+    relay = open_relay(embedded_url)
+    yield relay
+    relay.close()
+
+
+@pytest.fixture
+def publish(embedded_url):
+    made = []
+
+    def make(run_id):
+        weights = {"a": torch.randn(40, 40)}
+        made.append(WeightPublisher(weights, embedded_url, run_id))
+        made[-1].publish()
+        return weights, made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+
+
+def test_a_run_that_opens_does_not_take_the_followers_of_a_live_run(publish, relay):
+    weights, first = publish("first")
+    follower = Follower(relay, "auto", WeightMirror())
+    assert follower.advance()
+    publish("second")
+    assert not follower.advance()
+    step(weights)
+    report = first.publish()
+    assert follower.advance() and follower.mirror.version == report.version
+
+
+def test_auto_with_two_live_runs_is_refused_with_both_names(publish, relay, monkeypatch):
+    monkeypatch.setattr(leases, "BEAT_S", 0.02)
+    publish("first")
+    publish("second")
+    follower = Follower(relay, "auto", WeightMirror())
+    with pytest.raises(RelayError, match=r"2 runs are live in this relay: first, second; .* --run"):
+        while not follower.advance():
+            pass
+    named = Follower(relay, "second", WeightMirror())
+    assert named.advance() and named.mirror.version.run_id == "second"
+
+
+def test_a_run_whose_trainer_died_does_not_block_auto(publish, relay, monkeypatch):
+    monkeypatch.setattr(leases, "BEAT_S", 0.02)
+    monkeypatch.setattr(leases, "RUN_LEASE_S", 1.0)
+    # The sign of a trainer that was killed stands still.
+    relay.upsert(run_sign_key("dead"), pack_body(RunSign(beat=7, is_ended=False)))
+    publish("alive")
+    follower = Follower(relay, "auto", WeightMirror())
+    while not follower.advance():
+        pass
+    assert follower.mirror.version.run_id == "alive"
+
+
+def test_a_follower_of_a_dead_run_moves_to_the_live_one(publish, relay, monkeypatch):
+    monkeypatch.setattr(leases, "RUN_LEASE_S", 1.0)
+    monkeypatch.setattr(leases, "BEAT_S", 1e6)
+    publish("first")
+    follower = Follower(relay, "auto", WeightMirror())
+    assert follower.advance()
+    monkeypatch.setattr(leases, "BEAT_S", 0.02)
+    publish("second")
+    while not follower.advance():
+        pass
+    assert follower.mirror.version.run_id == "second"
+
+
+def test_without_a_live_run_the_newest_one_is_followed(publish, relay):
+    for run_id in ("first", "second"):
+        publish(run_id)[1].close()
+    follower = Follower(relay, "auto", WeightMirror())
+    assert follower.advance() and follower.mirror.version.run_id == "second"
+
+
+def test_a_sign_is_live_when_it_changed_and_dead_when_it_stood_still():
+    signs = Leases(lease_s=10.0)
+    assert signs.is_dead("a", 0.0)
+    signs.look({"a": 1, "b": 1}, 0.0)
+    assert not signs.is_dead("a", 5.0) and not signs.is_live("a", 5.0)
+    signs.look({"a": 2, "b": 1}, 5.0)
+    assert signs.is_live("a", 15.0) and not signs.is_live("a", 15.1)
+    assert signs.is_dead("b", 10.1)
+    signs.look({}, 12.0)
+    assert not signs.is_dead("a", 15.0), "a relay that came back empty ends no run"

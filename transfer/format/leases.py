@@ -1,0 +1,50 @@
+"""Signs of life of others, judged by this process's own clock.
+
+Owns when each sign was last seen to change. No message holds a time, so clocks of other hosts don't matter;
+in exchange, a sign must be watched for a while before it is known to be dead. Pure.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+BEAT_S = 3.0
+"""How often a trainer renews its run's sign."""
+RUN_LEASE_S = 15.0
+"""A run whose sign did not change for so long has no trainer any more."""
+ACK_EVERY_S = 30.0
+"""How often a worker renews its acknowledgement."""
+ACK_LEASE_S = 120.0
+"""An acknowledgement that did not change for so long is of a worker that left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    sign: Hashable
+    at_s: float
+    has_changed: bool
+
+
+class Leases:
+    """The signs that look() was shown, by name. A sign that is not shown any more ages like one that stands
+    still.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._seen: dict[str, _Seen] = {}
+
+    def look(self, signs: Mapping[str, Hashable], now_s: float) -> None:
+        """Notes what the signs are now."""
+        for name, sign in signs.items():
+            seen = self._seen.get(name)
+            if seen is None or seen.sign != sign:
+                self._seen[name] = _Seen(sign=sign, at_s=now_s, has_changed=seen is not None)
+
+    def is_dead(self, name: str, now_s: float) -> bool:
+        """Returns whether the sign was watched for the whole lease and stood still, or was never shown."""
+        seen = self._seen.get(name)
+        return seen is None or now_s - seen.at_s > self._lease_s
+
+    def is_live(self, name: str, now_s: float) -> bool:
+        """Returns whether the sign was seen to change within the lease."""
+        return not self.is_dead(name, now_s) and self._seen[name].has_changed

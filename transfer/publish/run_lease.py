@@ -1,0 +1,45 @@
+"""The sign that a run's trainer is alive, by which followers of "auto" tell live runs from dead ones.
+
+Owns the thread that renews it in the relay. A relay that does not answer is tried again at the next beat.
+"""
+
+import threading
+from contextlib import suppress
+
+from rose.errors import RelayError
+from rose.transfer.format import leases
+from rose.transfer.format.manifest import RunSign, pack_body, run_sign_key
+from rose.transfer.relay.protocol import Relay
+
+
+class RunLease:
+    """The sign of one run, from start() to stop()."""
+
+    def __init__(self, relay: Relay, run_id: str) -> None:
+        self._relay = relay
+        self._key = run_sign_key(run_id)
+        self._beat = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rose-lease", daemon=True)
+
+    def start(self) -> None:
+        """Writes the first sign, and renews it from now on. The second call does nothing."""
+        if self._beat == 0:
+            self._write(is_ended=False)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Says that the run has ended."""
+        self._stopping.set()
+        if self._beat > 0:
+            self._thread.join()
+            self._write(is_ended=True)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(leases.BEAT_S):
+            self._write(is_ended=False)
+
+    def _write(self, *, is_ended: bool) -> None:
+        self._beat += 1
+        with suppress(RelayError):
+            self._relay.upsert(self._key, pack_body(RunSign(beat=self._beat, is_ended=is_ended)))
