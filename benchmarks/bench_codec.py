@@ -10,7 +10,7 @@ and must give the new bits exactly. GB/s count the bucket's bytes, changed or no
 
 Per density: `bytes_per_changed_element` (frame header included), `wire_over_entropy` (wire bytes over the
 bound for independent places and differences), `encode_gbps` and `apply_gbps` (decode and apply), both also
-over memcpy of the same repeat.
+over memcpy of the same repeat. All times are CPU seconds.
 
     python benchmarks/bench_codec.py --json codec.json
 """
@@ -103,9 +103,10 @@ def _repeat(case: _Case, formats: list[PeerFormat], old: Bits, new: Bits) -> Non
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    """Returns the CPU seconds of this process, which others on the machine disturb less than its time."""
+    started = time.process_time()
     work()
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def entropy_bytes(old: Bits, new: Bits) -> float:

@@ -76,5 +76,8 @@ class Delta:
 def state_hash(bits: Bits, first_index: int) -> Lanes:
     """Returns the sum over all elements of the hash of (global index, bits): two lanes modulo 2**64."""
 
-def set_vector(wanted: bool) -> bool:
-    """Chooses vector instructions or portable code, for all threads; returns whether vectors are used now."""
+def set_instructions(wanted: str) -> str:
+    """Chooses "avx512", "avx2" or "portable", or the next one that the processor has, for all threads.
+
+    Returns the choice. Raises: ValueError.
+    """

@@ -29,11 +29,23 @@ struct Adder {
   }
 };
 
+// The number of changes being fetched from memory, and the number that portable code writes before it hashes
+// them.
+constexpr std::size_t kAskAhead = 128;
+constexpr std::size_t kHashAtOnce = 32;
+
+// Prefetches the memory of the change that is `ahead` changes behind the block's begin, which may lie in the
+// next block. num_left: the changes of this block and of the next one.
+template <typename T>
+inline void ask(const Adder<T>& add_one, std::size_t ahead, std::size_t count, std::size_t num_left) {
+  if (ahead < num_left) {
+    prefetch((ahead < count ? add_one.data : add_one.data + kBlock) + add_one.places[ahead]);
+  }
+}
+
 #ifdef ROSE_X86
 
-// The number of changes being fetched from memory, and the number that leave the store buffer before the hash
-// reads them as vectors.
-constexpr std::size_t kAskAhead = 128;
+// The number of changes that leave the store buffer before the hash reads them as vectors.
 constexpr std::size_t kHashBehind = 32;
 
 // Adds all but the last count % 8 changes of a block; returns how many those are. num_left: the changes of
@@ -77,26 +89,28 @@ template <typename T>
 StateHash add(const SparseDelta<T>& delta, T* base, std::uint64_t first_index, bool is_reverse) {
   StateHash change;
   Values<T> values;
-  for_each_block(
-      delta, [&](std::size_t block, const std::uint16_t* places, const T* differences, std::size_t count) {
-        const std::uint64_t first = first_index + block * kBlock;
-        const Adder<T> add_one{base + block * kBlock, places,
-                               differences,           values.before,
-                               values.after,          is_reverse ? static_cast<T>(-1) : static_cast<T>(0)};
-        std::size_t k = 0;
+  for_each_block(delta, [&](std::size_t block, const std::uint16_t* places, const T* differences,
+                            std::size_t count) {
+    const std::uint64_t first = first_index + block * kBlock;
+    const Adder<T> add_one{base + block * kBlock, places,
+                           differences,           values.before,
+                           values.after,          is_reverse ? static_cast<T>(-1) : static_cast<T>(0)};
+    const std::size_t num_next = block + 1 < delta.counts.size() ? delta.counts[block + 1] : 0;
+    std::size_t k = 0;
 #ifdef ROSE_X86
-        if (use_avx512) {
-          const std::size_t num_next = block + 1 < delta.counts.size() ? delta.counts[block + 1] : 0;
-          k = add_block_avx512(add_one, count, count + num_next, first, change);
-        }
+    if (use_avx512) {
+      k = add_block_avx512(add_one, count, count + num_next, first, change);
+    }
 #endif
-        const std::size_t begin = k;
-        for (; k < count; ++k) {
-          add_one(k);
-        }
-        change.add(
-            hash_change(places + begin, values.before + begin, values.after + begin, count - begin, first));
-      });
+    while (k < count) {
+      const std::size_t begin = k;
+      for (const std::size_t end = std::min(count, k + kHashAtOnce); k < end; ++k) {
+        ask(add_one, k + kAskAhead, count, count + num_next);
+        add_one(k);
+      }
+      change.add(hash_change(places + begin, values.before + begin, values.after + begin, k - begin, first));
+    }
+  });
   return change;
 }
 

@@ -31,6 +31,10 @@ inline std::uint8_t* gaps8_portable(const std::uint16_t* places, std::size_t beg
                                     std::uint8_t* out) {
   for (std::size_t k = begin; k < end; ++k) {
     std::size_t gap = k > 0 ? places[k] - places[k - 1] - 1UL : places[k];
+    const bool is_far = gap >= 255;  // no branch for the first escape, because it is unpredictable
+    *out = 255;
+    out += is_far;
+    gap -= is_far ? 255 : 0;
     for (; gap >= 255; gap -= 255) {
       *out++ = 255;
     }

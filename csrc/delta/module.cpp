@@ -253,9 +253,13 @@ py::tuple state_hash(const py::array& bits, std::uint64_t first_index) {
   }));
 }
 
-bool set_vector(bool wanted) {
-  use_avx512 = wanted && cpu_has_avx512();
-  return use_avx512;
+std::string set_instructions(const std::string& wanted) {
+  if (wanted != "avx512" && wanted != "avx2" && wanted != "portable") {
+    throw py::value_error("instructions are avx512, avx2 or portable, not " + wanted);
+  }
+  use_avx512 = wanted == "avx512" && cpu_has_avx512();
+  use_avx2 = wanted != "portable" && cpu_has_avx2();
+  return use_avx512 ? "avx512" : use_avx2 ? "avx2" : "portable";
 }
 
 }  // namespace
@@ -297,5 +301,5 @@ PYBIND11_MODULE(_delta, m) {
       .def_property_readonly("num_changed", &Delta::num_changed)
       .def_property_readonly("width", &Delta::width);
   m.def("state_hash", &state_hash, py::arg("bits"), py::arg("first_index"));
-  m.def("set_vector", &set_vector, py::arg("wanted"));
+  m.def("set_instructions", &set_instructions, py::arg("wanted"));
 }

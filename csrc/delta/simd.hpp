@@ -1,6 +1,6 @@
-// Owns the choice of instructions: AVX-512 where the processor has all that these loops use (Intel since Ice
-// Lake, AMD since Zen 4, so every host of an H100 or later), else portable C++.
-// Both give the same bytes and hashes; the choice changes only the speed.
+// Owns the choice of instructions when the process starts: AVX-512 where the processor has all that these
+// loops use (Intel since Ice Lake, AMD since Zen 4), else AVX2 with BMI, else portable C++, also for other
+// architectures. All give the same bytes and hashes; the choice changes only the speed.
 #pragma once
 
 #include <atomic>
@@ -15,6 +15,7 @@
 #define ROSE_X86 1
 #define ROSE_AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,bmi,bmi2,popcnt,lzcnt")))
+#define ROSE_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt")))
 #endif
 
 namespace rose {
@@ -30,6 +31,19 @@ inline bool cpu_has_avx512() {
 #endif
 }
 
+inline bool cpu_has_avx2() {
+#ifdef ROSE_X86
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
+#else
+  return false;
+#endif
+}
+
 inline std::atomic<bool> use_avx512{cpu_has_avx512()};
+inline std::atomic<bool> use_avx2{cpu_has_avx2()};
+
+// Asks for a cache line, so that memory stays busy while other work is done.
+inline void prefetch(const void* data) { __builtin_prefetch(data); }
 
 }  // namespace rose

@@ -84,6 +84,36 @@ bool is_unit(T difference) {
   return difference == static_cast<T>(1) || difference == static_cast<T>(-1);
 }
 
+// Writes bits from the lowest one of the first byte on; there must be room for a word behind them.
+class BitWriter {
+ public:
+  explicit BitWriter(std::uint8_t* begin) : begin_(begin), at_(begin) {}
+
+  // Appends `size` bits, 0 or 1.
+  void put(bool bit, unsigned size) {
+    pending_ |= static_cast<std::uint64_t>(bit) << num_pending_;
+    num_pending_ += size;
+    if (num_pending_ == 64) {
+      std::memcpy(at_, &pending_, 8);
+      at_ += 8;
+      pending_ = 0;
+      num_pending_ = 0;
+    }
+  }
+
+  // Returns the number of bytes, of which the last one is filled up with zeros.
+  std::size_t finish() {
+    std::memcpy(at_, &pending_, 8);
+    return static_cast<std::size_t>(at_ - begin_) + (num_pending_ + 7) / 8;
+  }
+
+ private:
+  std::uint8_t* begin_;
+  std::uint8_t* at_;
+  std::uint64_t pending_ = 0;
+  unsigned num_pending_ = 0;
+};
+
 struct ValueStreams {
   Bytes& flags;
   Bytes& signs;
@@ -93,32 +123,77 @@ struct ValueStreams {
 
 template <typename T>
 void put_values_portable(const T* differences, std::size_t count, ValueStreams out) {
-  std::uint8_t* flags = out.flags.reserve((count + 7) / 8);
-  std::uint8_t* signs = out.signs.reserve((count + 7) / 8);
-  std::memset(flags, 0, (count + 7) / 8);
-  std::memset(signs, 0, (count + 7) / 8);
-  std::size_t units = 0;
-  for (std::size_t k = 0; k < count; ++k) {
+  BitWriter flags(out.flags.reserve((count + 7) / 8));
+  BitWriter signs(out.signs.reserve((count + 7) / 8));
+  std::uint8_t* small = out.small.reserve(count);
+  std::uint8_t* wide = out.wide.reserve(count * sizeof(T));
+  std::size_t num_small = 0;
+  std::size_t num_wide = 0;
+  for (std::size_t k = 0; k < count; ++k) {  // no branch, because the kinds of changes are unpredictable
     const T difference = differences[k];
-    if (is_unit(difference)) {
-      const unsigned minus = difference != static_cast<T>(1);
-      signs[units / 8] = static_cast<std::uint8_t>(signs[units / 8] | minus << (units % 8));
-      ++units;
-      continue;
-    }
-    flags[k / 8] = static_cast<std::uint8_t>(flags[k / 8] | 1U << (k % 8));
+    const bool is_flagged = !is_unit(difference);
     const T coded = static_cast<T>(zigzag(difference) - 3);
-    out.small.push(static_cast<std::uint8_t>(std::min<T>(coded, 255)));
-    if (coded >= 255) {
-      std::memcpy(out.wide.reserve(sizeof(T)), &difference, sizeof(T));
-      out.wide.grow(sizeof(T));
-    }
+    flags.put(is_flagged, 1);
+    signs.put(!is_flagged && difference != static_cast<T>(1), !is_flagged);
+    small[num_small] = static_cast<std::uint8_t>(std::min<T>(coded, 255));
+    num_small += is_flagged;
+    std::memcpy(wide + num_wide * sizeof(T), &difference, sizeof(T));
+    num_wide += is_flagged & (coded >= 255);
   }
-  out.flags.grow((count + 7) / 8);
-  out.signs.grow((units + 7) / 8);
+  out.flags.grow(flags.finish());
+  out.signs.grow(signs.finish());
+  out.small.grow(num_small);
+  out.wide.grow(num_wide * sizeof(T));
 }
 
 #ifdef ROSE_X86
+
+// Sixteen at a time; their few exceptions one by one.
+ROSE_AVX2 inline void put_values_avx2(const std::uint16_t* differences, std::size_t count, ValueStreams out) {
+  std::uint8_t* const flags = out.flags.reserve((count + 7) / 8);
+  std::uint8_t* const signs_begin = out.signs.reserve((count + 7) / 8);
+  std::uint8_t* const small_begin = out.small.reserve(count);
+  std::uint8_t* const wide_begin = out.wide.reserve(2 * count);
+  std::uint8_t* signs = signs_begin;
+  std::uint8_t* small = small_begin;
+  std::uint8_t* wide = wide_begin;
+  std::uint64_t pending = 0;
+  unsigned num_pending = 0;
+  for (std::size_t k = 0; k < count; k += 16) {  // there is room for a vector behind the differences
+    const std::uint32_t valid = count - k >= 16 ? 0xFFFF : (1U << (count - k)) - 1;
+    const __m256i d = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(differences + k));
+    const __m256i is_minus = _mm256_cmpeq_epi16(d, _mm256_set1_epi16(-1));
+    const __m256i is_plus = _mm256_cmpeq_epi16(d, _mm256_set1_epi16(1));
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi16(is_minus, is_plus), 0xD8);
+    const auto both = static_cast<std::uint32_t>(_mm256_movemask_epi8(packed));
+    const std::uint32_t minus = both & valid;
+    const std::uint32_t unit = (both | both >> 16) & valid;
+    const std::uint32_t flagged = valid & ~unit;
+    const auto low = static_cast<std::uint16_t>(flagged);
+    std::memcpy(flags + k / 8, &low, 2);
+    pending |= static_cast<std::uint64_t>(_pext_u32(minus, unit)) << num_pending;
+    num_pending += static_cast<unsigned>(_mm_popcnt_u32(unit));
+    if (num_pending >= 32) {
+      std::memcpy(signs, &pending, 4);
+      signs += 4;
+      pending >>= 32;
+      num_pending -= 32;
+    }
+    for (std::uint32_t rest = flagged; rest != 0; rest &= rest - 1) {
+      const std::uint16_t difference = differences[k + static_cast<std::size_t>(std::countr_zero(rest))];
+      const auto coded = static_cast<std::uint16_t>(zigzag(difference) - 3);
+      *small++ = static_cast<std::uint8_t>(std::min<std::uint16_t>(coded, 255));
+      std::memcpy(wide, &difference, 2);
+      wide += coded >= 255 ? 2 : 0;
+    }
+  }
+  std::memcpy(signs, &pending, 8);
+  signs += (num_pending + 7) / 8;
+  out.flags.grow((count + 7) / 8);
+  out.signs.grow(static_cast<std::size_t>(signs - signs_begin));
+  out.small.grow(static_cast<std::size_t>(small - small_begin));
+  out.wide.grow(static_cast<std::size_t>(wide - wide_begin));
+}
 
 // Returns a mask of bits 0 to `count` - 1.
 inline std::uint32_t low_bits(std::size_t count) { return count >= 32 ? ~0U : (1U << count) - 1; }
@@ -183,6 +258,9 @@ void put_values(const T* differences, std::size_t count, ValueStreams out) {
     if (use_avx512) {
       return put_values_avx512(differences, count, out);
     }
+    if (use_avx2) {
+      return put_values_avx2(differences, count, out);
+    }
   }
 #endif
   put_values_portable(differences, count, out);
@@ -212,12 +290,16 @@ template <typename T>
 void expand_values_portable(const std::uint8_t* flags, const std::uint8_t* signs, const std::uint8_t* small,
                             Reader& wide, std::size_t count, T* differences) {
   std::size_t units = 0;
-  for (std::size_t k = 0; k < count; ++k) {
-    if (flags[k / 8] >> (k % 8) & 1) {
-      differences[k] = take_exception<T>(*small++, wide);
-    } else {
-      differences[k] = static_cast<T>(signs[units / 8] >> (units % 8) & 1 ? -1 : 1);
-      ++units;
+  for (std::size_t k = 0; k < count; ++k) {  // no branch; `signs` may be read a byte past its end
+    const unsigned minus = signs[units / 8] >> (units % 8) & 1U;
+    differences[k] = static_cast<T>(1 - 2 * static_cast<int>(minus));
+    units += ~(static_cast<unsigned>(flags[k / 8]) >> (k % 8)) & 1U;
+  }
+  for (std::size_t k = 0; k < count; k += 64) {
+    std::uint64_t rest = 0;
+    std::memcpy(&rest, flags + k / 8, std::min<std::size_t>(8, (count - k + 7) / 8));
+    for (; rest != 0; rest &= rest - 1) {
+      differences[k + static_cast<std::size_t>(std::countr_zero(rest))] = take_exception<T>(*small++, wide);
     }
   }
 }

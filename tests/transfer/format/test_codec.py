@@ -31,14 +31,16 @@ BF16_CORNERS = [
 ]
 
 
-@pytest.fixture(params=["portable", "vector"])
+INSTRUCTIONS = ["portable", "avx2", "avx512"]
+
+
+@pytest.fixture(params=INSTRUCTIONS)
 def instructions(request):
-    """Runs a test with vector instructions and with portable code, where the processor has both."""
-    wants_vector = request.param == "vector"
-    if _delta.set_vector(wants_vector) != wants_vector:
-        pytest.skip("no AVX-512 with VBMI2 here")
+    """Runs a test with each set of instructions that the processor has."""
+    if _delta.set_instructions(request.param) != request.param:
+        pytest.skip(f"no {request.param} here")
     yield request.param
-    _delta.set_vector(True)
+    _delta.set_instructions("avx512")
 
 
 def check_exact(codec, old, new, first_index=0):
@@ -116,21 +118,23 @@ def test_gaps_of_any_length_survive(places, codec):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("density", DENSITIES)
-def test_vectors_and_portable_code_write_the_same_bytes(width, density):
-    if not _delta.set_vector(True):
-        pytest.skip("no AVX-512 with VBMI2 here")
+def test_all_instructions_write_the_same_bytes(width, density):
     rng = np.random.default_rng(13)
     old = rng.integers(0, 256 ** width().itemsize, 200_003).astype(width)
     steps = rng.choice(np.array([1, -1, 2, -3, 200, -300]), old.size).astype(width)
     new = np.where(rng.random(old.size) < density, old + steps, old)
+    written = set()
     try:
-        ours = [encode(codec, old, new, 77) for codec in SPARSE]
-        _delta.set_vector(False)
-        theirs = [encode(codec, old, new, 77) for codec in SPARSE]
+        for instructions in INSTRUCTIONS:
+            used = _delta.set_instructions(instructions)
+            assert INSTRUCTIONS.index(used) <= INSTRUCTIONS.index(instructions)
+            encoded = [encode(codec, old, new, 77) for codec in SPARSE]
+            written.add(tuple((each.payload, each.change) for each in encoded))
     finally:
-        _delta.set_vector(True)
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a.payload, a.change) == (b.payload, b.change)
+        _delta.set_instructions("avx512")
+    assert len(written) == 1
+    with pytest.raises(ValueError, match="not neon"):
+        _delta.set_instructions("neon")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
