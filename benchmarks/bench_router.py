@@ -17,6 +17,8 @@ in between (lib/router/bare_passthrough.py): "aiohttp floor".
 
   added_latency[decision_p99]   a turn's placement among 16 workers, as the router asks for it
   added_latency[decision_p99,queued]   the same by way of the queue and its fair order
+  decide_us[16], [512], [4000]  P99 of a placement's CPU by the number of workers, policy paper
+  decide_us[16,cost], ...       the same by policy cost
   added_latency[p99,48KB]       P99 through the router less P99 direct, 50 req/s each, in turn with the floor
                                 (lib/router/latency.py: what is in it and what not)
   cpu_ms[0.7KB], [48KB], cpu_ms_32k   CPU of the router process per request, 8 at a time
@@ -39,7 +41,7 @@ from statistics import median
 import psutil
 from lib.harness import run_benchmark
 from lib.load.requests import Target, closed_loop
-from lib.router.decision import decision
+from lib.router.decision import decision, decisions
 from lib.router.latency import latencies
 from lib.router.rig import (
     BODIES,
@@ -76,6 +78,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
     num_decisions = 2_000 if args.quick else 20_000
     figures = [decision(num_decisions, is_queued=is_queued) for is_queued in (False, True)]
+    figures += decisions(num_decisions)
     rng = random.Random(args.seed)
     figures += latencies(cpu, rng, args.quick)
     figures += _cpu_figures(cpu, rng, args.peer, args.quick)

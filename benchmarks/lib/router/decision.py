@@ -1,21 +1,26 @@
 """Measures how long the router takes to find a worker for a turn.
 
-Owns: one figure of bench_router.py. Promises: the router's own placement and policy, on this thread. Never:
-opens a socket.
+Owns: the decisions' figures of bench_router.py. Promises: the router's own placement and policies, on this
+thread. Never: opens a socket.
 """
 
+import random
 import time
 from collections.abc import Sequence
 
 from rose.errors import NoWorkerError
 from rose.measure.figures import Figure, percentile
 from rose.messages import RoutingStatus
-from rose.scheduler.rollout.placing.policy import PaperPolicy
+from rose.scheduler.rollout.placing.cost import CostPolicy
+from rose.scheduler.rollout.placing.policy import PaperPolicy, Policy
 from rose.scheduler.rollout.placing.views import TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.places import Place, Places, Waiter
+from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
+
+_TURNS_PER_WORKER = 8
 
 
 def decision(count: int, is_queued: bool) -> Figure:
@@ -23,18 +28,57 @@ def decision(count: int, is_queued: bool) -> Figure:
 
     The figure is wall time, which includes what others took from this core; its own CPU stands beside it.
     """
-    config = RouterConfig()
-    workers = {}
-    for number in range(16):
-        worker = Worker(WorkerSpec(url=f"http://w:{number + 1}"), config)
-        worker.take_status(RoutingStatus(), 0.0)
-        worker.seen(0.0)
-        workers[worker.id] = worker
-    placement, jobs = Places(workers, PaperPolicy(), JobAccounts(config)), JobAccounts(config)
-    job = jobs.get("job", 0.0)
+    took_s, cpu_s = _decide(16, PaperPolicy(), count, is_queued=is_queued)
+    return Figure(
+        name=f"added_latency[decision_p99{',queued' if is_queued else ''}]",
+        value=percentile_ms(took_s, 99),
+        unit="ms",
+        target="<= 0.1",
+        peers={
+            "P50": percentile_ms(took_s, 50),
+            "CPU P99": percentile_ms(cpu_s, 99),
+            "ROSE §6.4, in all": 10.0,
+        },
+    )
+
+
+def decisions(count: int) -> list[Figure]:
+    """Places turns among ever more workers, each with 8 turns. The figure is this thread's CPU."""
+    policies = (("", PaperPolicy()), (",cost", CostPolicy()))
+    return [
+        _figure(num_workers, name, policy, count)
+        for num_workers in (16, 512, 4000)
+        for name, policy in policies
+    ]
+
+
+def _figure(num_workers: int, name: str, policy: Policy, count: int) -> Figure:
+    took_s, cpu_s = _decide(num_workers, policy, count + _TURNS_PER_WORKER * num_workers, is_queued=False)
+    took_s, cpu_s = took_s[-count:], cpu_s[-count:]  # the first ones fill the workers
+    return Figure(
+        name=f"decide_us[{num_workers}{name}]",
+        value=1000 * percentile_ms(cpu_s, 99),
+        unit="us",
+        target="<= 100",
+        peers={
+            "P50": 1000 * percentile_ms(cpu_s, 50),
+            "wall P50": 1000 * percentile_ms(took_s, 50),
+            "wall P99": 1000 * percentile_ms(took_s, 99),
+        },
+    )
+
+
+def _decide(
+    num_workers: int, policy: Policy, count: int, *, is_queued: bool
+) -> tuple[list[float], list[float]]:
+    """Returns the seconds that each placement took, and the CPU seconds of this thread in it."""
+    config, rng = RouterConfig(), random.Random(1)
+    workers = Members(_worker(number, config, rng.uniform(0.9, 1.1)) for number in range(num_workers))
+    jobs = JobAccounts(config)
+    placement, job, names = Places(workers, policy, jobs), jobs.get("job", 0.0), list(workers)
     places: list[Place] = []
-    took: list[float] = []
-    cpu: list[float] = []
+    took_s: list[float] = []
+    cpu_s: list[float] = []
 
     def take(found: Place | NoWorkerError | None) -> None:
         assert isinstance(found, Place), found
@@ -42,7 +86,7 @@ def decision(count: int, is_queued: bool) -> Figure:
 
     for number in range(count):
         turn = TurnView(
-            session=str(number), affine=f"w:{number % 16 + 1}", prompt_tokens=1000, expected_tokens=100
+            session=str(number), affine=rng.choice(names), prompt_tokens=1000, expected_tokens=100
         )
         began, cpu_began = time.perf_counter(), time.thread_time()
         if is_queued:
@@ -50,21 +94,22 @@ def decision(count: int, is_queued: bool) -> Figure:
             placement.pump(0.0)
         else:
             take(placement.place_now(turn, job, 100.0, 0.0))
-        cpu.append(time.thread_time() - cpu_began)
-        took.append(time.perf_counter() - began)
-        if len(places) > 128:
-            placement.release(places.pop(0), 100)
-    return Figure(
-        name=f"added_latency[decision_p99{',queued' if is_queued else ''}]",
-        value=percentile_ms(took, 99),
-        unit="ms",
-        target="<= 0.1",
-        peers={
-            "P50": percentile_ms(took, 50),
-            "CPU P99": percentile_ms(cpu, 99),
-            "ROSE §6.4, in all": 10.0,
-        },
-    )
+        cpu_s.append(time.thread_time() - cpu_began)
+        took_s.append(time.perf_counter() - began)
+        if len(places) > _TURNS_PER_WORKER * num_workers:
+            placement.release(places.pop(rng.randrange(len(places))), 100)
+    return took_s, cpu_s
+
+
+def _worker(number: int, config: RouterConfig, slowness: float) -> Worker:
+    """A live worker whose speed is known."""
+    worker = Worker(WorkerSpec(url=f"http://w:{number + 1}"), config)
+    worker.take_status(RoutingStatus(), 0.0)
+    worker.seen(0.0)
+    for _ in range(10):
+        worker.speed.saw_decode(0.01 * slowness, 4, 1.0)
+        worker.speed.saw_prefill(0.1 * slowness, 500.0, 1.0)
+    return worker
 
 
 def percentile_ms(latencies_s: Sequence[float], percent: float) -> float:

@@ -21,6 +21,7 @@ from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.places import Place, Places, Waiter
 from rose.scheduler.rollout.turn.trajectories import probably_cached
+from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
 from sim.rollout.engine import Engine, Run
 from sim.rollout.prompts import Prompts
@@ -83,7 +84,7 @@ class Simulation:
             lease_s=scenario.lease_s,
             telemetry_max_age_s=2.0 * HEARTBEAT_S,
         )
-        self._workers: dict[str, Worker] = {}
+        self._workers = Members()
         self._engines: dict[str, Engine] = {}
         self._traffic: dict[str, Iterator[float]] = {}
         self._busy_s: dict[str, float] = {}
@@ -109,7 +110,7 @@ class Simulation:
         kinds = [WorkerKind.DEDICATED] * scenario.num_dedicated + [WorkerKind.SERVING] * scenario.num_serving
         for index, kind in enumerate(kinds):
             spec = WorkerSpec(url=f"http://{kind}:{index + 1}", kind=kind, gpus=scenario.gpus_per_engine)
-            self._workers[spec.id] = Worker(spec, self._config)
+            self._workers.add(Worker(spec, self._config))
             self._engines[spec.id] = Engine(scenario, kind is WorkerKind.SERVING)
             self._busy_s[spec.id] = 0.0
             if kind is WorkerKind.SERVING:

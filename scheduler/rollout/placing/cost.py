@@ -3,22 +3,18 @@
 Owns: the score and its fallback.
 Promises: the policy is pure. Without a fresh share of every worker in question it is the paper's policy,
 because a score is only as good as its share.
-Never does: estimate speeds, shares or cached tokens (workers/speed.py, workers/worker.py, sessions.py).
+Never does: estimate speeds, shares or cached tokens (workers/speed.py, workers/worker.py, sessions.py), or
+compare all workers one by one (columns.py).
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from rose.scheduler.rollout.placing.policy import constraints, prefer_affine, usable
+from rose.scheduler.rollout.placing.columns import MIN_SHARE, PREFIX_WEIGHT
+from rose.scheduler.rollout.placing.fleet import Fleet
+from rose.scheduler.rollout.placing.policy import constraints, prefer_affine
 from rose.scheduler.rollout.placing.versions import VersionRule
 from rose.scheduler.rollout.placing.views import Speed, TurnView, WorkerView, of_model
-
-MIN_SHARE = 0.02
-"""A share of zero would make every score infinite, so that none would be the least."""
-_PREFIX_WEIGHT = 4.0
-"""The cost of a missing prefix is certain, while everything else is a forecast, and the lowest of many
-forecasts is mostly too low. Simulated with weight 1, turns left their KV for gains that did not come: two to
-four times as many tokens were prefilled again, for phases no shorter. From weight 8 on phases get longer."""
 
 
 def cost_s(turn: TurnView, worker: WorkerView, speed: Speed) -> float:
@@ -29,7 +25,7 @@ def cost_s(turn: TurnView, worker: WorkerView, speed: Speed) -> float:
     """
     assert worker.share is not None
     neighbours = worker.in_flight
-    prefill_s = _PREFIX_WEIGHT * speed.prefill_s_per_token * turn.missing_tokens(worker.id)
+    prefill_s = PREFIX_WEIGHT * speed.prefill_s_per_token * turn.missing_tokens(worker.id)
     ahead_s = speed.prefill_s_per_token * worker.pending_prefill_tokens
     decode_s = turn.expected_tokens * speed.decode_s(neighbours + 1)
     imposed_s = neighbours * (prefill_s + turn.expected_tokens * speed.step_s_per_turn)
@@ -46,20 +42,25 @@ class CostPolicy:
 
     versions: VersionRule = field(default_factory=VersionRule)
 
-    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
-        found = usable(turn, workers, self.versions, now)
-        if not found:
+    def pick(self, turn: TurnView, fleet: Fleet, now: float) -> str | None:
+        cohorts, columns = self.versions.admits(turn, fleet.cohorts), fleet.columns
+        numbers = [cohort.number for cohort in cohorts] if len(cohorts) < len(fleet.cohorts) else None
+        found = columns.usable(turn, numbers, now)
+        if not found.any():
             return None
-        slowest = _slowest(of_model(turn.model, workers))
-        if slowest is None or not all(w.share is not None and now < w.share_until for w in found):
-            return prefer_affine(turn, found)
-        costs = [(cost_s(turn, w, w.speed if w.speed is not None else slowest), w.id) for w in found]
-        return min(costs)[1]
+        slowest = None
+        if not columns.are_scored(found, now):
+            slowest = columns.slowest([cohort.number for cohort in of_model(turn.model, fleet.cohorts)])
+            if slowest is None or not columns.are_fresh(found, now):
+                return prefer_affine(turn, cohorts, fleet, now)
+        costs_s = columns.costs_s(turn, slowest)
+        for worker_id in turn.cached_tokens:
+            view, column = fleet.find(worker_id), columns.column(worker_id)
+            if view is not None and column is not None and found[column]:
+                speed = view.speed if view.speed is not None else slowest
+                assert speed is not None
+                costs_s[column] = cost_s(turn, view, speed)
+        return columns.first_of_least(costs_s, found)
 
     def likeness(self, turn: TurnView, now: float) -> Hashable:
         return constraints(turn, now)
-
-
-def _slowest(workers: Iterable[WorkerView]) -> Speed | None:
-    known = [worker.speed for worker in workers if worker.speed is not None]
-    return max(known, key=lambda speed: (speed.decode_s(1), speed.prefill_s_per_token), default=None)

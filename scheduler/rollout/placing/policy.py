@@ -1,36 +1,18 @@
 """Where a rollout turn runs: the paper's rule and its two baselines (ROSE §4.3, §6.4).
 
-Owns: the protocol of a policy, and the placement rules as pure functions of views. cost.py has the rule with
-a cost model.
+Owns: the protocol of a policy, and the placement rules as pure functions of a turn and a fleet. cost.py
+has the rule with a cost model.
 Promises: equal inputs give equal answers; time is an argument; nothing is changed.
 Never does: I/O, counting, queueing (turn/dispatch.py holds the turns for which no worker was picked).
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rose.scheduler.rollout.placing.fleet import Cohort, Fleet, is_usable
 from rose.scheduler.rollout.placing.versions import VersionRule
 from rose.scheduler.rollout.placing.views import TurnView, WorkerKind, WorkerView, of_model
-
-
-def usable(
-    turn: TurnView, workers: Sequence[WorkerView], versions: VersionRule, now: float
-) -> list[WorkerView]:
-    """Returns the workers of the turn's model that have room and may take the job's work now."""
-    return [
-        w
-        for w in versions.admits(turn, of_model(turn.model, workers))
-        if w.has_room
-        and w.not_before <= now
-        and turn.avoid_until.get(w.id, now) <= now
-        and (w.kind is WorkerKind.DEDICATED or (w.eligible and w.owner in (None, turn.job)))
-    ]
-
-
-def least_loaded(workers: Iterable[WorkerView]) -> str | None:
-    """Returns the worker with the least load, the first by name among equals; None if there is none."""
-    return min(((w.load, w.id) for w in workers), default=(0.0, None))[1]
 
 
 def constraints(turn: TurnView, now: float) -> Hashable:
@@ -43,7 +25,7 @@ class Policy(Protocol):
     @property
     def versions(self) -> VersionRule: ...
 
-    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
+    def pick(self, turn: TurnView, fleet: Fleet, now: float) -> str | None:
         """Returns the id of a worker for this turn; None if the turn has to wait.
 
         Raises:
@@ -64,8 +46,8 @@ class TurnwisePolicy:
 
     versions: VersionRule = field(default_factory=VersionRule)
 
-    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
-        return prefer_dedicated(usable(turn, workers, self.versions, now))
+    def pick(self, turn: TurnView, fleet: Fleet, now: float) -> str | None:
+        return prefer_dedicated(turn, self.versions.admits(turn, fleet.cohorts), fleet, now)
 
     def likeness(self, turn: TurnView, now: float) -> Hashable:
         return constraints(turn, now)
@@ -81,24 +63,34 @@ class PaperPolicy:
 
     versions: VersionRule = field(default_factory=VersionRule)
 
-    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
-        return prefer_affine(turn, usable(turn, workers, self.versions, now))
+    def pick(self, turn: TurnView, fleet: Fleet, now: float) -> str | None:
+        return prefer_affine(turn, self.versions.admits(turn, fleet.cohorts), fleet, now)
 
     def likeness(self, turn: TurnView, now: float) -> Hashable:
         return constraints(turn, now)
 
 
-def prefer_affine(turn: TurnView, found: Sequence[WorkerView]) -> str | None:
+def is_usable_in(
+    cohorts: Sequence[Cohort], worker: WorkerView, turn: TurnView, fleet: Fleet, now: float
+) -> bool:
+    """Whether the worker is in one of these cohorts and may take the turn now."""
+    return is_usable(worker, turn, now) and fleet.is_in(worker.id, cohorts)
+
+
+def prefer_affine(turn: TurnView, cohorts: Sequence[Cohort], fleet: Fleet, now: float) -> str | None:
     """Picks the affine worker if it is usable, else as prefer_dedicated."""
-    if turn.affine is not None and any(w.id == turn.affine for w in found):
-        return turn.affine
-    return prefer_dedicated(found)
+    affine = fleet.find(turn.affine)
+    if affine is not None and is_usable_in(cohorts, affine, turn, fleet, now):
+        return affine.id
+    return prefer_dedicated(turn, cohorts, fleet, now)
 
 
-def prefer_dedicated(found: Sequence[WorkerView]) -> str | None:
+def prefer_dedicated(turn: TurnView, cohorts: Sequence[Cohort], fleet: Fleet, now: float) -> str | None:
     """Picks the least-loaded dedicated worker, else the least-loaded one."""
-    dedicated = least_loaded(w for w in found if w.kind is WorkerKind.DEDICATED)
-    return dedicated if dedicated is not None else least_loaded(found)
+    for kind in (WorkerKind.DEDICATED, WorkerKind.SERVING):
+        if (load := fleet.least_loaded(turn, kind, cohorts, now)) is not None:
+            return load[1]
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +102,12 @@ class PinnedPolicy:
 
     versions: VersionRule = field(default_factory=VersionRule)
 
-    def pick(self, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
-        found = usable(turn, workers, self.versions, now)
-        able = of_model(turn.model, workers)
-        if turn.affine is not None and any(w.id == turn.affine and w.alive for w in able):
-            found = [w for w in found if w.id == turn.affine]
-        return least_loaded(found)
+    def pick(self, turn: TurnView, fleet: Fleet, now: float) -> str | None:
+        cohorts, first = self.versions.admits(turn, fleet.cohorts), fleet.find(turn.affine)
+        if first is not None and first.alive and of_model(turn.model, [first]):
+            return first.id if is_usable_in(cohorts, first, turn, fleet, now) else None
+        loads = [fleet.least_loaded(turn, kind, cohorts, now) for kind in WorkerKind]
+        return min((load for load in loads if load is not None), default=(0.0, None))[1]
 
     def likeness(self, turn: TurnView, now: float) -> Hashable:
         return (constraints(turn, now), turn.affine)

@@ -1,16 +1,17 @@
 """Which weights a turn may run on.
 
-Owns: the three version modes, as a pure filter of workers; the newest version of each training run.
+Owns: the three version modes, as a pure filter of cohorts; the newest version of each training run.
 Promises: a version that no worker holds any more is an error, never an endless wait.
 Never does: choose among the workers that it admits (policy.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rose.errors import NoWorkerError
-from rose.scheduler.rollout.placing.views import TurnView, Wants, WorkerView, of_model
+from rose.scheduler.rollout.placing.fleet import Cohort
+from rose.scheduler.rollout.placing.views import TurnView, Wants, of_model
 from rose.types import WeightVersion
 
 
@@ -79,44 +80,49 @@ class VersionRule:
     known: NewestVersions = field(default_factory=NewestVersions)
     """The versions that any worker has held, including workers that are gone."""
 
-    def are_held(self, wants: Wants, workers: Iterable[WorkerView]) -> bool:
+    def are_held(self, wants: Wants, cohorts: Iterable[Cohort]) -> bool:
         """Returns whether any worker, lost ones included, has weights that a new session's turn may use."""
         turn = TurnView(session="", model=wants.model, run_id=wants.run_id)
-        held = [replace(worker, alive=True) for worker in workers]
-        return bool(self.admits(turn, of_model(wants.model, held)))
+        return bool(self._new_enough(turn, of_model(wants.model, list(cohorts))))
 
-    def admits(self, turn: TurnView, workers: Sequence[WorkerView]) -> list[WorkerView]:
-        """Returns the live workers, among those of the turn's model, whose weights the turn may use.
+    def admits(self, turn: TurnView, cohorts: Sequence[Cohort]) -> list[Cohort]:
+        """Returns the cohorts with live workers of the turn's model, whose weights the turn may use.
 
         The newest version is that of a model and training run; numbers of different runs can't be compared.
 
         Raises:
             VersionGone: no registered worker holds the pinned version.
         """
+        cohorts = of_model(turn.model, cohorts)
         pinned = turn.pinned_version if self.mode is VersionMode.PINNED else None
         if pinned is not None and turn.run_id in (None, pinned.run_id):
-            holders = [w for w in workers if w.weight_version == pinned]
+            holders = [cohort for cohort in cohorts if cohort.version == pinned]
             if not holders:
-                held = sorted({str(w.weight_version) for w in workers})
+                held = sorted({str(cohort.version) for cohort in cohorts})
                 needs = f"session {turn.session} needs weights {pinned}"
                 raise VersionGone(f"{needs}, but workers hold {held}; begin a new session")
-            return [w for w in holders if w.alive]
-        alive = [w for w in workers if w.alive]
-        if turn.run_id is not None:
-            alive = [w for w in alive if w.weight_version is None or w.weight_version.run_id == turn.run_id]
-        newest = self._newest_numbers(alive, turn)
-        if not newest:
-            return alive  # nothing has been published yet
-        lag = self.max_lag if self.mode is VersionMode.MAX_LAG else 0
-        return [w for w in alive if w.weight_version is not None and _lag(w.weight_version, newest) <= lag]
+            return holders
+        return self._new_enough(turn, [cohort for cohort in cohorts if cohort.num_alive])
 
-    def _newest_numbers(self, alive: Iterable[WorkerView], turn: TurnView) -> dict[str, int]:
+    def _new_enough(self, turn: TurnView, cohorts: Sequence[Cohort]) -> list[Cohort]:
+        found = [c for c in cohorts if turn.run_id is None or _run_id(c) in (None, turn.run_id)]
+        newest = self._newest_numbers(found, turn)
+        if not newest:
+            return found  # nothing has been published yet
+        lag = self.max_lag if self.mode is VersionMode.MAX_LAG else 0
+        return [c for c in found if c.version is not None and _lag(c.version, newest) <= lag]
+
+    def _newest_numbers(self, cohorts: Iterable[Cohort], turn: TurnView) -> dict[str, int]:
         known = self.known.of(turn.model)
         newest = {run: number for run, number in known.items() if turn.run_id in (None, run)}
-        for worker in alive:
-            if (version := worker.weight_version) is not None:
+        for cohort in cohorts:
+            if (version := cohort.version) is not None:
                 newest[version.run_id] = max(version.number, newest.get(version.run_id, version.number))
         return newest
+
+
+def _run_id(cohort: Cohort) -> str | None:
+    return cohort.version.run_id if cohort.version is not None else None
 
 
 def _lag(version: WeightVersion, newest: Mapping[str, int]) -> int:

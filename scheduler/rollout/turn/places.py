@@ -11,11 +11,11 @@ Never does: I/O, wait, choose a worker (placing/policy.py, placing/cost.py).
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.borrowing import Lendable, assign, lend_idle
 from rose.scheduler.rollout.placing.fairness import FairQueue
+from rose.scheduler.rollout.placing.fleet import Fleet
 from rose.scheduler.rollout.placing.policy import Policy
 from rose.scheduler.rollout.placing.views import (
     NO_RUN,
@@ -27,14 +27,13 @@ from rose.scheduler.rollout.placing.views import (
     of_model,
 )
 from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
+from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
 
 _EXPIRE_EVERY_S = 1.0
 _GIVE_UP_EVERY_S = 1.0
 _SHOWN_WORKERS = 8
 """An error names this many workers."""
-
-_weights = attrgetter("models", "run_id")
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +97,7 @@ class Places:
 
     def __init__(
         self,
-        members: Mapping[str, Worker],
+        members: Members,
         policy: Policy,
         jobs: JobAccounts,
         weights_s: float = math.inf,
@@ -111,7 +110,8 @@ class Places:
         self._policy = policy
         self._jobs = jobs
         self._queue: FairQueue[Waiter, Wants] = FairQueue()
-        self._lent_to: tuple[object, ...] = ()
+        self._lent_at: tuple[int, int] | None = None
+        """The revisions of jobs and fleet at which GPUs were assigned; None: they have to be again."""
         self._entitled: dict[str, str] = {}
         self._expire_at = 0.0
         self._give_up_at = 0.0
@@ -139,8 +139,8 @@ class Places:
             return None
         members = self._members
         self._jobs.asked(job, turn.wants)
-        self._lend(members, now)
-        picked = self._policy.pick(turn, [worker.view() for worker in members.values()], now)
+        self._lend(now)
+        picked = self._policy.pick(turn, members.fleet, now)
         if picked is None:
             return None
         self._queue.settle(job.name, cost)  # its turns for other models may be waiting
@@ -175,65 +175,64 @@ class Places:
 
     def pump(self, now: float) -> None:
         """Places every turn that can be placed, in fair order."""
+        self._members.refresh()  # now, and not in the next turn's way
         if not len(self._queue):
             self._missing_since.clear()
         if self.is_paused or not len(self._queue):
             return
-        members = self._members
-        self._lend(members, now)
-        self._place(members, now)
-        if len(self._queue) and self._lend_idle(members):
-            self._place(members, now)
+        self._lend(now)
+        self._place(now)
+        if len(self._queue) and self._lend_idle():
+            self._place(now)
         if now >= self._give_up_at:
-            self._give_up(members, now)
+            self._give_up(now)
 
-    def _give_up(self, members: Mapping[str, Worker], now: float) -> None:
+    def _give_up(self, now: float) -> None:
         """Ends the turns for which no worker has had weights for `weights_s`."""
         self._give_up_at = now + _GIVE_UP_EVERY_S
-        views = [worker.view() for worker in members.values()]
+        fleet = self._members.fleet
         waiting = {wants for kinds in self._queue.kinds().values() for wants in kinds}
-        missing = [wants for wants in waiting if not self._policy.versions.are_held(wants, views)]
+        missing = [wants for wants in waiting if not self._policy.versions.are_held(wants, fleet.cohorts)]
         self._missing_since = {wants: self._missing_since.get(wants, now) for wants in missing}
         for wants, since in self._missing_since.items():
             if now - since < self._weights_s:
                 continue
-            error = NoWorkerError(_no_weights(wants, views, self._weights_s))
+            error = NoWorkerError(_no_weights(wants, fleet.views, self._weights_s))
             for waiter in self._queue.of_kind(wants):
                 if not waiter.is_settled:
                     waiter.settle(error)
 
-    def _place(self, members: Mapping[str, Worker], now: float) -> None:
-        views = {worker_id: worker.view() for worker_id, worker in members.items()}
-        while any(view.has_room for view in views.values()):
-            asking = _Asking(self._policy, list(views.values()), now)
+    def _place(self, now: float) -> None:
+        members = self._members
+        while members.fleet.has_room:
+            asking = _Asking(self._policy, members.fleet, now)
             taken = self._queue.take(asking, asking.has_room_for)
             if taken is None:
                 return
             waiter, picked = taken
             waiter.settle(_take(waiter.turn, waiter.job, waiter.cost, members[picked]))
-            views[picked] = members[picked].view()
 
-    def _lend(self, members: Mapping[str, Worker], now: float) -> None:
+    def _lend(self, now: float) -> None:
         """Assigns the serving GPUs again when a job or a worker came, left or changed its models or run."""
         if now >= self._expire_at:
             self._jobs.expire(self._queue.lengths(), now)
             self._expire_at = now + _EXPIRE_EVERY_S
-        key = (self._jobs.revision, *members, *map(_weights, members.values()))
-        if key == self._lent_to:
+        lent_at = (self._jobs.revision, self._members.fleet.revision)
+        if lent_at == self._lent_at:
             return
-        self._lent_to = key
-        serving = _serving(members)
+        self._lent_at = lent_at
+        serving = _serving(self._members)
         held = {worker.id: worker.owner for worker in serving if worker.owner is not None}
         self._entitled = assign([job.borrower(job.wants) for job in self._jobs], _lendables(serving), held)
         for worker in serving:
             worker.lend(self._entitled[worker.id])
 
-    def _lend_idle(self, members: Mapping[str, Worker]) -> bool:
+    def _lend_idle(self) -> bool:
         """Lends GPUs that their jobs leave idle to jobs with waiting turns. Returns whether any changed
         hands."""
         if len(self._jobs) < 2 and all(len(job.wants) < 2 for job in self._jobs):
             return False
-        serving = _serving(members)
+        serving = _serving(self._members)
         if not serving:
             return False
         found = [(self._jobs.find(name), kinds) for name, kinds in self._queue.kinds().items()]
@@ -248,11 +247,10 @@ class Places:
 
     def lend_anew(self, now: float) -> None:
         """Chooses the serving GPUs again by their recent usage, as at the beginning of an RL step."""
-        members = self._members
-        self._lent_to = ()
-        for worker in members.values():
+        self._lent_at = None
+        for worker in self._members.values():
             worker.lend(None)
-        self._lend(members, now)
+        self._lend(now)
 
 
 def _take(turn: TurnView, job: JobAccount, cost: float, worker: Worker) -> Place:
@@ -302,9 +300,9 @@ def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float) -
 class _Asking:
     """Asks the policy about waiting turns, and about none that resembles one it found no worker for."""
 
-    def __init__(self, policy: Policy, views: Sequence[WorkerView], now: float) -> None:
+    def __init__(self, policy: Policy, fleet: Fleet, now: float) -> None:
         self._policy = policy
-        self._views = views
+        self._fleet = fleet
         self._now = now
         self._hopeless: set[Hashable] = set()
         self._has_room: dict[Wants, bool] = {}
@@ -312,8 +310,8 @@ class _Asking:
     def has_room_for(self, wants: Wants) -> bool:
         """Whether any worker whose weights meet this has room."""
         if wants not in self._has_room:
-            able = [view for view in self._views if wants.are_met(view.models, view.weight_version)]
-            self._has_room[wants] = any(worker.has_room for worker in able)
+            able = [cohort for cohort in self._fleet.cohorts if wants.are_met(cohort.models, cohort.version)]
+            self._has_room[wants] = any(cohort.num_with_room for cohort in able)
         return self._has_room[wants]
 
     def __call__(self, waiter: Waiter) -> str | None:
@@ -323,7 +321,7 @@ class _Asking:
         if likeness in self._hopeless:
             return None
         try:
-            picked = self._policy.pick(waiter.turn, self._views, self._now)
+            picked = self._policy.pick(waiter.turn, self._fleet, self._now)
         except NoWorkerError as error:
             waiter.settle(error)
             return None

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import aiohttp
 
@@ -20,6 +20,7 @@ from rose.messages import RoutingStatus
 from rose.scheduler.rollout.formats.bodies import Json
 from rose.scheduler.rollout.placing.versions import NewestVersions
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.models import Catalogue, ModelCard, ModelCards
 from rose.scheduler.rollout.workers.worker import Worker
 
@@ -43,7 +44,7 @@ class Registry:
         self._config = config
         self._http = http
         self._changed = changed
-        self._workers: dict[str, Worker] = {}
+        self._workers = Members()
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self.newest = NewestVersions()
         self.catalogue = Catalogue()
@@ -54,7 +55,7 @@ class Registry:
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
 
-    def members(self) -> Mapping[str, Worker]:
+    def members(self) -> Members:
         """Returns all workers by id, as a live mapping that callers must not change."""
         return self._workers
 
@@ -70,7 +71,7 @@ class Registry:
         if spec.id in self._workers:
             raise ValueError(f"worker {spec.id} is registered already")
         worker = Worker(spec, self._config)
-        self._workers[worker.id] = worker
+        self._workers.add(worker)
         self.catalogue.take(worker.id, None)
         self._heartbeats[worker.id] = asyncio.create_task(self._watch(worker), name=f"heartbeat-{worker.id}")
         return worker
@@ -81,7 +82,7 @@ class Registry:
         Raises:
             KeyError: there is no such worker.
         """
-        worker = self._workers.pop(worker_id)
+        worker = self._workers.remove(worker_id)
         self._heartbeats.pop(worker_id).cancel()
         self.catalogue.forget(worker_id)
         worker.lost("removed")

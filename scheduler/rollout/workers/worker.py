@@ -50,6 +50,7 @@ class Worker:
         key = config.worker_api_key
         self.openai_headers = f"Authorization: Bearer {key}\r\n".encode() if key is not None else b""
         self._view: WorkerView | None = None
+        self._changed: set[str] = set()
         self.cap = config.turns_per_gpu * spec.gpus
         self.is_alive = False
         self.is_active = True
@@ -92,11 +93,20 @@ class Worker:
         self._share: float | None = 1.0 if self._is_dedicated else None
         self._status_at = 0.0
 
+    def note_changes(self, changed: set[str]) -> None:
+        """Adds the worker's id to this set whenever its view has changed."""
+        self._changed = changed
+        self._change()
+
+    def _change(self) -> None:
+        self._view = None
+        self._changed.add(self.id)
+
     # What turns do to it --------------------------------------------------------------------------------
 
     def begin_turn(self, job: str, missing_tokens: float) -> None:
         """Takes in a turn that has `missing_tokens` of its prompt to prefill."""
-        self._view = None
+        self._change()
         self.num_turns += 1
         self.tenants[job] += 1
         self.in_flight += 1
@@ -104,43 +114,39 @@ class Worker:
 
     def end_prefill(self, missing_tokens: float) -> None:
         """Notes that a turn's prefill no longer delays others."""
-        self._view = None
+        self._change()
         self.pending_prefill_tokens -= missing_tokens
 
     def end_turn(self, job: str) -> None:
         """Notes that a turn has left."""
         assert self.in_flight > 0, f"worker {self.id} was released more often than acquired"
-        self._view = None
+        self._change()
         self.tenants[job] -= 1
         self.in_flight -= 1
 
     def yielded(self) -> None:
         """Keeps new turns away until the next heartbeat: serving needs the GPU."""
-        self._view = None
+        self._change()
         self.has_yielded = True
 
     def deactivated(self) -> None:
         """Keeps new turns away until a heartbeat reports weights on the GPU again."""
-        self._view = None
+        self._change()
         self.is_active = False
 
     # What the operator and the scheduler decide -------------------------------------------------------------
 
     def drain(self) -> None:
         """Keeps new turns away for good."""
-        self._view = None
+        self._change()
         self.is_draining = True
 
     def lend(self, owner: str | None) -> None:
         """Lends a serving GPU to one job, to NOBODY, or to every job (None)."""
-        self._view = None
+        self._change()
         self.owner = owner
 
     # What policies see ----------------------------------------------------------------------------------
-
-    @property
-    def run_id(self) -> str | None:
-        return self.weight_version.run_id if self.weight_version is not None else None
 
     @property
     def is_eligible(self) -> bool:
@@ -204,12 +210,12 @@ class Worker:
         self.num_tokens += num_tokens
         self.last_seen = now
         if self.is_on_probation:
-            self._view = None
+            self._change()
             self.is_on_probation = False
         if took_s is None:
             return
         per_token = took_s / num_tokens
-        self._view = None
+        self._change()
         self.speed.saw_decode(per_token, self.in_flight, self._share if self._share is not None else 1.0)
         known = self.seconds_per_token
         self.seconds_per_token = (
@@ -218,7 +224,7 @@ class Worker:
 
     def prefilled(self, first_token_s: float, tokens: float) -> None:
         """Notes a first token, before which `tokens` had to be prefilled, those of turns ahead included."""
-        self._view = None
+        self._change()
         self.speed.saw_prefill(first_token_s, tokens, self._share if self._share is not None else 1.0)
 
     def found_cached(self, expected_tokens: float, cached_tokens: int) -> None:
@@ -229,7 +235,7 @@ class Worker:
 
     def suspect(self, now: float, config: RouterConfig) -> None:
         """Notes a failed or stalled turn: no new turns for a moment, then one at a time."""
-        self._view = None
+        self._change()
         self.cooldown_until = now + config.avoid_s
         self.is_on_probation = True
 
@@ -237,7 +243,7 @@ class Worker:
 
     def take_status(self, status: RoutingStatus, now: float) -> None:
         """Takes in what the worker reports at `now`."""
-        self._view = None
+        self._change()
         self._take_weights(status, now)
         before, gate = self.status.gate if self.status is not None else None, status.gate
         self.is_gate_declining = (
@@ -292,7 +298,7 @@ class Worker:
 
     def says_models(self, models: Contexts | None) -> None:
         """Takes in what the worker serves; None: it does not say."""
-        self._view = None
+        self._change()
         self.models = models
 
     def seen(self, now: float) -> None:
@@ -301,12 +307,12 @@ class Worker:
         self.problem = None
         if not self.is_alive:
             logger.info("worker alive worker=%s kind=%s", self.id, self.spec.kind)
-            self._view = None
+            self._change()
             self.is_alive = True
 
     def lost(self, reason: str) -> None:
         """Marks the worker dead and tells everything that runs on it."""
-        self._view = None
+        self._change()
         if self.is_alive:
             logger.warning("worker lost worker=%s in_flight=%d reason=%s", self.id, self.in_flight, reason)
             self.is_on_probation = True

@@ -4,6 +4,7 @@ import pytest
 
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.cost import CostPolicy
+from rose.scheduler.rollout.placing.fleet import Fleet
 from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, Policy, TurnwisePolicy
 from rose.scheduler.rollout.placing.versions import NewestVersions, VersionMode, VersionRule
 from rose.scheduler.rollout.placing.views import NOBODY, Speed, TurnView, WorkerKind, WorkerView
@@ -27,6 +28,13 @@ def _view(name: str, kind: WorkerKind, in_flight: int, fields: dict[str, object]
 
 def version(number: int, run_id: str = "run") -> WeightVersion:
     return WeightVersion(run_id=run_id, number=number)
+
+
+def admits(rule: VersionRule, turn: TurnView, workers: list[WorkerView]) -> list[str]:
+    """The live workers that the rule admits."""
+    fleet = Fleet(workers)
+    cohorts = rule.admits(turn, fleet.cohorts)
+    return [w.id for w in workers if w.alive and fleet.is_in(w.id, cohorts)]
 
 
 def heard(numbers: dict[str, int], models: list[str] | None = None) -> NewestVersions:
@@ -58,13 +66,13 @@ def heard(numbers: dict[str, int], models: list[str] | None = None) -> NewestVer
 def test_paper_policy_picks_affine_then_dedicated_then_eligible_serving_then_queues(
     affine: str | None, workers: list[WorkerView], picked: str | None
 ) -> None:
-    assert PaperPolicy().pick(TurnView(session="t", affine=affine), workers, NOW) == picked
+    assert PaperPolicy().pick(TurnView(session="t", affine=affine), Fleet(workers), NOW) == picked
 
 
 @pytest.mark.parametrize(("until", "picked"), [(NOW + 0.5, "b"), (NOW, "a")])
 def test_a_worker_that_failed_this_turn_is_avoided_for_a_while(until: float, picked: str) -> None:
     turn = TurnView(session="t", affine="a", avoid_until={"a": until})
-    assert PaperPolicy().pick(turn, [dedicated("a"), dedicated("b")], NOW) == picked
+    assert PaperPolicy().pick(turn, Fleet([dedicated("a"), dedicated("b")]), NOW) == picked
 
 
 @pytest.mark.parametrize(
@@ -79,7 +87,7 @@ def test_a_worker_that_failed_this_turn_is_avoided_for_a_while(until: float, pic
 def test_pinned_policy_waits_for_the_first_worker_unless_it_died(
     affine: str | None, workers: list[WorkerView], picked: str | None
 ) -> None:
-    assert PinnedPolicy().pick(TurnView(session="t", affine=affine), workers, NOW) == picked
+    assert PinnedPolicy().pick(TurnView(session="t", affine=affine), Fleet(workers), NOW) == picked
 
 
 VERSIONED = [
@@ -105,7 +113,7 @@ VERSIONED = [
     ],
 )
 def test_version_rule_admits(rule: VersionRule, turn: TurnView, admitted: list[str]) -> None:
-    assert [w.id for w in rule.admits(turn, VERSIONED)] == admitted
+    assert admits(rule, turn, VERSIONED) == admitted
 
 
 BEGUN_ANEW = [dedicated("base"), dedicated("v5", weight_version=version(5)), dedicated("dead", alive=False)]
@@ -131,7 +139,7 @@ def test_the_newest_version_outlives_its_workers_and_counts_for_its_own_run_alon
     mode: VersionMode, max_lag: int, run_id: str | None, known: dict[str, int], admitted: list[str]
 ) -> None:
     rule = VersionRule(mode=mode, max_lag=max_lag, known=heard(known))
-    assert [w.id for w in rule.admits(TurnView(session="t", run_id=run_id), BEGUN_ANEW)] == admitted
+    assert admits(rule, TurnView(session="t", run_id=run_id), BEGUN_ANEW) == admitted
 
 
 def test_the_newest_version_never_goes_back_until_its_run_is_forgotten() -> None:
@@ -159,17 +167,17 @@ def test_the_newest_version_is_that_of_the_turns_model() -> None:
 def test_a_pinned_version_that_no_worker_holds_is_an_error_not_a_wait() -> None:
     policy = PaperPolicy(versions=VersionRule(mode=VersionMode.PINNED))
     with pytest.raises(NoWorkerError, match="run/4"):
-        policy.pick(TurnView(session="t", pinned_version=version(4)), VERSIONED, NOW)
+        policy.pick(TurnView(session="t", pinned_version=version(4)), Fleet(VERSIONED), NOW)
 
 
 def test_workers_without_any_version_are_all_admitted() -> None:
-    assert len(VersionRule().admits(TurnView(session="t"), [dedicated("a"), serving("b")])) == 2
+    assert admits(VersionRule(), TurnView(session="t"), [dedicated("a"), serving("b")]) == ["a", "b"]
 
 
 def test_a_worker_on_cooldown_still_counts_as_the_newest() -> None:
     new = dedicated("new", weight_version=version(2), not_before=NOW + 1)
     old = dedicated("old", weight_version=version(1))
-    assert PaperPolicy().pick(TurnView(session="t"), [new, old], NOW) is None
+    assert PaperPolicy().pick(TurnView(session="t"), Fleet([new, old]), NOW) is None
 
 
 @pytest.mark.parametrize(
@@ -181,7 +189,7 @@ def test_a_worker_on_cooldown_still_counts_as_the_newest() -> None:
     ],
 )
 def test_turnwise_policy_goes_by_load_alone(workers: list[WorkerView], picked: str | None) -> None:
-    assert TurnwisePolicy().pick(TurnView(session="t", affine="a"), workers, NOW) == picked
+    assert TurnwisePolicy().pick(TurnView(session="t", affine="a"), Fleet(workers), NOW) == picked
 
 
 POLICIES: list[Policy] = [PaperPolicy(), PinnedPolicy(), TurnwisePolicy(), CostPolicy()]
@@ -192,7 +200,7 @@ POLICIES: list[Policy] = [PaperPolicy(), PinnedPolicy(), TurnwisePolicy(), CostP
 def test_a_serving_gpu_takes_turns_of_the_job_that_borrowed_it_alone(
     policy: Policy, owner: str | None, picked: str | None
 ) -> None:
-    assert policy.pick(TurnView(session="t", job="job"), [serving("s", owner=owner)], NOW) == picked
+    assert policy.pick(TurnView(session="t", job="job"), Fleet([serving("s", owner=owner)]), NOW) == picked
 
 
 OF_MODELS = [
@@ -220,9 +228,9 @@ def test_a_turn_goes_to_a_worker_of_its_model_or_one_that_does_not_say(
 ) -> None:
     if isinstance(policy, PinnedPolicy) and model == "a":
         picked = "a2"  # whatever its kind
-    assert policy.pick(TurnView(session="t", model=model, affine=affine), OF_MODELS, NOW) == picked
+    assert policy.pick(TurnView(session="t", model=model, affine=affine), Fleet(OF_MODELS), NOW) == picked
     without = [worker for worker in OF_MODELS if worker.id == "b0"]
-    assert policy.pick(TurnView(session="t", model="a", affine="b0"), without, NOW) is None
+    assert policy.pick(TurnView(session="t", model="a", affine="b0"), Fleet(without), NOW) is None
 
 
 FAST = Speed(prefill_s_per_token=1e-4, step_s=0.01, step_s_per_turn=0.001)
@@ -250,15 +258,16 @@ def test_cost_policy_weighs_prefix_backlog_batch_and_share(
     workers: list[WorkerView], cached: dict[str, float], picked: str | None
 ) -> None:
     turn = TurnView(session="t", prompt_tokens=20_000, expected_tokens=200, cached_tokens=cached)
-    assert CostPolicy().pick(turn, workers, NOW) == picked
+    assert CostPolicy().pick(turn, Fleet(workers), NOW) == picked
 
 
 @pytest.mark.parametrize("unknown", [{"share": None}, {"share_until": NOW}])
 def test_cost_policy_is_the_papers_while_telemetry_is_missing_or_stale(unknown: dict[str, object]) -> None:
     turn = TurnView(session="t", affine="a", prompt_tokens=100, expected_tokens=100)
     workers = [known("a", 9), known("b"), known("c", **unknown)]
-    assert CostPolicy().pick(turn, workers, NOW) == PaperPolicy().pick(turn, workers, NOW) == "a"
-    assert CostPolicy().pick(turn, workers[:2], NOW) == "b"
+    fleet = Fleet(workers)
+    assert CostPolicy().pick(turn, fleet, NOW) == PaperPolicy().pick(turn, fleet, NOW) == "a"
+    assert CostPolicy().pick(turn, Fleet(workers[:2]), NOW) == "b"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -276,7 +285,7 @@ def test_turns_that_are_alike_find_a_place_together_or_not_at_all(policy: Policy
     ]
     found: dict[object, set[bool]] = {}
     for turn in turns:
-        is_placed = policy.pick(turn, workers, NOW) is not None
+        is_placed = policy.pick(turn, Fleet(workers), NOW) is not None
         found.setdefault(policy.likeness(turn, NOW), set()).add(is_placed)
     assert all(len(outcomes) == 1 for outcomes in found.values())
 
@@ -284,9 +293,7 @@ def test_turns_that_are_alike_find_a_place_together_or_not_at_all(policy: Policy
 def test_a_worker_of_unknown_speed_counts_as_the_slowest_and_none_known_means_paper() -> None:
     slow = Speed(prefill_s_per_token=2e-4, step_s=0.02, step_s_per_turn=0.001)
     turn = TurnView(session="t", affine="a", prompt_tokens=100, expected_tokens=100)
-    assert CostPolicy().pick(turn, [known("a", 9), known("b", speed=None)], NOW) == "b"
-    assert (
-        CostPolicy().pick(turn, [known("a", 2), known("b", speed=None), known("c", 15, speed=slow)], NOW)
-        == "a"
-    )
-    assert CostPolicy().pick(turn, [known("a", 9, speed=None), known("b", speed=None)], NOW) == "a"
+    assert CostPolicy().pick(turn, Fleet([known("a", 9), known("b", speed=None)]), NOW) == "b"
+    three = Fleet([known("a", 2), known("b", speed=None), known("c", 15, speed=slow)])
+    assert CostPolicy().pick(turn, three, NOW) == "a"
+    assert CostPolicy().pick(turn, Fleet([known("a", 9, speed=None), known("b", speed=None)]), NOW) == "a"
