@@ -5,6 +5,7 @@ from collections.abc import Callable
 import httpx
 
 from rose.errors import WorkerError
+from rose.types import WeightVersion
 
 _TIMEOUT_S = 30.0
 
@@ -12,18 +13,26 @@ Announce = Callable[[int], None]
 """A function that tells the router that an RL step begins."""
 
 
-def router_announcer(router_url: str, admin_key: str | None) -> Announce:
+def router_announcer(
+    router_url: str, admin_key: str | None, published: Callable[[], WeightVersion | None] = lambda: None
+) -> Announce:
     """Returns a function to call at the start of each RL step, so that frozen budgets grow back (ROSE §4.1).
 
-    The function raises a WorkerError if the router refuses or does not answer.
+    ``published`` returns the newest weights that were published, such as ``lambda: publisher.version``: a
+    worker that reports newer ones then makes no other worker's weights too old. The function raises a
+    WorkerError if the router refuses or does not answer.
     """
     url = router_url.rstrip("/") + "/admin/rl_step"
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
 
     def announce(step: int) -> None:
+        version = published()
+        body: dict[str, object] = {"step": step}
+        if version is not None:
+            body["version"] = str(version)
         try:
             httpx.post(
-                url, json={"step": step}, headers=headers, timeout=_TIMEOUT_S, trust_env=False
+                url, json=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False
             ).raise_for_status()
         except httpx.HTTPError as error:
             raise WorkerError(f"{url}: RL step {step} could not be announced: {error}") from error

@@ -13,7 +13,8 @@ import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rose.messages import RlStep
+from rose.errors import WorkerError
+from rose.messages import RlStep, parse_version
 from rose.scheduler.rollout.formats.bodies import BadRequest
 from rose.scheduler.rollout.http.errors import Conflict, NotFound
 from rose.scheduler.rollout.http.guard import Guard
@@ -42,6 +43,12 @@ class JobName(_Body):
 class VersionChange(_Body):
     mode: VersionMode
     max_lag: int = Field(default=1, ge=0)
+
+
+class StepBegun(RlStep):
+    """The body of rl_step: the step, and the newest weights that the run's publisher has published."""
+
+    version: str | None = None
 
 
 class Admin:
@@ -190,8 +197,15 @@ class Admin:
 
     async def rl_step(self, request: web.Request) -> web.Response:
         """Tells all live workers that an RL step begins, so that they compute their budgets again (ROSE
-        §4.1)."""
-        step = await _read(request, RlStep)
+        §4.1). Weights newer than the given version make no worker's weights too old."""
+        begun = await _read(request, StepBegun)
+        step = RlStep(step=begun.step)
+        try:
+            version = parse_version(begun.version)
+        except WorkerError as error:
+            raise BadRequest(f"version: {error}") from error
+        if version is not None:
+            self._plane.registry.newest.announced(version)
         self._plane.dispatcher.lend_anew()
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
         results = await asyncio.gather(*(self._send_step(worker, step) for worker in workers))

@@ -37,6 +37,7 @@ class NewestVersions:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._by_model: dict[str, dict[str, int]] = {}
+        self._announced: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
         """The versions of workers that don't say what they serve. `_by_model` holds these as well."""
 
@@ -51,6 +52,7 @@ class NewestVersions:
 
     def heard(self, version: WeightVersion, models: Iterable[str] | None = None) -> None:
         """Notes a worker's version. `models`: what the worker serves; None if it does not say."""
+        version = WeightVersion(run_id=version.run_id, number=self.counted(version))
         _grow(self._numbers, version)
         if models is None:
             for numbers in (self._unnamed, *self._by_model.values()):
@@ -59,9 +61,22 @@ class NewestVersions:
             for model in models:
                 _grow(self._by_model.setdefault(model, dict(self._unnamed)), version)
 
+    def announced(self, version: WeightVersion) -> None:
+        """Notes what the run's publisher has published. No worker's version counts as a newer one."""
+        run_id = version.run_id
+        _grow(self._announced, version)
+        for numbers in (self._numbers, self._unnamed, *self._by_model.values()):
+            if run_id in numbers:
+                numbers[run_id] = min(numbers[run_id], self._announced[run_id])
+
+    def counted(self, version: WeightVersion) -> int:
+        """Returns the number as which a worker's version counts: at most what was announced."""
+        return min(version.number, self._announced.get(version.run_id, version.number))
+
     def forget(self, run_id: str) -> None:
         """Forgets a run that has ended or starts again under its old id. Raises: KeyError."""
         del self._numbers[run_id]
+        self._announced.pop(run_id, None)
         for numbers in (self._unnamed, *self._by_model.values()):
             numbers.pop(run_id, None)
 
@@ -117,7 +132,8 @@ class VersionRule:
         newest = {run: number for run, number in known.items() if turn.run_id in (None, run)}
         for cohort in cohorts:
             if (version := cohort.version) is not None:
-                newest[version.run_id] = max(version.number, newest.get(version.run_id, version.number))
+                number = self.known.counted(version)
+                newest[version.run_id] = max(number, newest.get(version.run_id, number))
         return newest
 
 

@@ -188,6 +188,24 @@ async def test_a_worker_that_starts_anew_gets_no_turn_until_it_has_caught_up(
             assert [span["weight_version"] for span in choice["rose"]["spans"]] == ["run/2"]
 
 
+async def test_one_workers_absurd_version_keeps_no_turn_from_the_others(start_router: StartRouter) -> None:
+    async with (
+        ScriptedWorker(version="run/7") as good,
+        ScriptedWorker(version="run/999999") as absurd,
+        start_router(good, absurd) as client,
+    ):
+        status, answer = await client.post("/admin/rl_step", {"step": 7, "version": "run/7"})
+        assert (status, answer["step"], good.steps) == (200, 7, [7])
+        assert (await client.post("/admin/rl_step", {"step": 7, "version": "7"}))[0] == 400
+        for worker in (good, absurd):
+            worker.hold()
+        turns = [asyncio.create_task(client.complete(BODY, X_Rose_Run="run")) for _ in range(2)]
+        await until(lambda: (len(good.requests), len(absurd.requests)) == (1, 1))
+        for worker in (good, absurd):
+            worker.go_on()
+        await asyncio.gather(*turns)
+
+
 async def test_a_new_run_or_one_that_is_forgotten_asks_for_no_old_version(start_router: StartRouter) -> None:
     async with ScriptedWorker(version="run/9") as worker, start_router(worker) as client:
         (known,) = client.router.plane.registry.workers()

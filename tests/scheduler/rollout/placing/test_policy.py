@@ -152,6 +152,28 @@ def test_the_newest_version_never_goes_back_until_its_run_is_forgotten() -> None
     assert newest.numbers == {"run": 1, "next": 0}
 
 
+def test_no_workers_version_counts_as_newer_than_what_was_announced() -> None:
+    absurd, next_one = version(999_999), version(8)
+    workers = [
+        dedicated("v7", weight_version=version(7)),
+        dedicated("v8", weight_version=next_one),
+        dedicated("absurd", weight_version=absurd),
+        dedicated("v6", weight_version=version(6)),
+    ]
+    newest = heard({"run": 999_999})
+    newest.announced(version(7))
+    newest.heard(absurd, ["a"])
+    assert (newest.numbers, newest.of("a")) == ({"run": 7}, {"run": 7})
+    turn = TurnView(session="t", run_id="run")
+    assert admits(VersionRule(known=newest), turn, workers) == ["v7", "v8", "absurd"]
+    newest.announced(next_one)
+    newest.announced(version(5))
+    assert admits(VersionRule(known=newest), turn, workers) == ["v8", "absurd"]
+    newest.forget("run")
+    newest.heard(absurd)
+    assert newest.numbers == {"run": 999_999}
+
+
 def test_the_newest_version_is_that_of_the_turns_model() -> None:
     newest = heard({"run": 7}, ["a", "both"])
     newest.heard(version(3), ["b", "both"])
