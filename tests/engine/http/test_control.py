@@ -79,13 +79,13 @@ def _profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def serving(runtime_dir: Path, tmp_path: Path) -> Iterator[Any]:
-    with pooled_scheduler(tmp_path, Role.SERVING) as scheduler:
+    with pooled_scheduler(tmp_path, Role.SERVING, gate=GateMode.DUAL) as scheduler:
         yield scheduler
 
 
 @pytest.fixture
 def rollout(runtime_dir: Path, tmp_path: Path) -> Iterator[Any]:
-    with pooled_scheduler(tmp_path, Role.ROLLOUT, stall_s=1000.0) as scheduler:
+    with pooled_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.DUAL, stall_s=1000.0) as scheduler:
         yield scheduler
 
 
@@ -109,7 +109,7 @@ async def obey(scheduler: RoseScheduler) -> None:
 async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_is_an_error(
     runtime_dir: Path, tmp_path: Path
 ) -> None:
-    with lone_scheduler(tmp_path, Role.ROLLOUT) as scheduler:
+    with lone_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.DUAL) as scheduler:
         page = scheduler.page
         control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
         obeying = asyncio.create_task(obey(scheduler))
@@ -245,7 +245,8 @@ def test_an_slo_below_the_profile_ends_the_start_and_is_logged_where_the_profile
 ) -> None:
     monkeypatch.setattr(logging.getLogger("rose"), "propagate", True)  # not where the plugin was registered
     reachable = "slo_ttft_ms is 50, but the prefill of one token takes up to 1"
-    with pooled_scheduler(tmp_path, Role.SERVING, slo_ttft_ms=50) as scheduler:  # nothing is known yet
+    settings: dict[str, Any] = {"gate": GateMode.DUAL, "slo_ttft_ms": 50}
+    with pooled_scheduler(tmp_path, Role.SERVING, **settings) as scheduler:  # nothing is known yet
         scheduler.recorder.begin_profile()
         run_steps(scheduler.recorder, NUM_STEPS, seconds_per_token=0.1)
         assert scheduler.recorder.finish_profile()
@@ -257,7 +258,7 @@ def test_an_slo_below_the_profile_ends_the_start_and_is_logged_where_the_profile
         assert times_logged(caplog, reachable) == 1
     with (
         pytest.raises(ConfigError, match=reachable),
-        pooled_scheduler(tmp_path, Role.SERVING, slo_ttft_ms=50),
+        pooled_scheduler(tmp_path, Role.SERVING, **settings),
     ):
         pass
 
