@@ -7,57 +7,33 @@ bit-exact weights, at 0.6 or more of the rollout engine's throughput alone.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
+from lib.harness import run_benchmark
 
-from rose.demo.figures import compute_figures
-from rose.demo.records import DemoResult
-from rose.demo.report import figures_table, write_report
-from rose.errors import RoseError
-from rose.measure.environment import collect_env
+from rose.measure.figures import Figure
 
 
-def run(args: argparse.Namespace, out_dir: Path) -> DemoResult:
-    """Run the demo in this process."""
+def measure(args: argparse.Namespace) -> list[Figure]:
     # Heavy, and not needed for --help.
+    from rose.demo.figures import compute_figures
+    from rose.demo.report import write_report
     from rose.demo.run import DemoOptions, run_demo
+    from rose.measure.environment import collect_env
 
-    return run_demo(DemoOptions(quick=args.quick, seed=args.seed, out_dir=out_dir))
+    with TemporaryDirectory(prefix="rose-bench-") as scratch_dir:
+        out_dir = args.out_dir if args.out_dir is not None else Path(scratch_dir)
+        result = run_demo(DemoOptions(quick=args.quick, seed=args.seed, out_dir=out_dir))
+        figures = compute_figures(result, collect_env(seed=args.seed, quick=args.quick))
+        write_report(result, figures, out_dir / "report.html")
+    return list(figures.figures)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print the table, write the JSON. Status 1 when the demo could not run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="short windows: small samples, wide spreads")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write env and figures here")
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out-dir", type=Path, help="keep the report and the records here")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    env = collect_env(seed=args.seed, quick=args.quick)
-    try:
-        if args.out_dir is not None:
-            result = run(args, args.out_dir)
-            write_report(result, args.out_dir / "report.html", env)
-        else:
-            with TemporaryDirectory(prefix="rose-bench-") as out_dir:
-                result = run(args, Path(out_dir))
-    except RoseError as error:
-        print(f"bench_demo: {error}", file=sys.stderr)
-        return 1
-    figures = compute_figures(result, env)
-    Console().print(figures_table(figures))
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(figures.to_json(), indent=2) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(__doc__ or "", measure, _add_arguments))

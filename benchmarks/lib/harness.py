@@ -52,7 +52,7 @@ def run_benchmark(
     env = collect_env(seed=args.seed, quick=args.quick)
     console = Console()
     console.print(_table(figures), markup=False)
-    console.print(str(env), markup=False)
+    console.print(env.describe(), markup=False)
     if foreign is not None:
         # A killed engine's children may die unseen, and then count as others'.
         console.print(f"other processes used up to {foreign:.0%} of the machine's CPU", markup=False)

@@ -1,9 +1,11 @@
 """GRPO on multi-turn FrozenLake: TRL's trainer, with our rollouts, publishes and event log hung into it.
 
-Owns: the rollout function, what happens around an optimizer step, the training settings. Promises: one JSON
+Owns: the rollout function, the tokens of a trajectory, what happens around an optimizer step, the training
+settings. Promises: the ids sent in a turn are exactly prompt + completion so far, never re-tokenized, so that
+a worker's prefix cache always matches; a generated token is masked 1, a token of the environment 0; one JSON
 line per step; a step's weights are published after its optimizer step and before the next rollout starts; a
-request to stop ends the run between two lines, without waiting for turns in flight. Never opens a
-connection: endpoint, announcement and publish are handed in.
+request to stop ends the run between two lines, without waiting for turns in flight. Never opens a connection:
+endpoint, announcement and publish are handed in.
 """
 
 import asyncio
@@ -11,8 +13,8 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, TextIO
@@ -32,7 +34,8 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from rose.demo.frozenlake import LEVELS, FrozenLakeGame
-from rose.demo.trajectories import Endpoint, Trajectory, play
+from rose.measure.records import RequestRecord
+from rose.measure.turns import TurnEndpoint
 from rose.trainers.router import Announce
 
 logger = logging.getLogger(__name__)
@@ -66,6 +69,62 @@ class TrainingConfig:
         return self.group_size * len(LEVELS)
 
 
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """One finished game as tokens: ``completion_ids`` is everything after the first prompt."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    env_mask: list[int] = field(default_factory=list)
+    num_turns: int = 0
+    reward: float = 0.0
+    is_success: bool = False
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens the model wrote."""
+        return sum(self.env_mask)
+
+    def append_reply(self, reply: RequestRecord) -> None:
+        """Adds generated tokens."""
+        self.completion_ids += reply.token_ids
+        self.logprobs += reply.logprobs
+        self.env_mask += [1] * len(reply.token_ids)
+
+    def append_feedback(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens the environment wrote; their logprobs are 0 and never enter the loss."""
+        self.completion_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.env_mask += [0] * len(token_ids)
+
+
+async def play(
+    game: FrozenLakeGame,
+    tokenizer: PreTrainedTokenizerBase,
+    endpoint: TurnEndpoint,
+    *,
+    session_id: str,
+    max_reply_tokens: int,
+) -> Trajectory:
+    """Plays ``game`` to its end, one completion per turn."""
+    trajectory = Trajectory(prompt_ids=encode(tokenizer, game.opening()))
+    while not game.is_done:
+        context = [*trajectory.prompt_ids, *trajectory.completion_ids]
+        reply = await endpoint.complete(session_id, context, max_reply_tokens)
+        trajectory.append_reply(reply)
+        feedback = game.play(str(tokenizer.decode(reply.token_ids)))
+        trajectory.append_feedback(encode(tokenizer, feedback))
+    trajectory.num_turns = game.num_turns
+    trajectory.reward, trajectory.is_success = game.reward, game.is_success
+    return trajectory
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of ``text``, nothing added around them."""
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 class StopTraining(Exception):
     """Ends the run from within a rollout, after a request to stop."""
 
@@ -77,7 +136,7 @@ class FrozenLakeRollouts:
         self,
         config: TrainingConfig,
         tokenizer: PreTrainedTokenizerBase,
-        endpoint: Endpoint,
+        endpoint: TurnEndpoint,
         announce: Announce | None = None,
     ) -> None:
         self._config = config

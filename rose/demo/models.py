@@ -1,4 +1,4 @@
-"""The demo's two models: random weights, made locally, small enough for one CPU core.
+"""The demo's two models and their tokenizers: random weights, made locally, small enough for one CPU core.
 
 Owns: their shapes, and writing them as Hugging Face checkpoints with a tokenizer beside them. Promises: the
 same spec and seed give the same bits; no hub access; KV geometry that fits the slab pool. Never trains,
@@ -6,16 +6,18 @@ never serves.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rose.demo import frozenlake
-from rose.demo.tokenizer import numbered_words, word_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
+SPECIAL_WORDS = (PAD, END, UNKNOWN)
 CPU_BLOCK_TOKENS = 128
 """vLLM's KV block on a CPU."""
 KV_ELEMENT_BYTES = 4
@@ -102,6 +104,42 @@ def make_rollout_model(directory: Path, spec: ModelSpec = ROLLOUT_SPEC, seed: in
 
     config = Qwen3Config(head_dim=spec.head_dim, **_shared_settings(spec))
     return _write(directory, spec, config, word_tokenizer(frozenlake.WORDS, spec.vocab_size), seed)
+
+
+def word_tokenizer(words: Sequence[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """A tokenizer of one token per whitespace-separated word, padded with fillers up to ``vocab_size`` ids.
+
+    Fillers exist so that every id a model of ``vocab_size`` can sample decodes to something.
+
+    Raises:
+        ValueError: a word repeats, contains whitespace, or the words don't fit.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    listed = [*SPECIAL_WORDS, *words]
+    if len(set(listed)) != len(listed):
+        raise ValueError("words repeat, or collide with the special words")
+    if any(word.split() != [word] for word in listed):
+        raise ValueError("a word must be non-empty and hold no whitespace")
+    if len(listed) > vocab_size:
+        raise ValueError(f"{len(listed)} words don't fit into a vocabulary of {vocab_size}")
+    listed += [f"<extra{index}>" for index in range(vocab_size - len(listed))]
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(listed)}, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def numbered_words(count: int) -> list[str]:
+    """``count`` meaningless words, for a model whose text nobody reads (the serving side's)."""
+    return [f"w{index}" for index in range(count)]
 
 
 def prefill_token_s(directory: Path, num_tokens: int = 128) -> float:

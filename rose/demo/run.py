@@ -358,12 +358,13 @@ def main(argv: Sequence[str]) -> int:
         return 130
     env = collect_env(seed=options.seed, quick=options.quick)
     report = options.out_dir / "report.html"
-    write_report(result, report, env)
-    figures = json.dumps(compute_figures(result, env).to_json(), indent=2) + "\n"
-    (options.out_dir / "figures.json").write_text(figures)
+    figures = compute_figures(result, env)
+    write_report(result, figures, report)
+    text = json.dumps(figures.to_json(), indent=2) + "\n"
+    (options.out_dir / "figures.json").write_text(text)
     if args.json is not None:
-        args.json.write_text(figures)
-    print_summary(result, console, env)
+        args.json.write_text(text)
+    print_summary(result, figures, console)
     console.print(f"report: {report}\nlogs:   {options.out_dir / 'logs'}")
     return 0
 

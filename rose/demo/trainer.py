@@ -22,24 +22,25 @@ import torch
 
 from rose.config import Settings
 from rose.demo.grpo import FrozenLakeRollouts, Publish, TrainingConfig, load_master, run_training
-from rose.demo.trajectories import HttpEndpoint
 from rose.errors import RoseError
+from rose.measure.turns import TurnEndpoint
 from rose.trainers.router import router_announcer
 from rose.transfer.format.manifest import worker_name
 from rose.transfer.publish.publisher import SyncReport, WeightPublisher
 
 logger = logging.getLogger(__name__)
 
+ACK_TIMEOUT_S = 600.0
 _START_POLL_S = 0.1
 
 
-def relay_publisher(publisher: WeightPublisher, worker_urls: Sequence[str], ack_timeout_s: float) -> Publish:
+def relay_publisher(publisher: WeightPublisher, worker_urls: Sequence[str]) -> Publish:
     """Publishes, then waits until every worker runs the new weights."""
     workers = [worker_name(url) for url in worker_urls]
 
     def publish() -> dict[str, Any]:
         report = publisher.publish()
-        publisher.wait_acked(report.version, workers, ack_timeout_s)
+        publisher.wait_acked(report.version, workers, ACK_TIMEOUT_S)
         acks = publisher.acks()
         hashes = {worker: acks[worker].state_hash for worker in workers}
         return {**_loggable(report), "engine_state_hashes": hashes}
@@ -64,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--relay", help="where weights go, e.g. embedded://127.0.0.1:8200; none: no publish")
     parser.add_argument("--run-id", help="name of this run in the relay; default: a random one")
     parser.add_argument("--worker", action="append", default=[], help="URL of a worker whose ack is awaited")
-    parser.add_argument("--ack-timeout-s", type=float, default=600.0)
     parser.add_argument(
         "--no-rl-step", action="store_true", help="the endpoint is no router: announce no steps"
     )
@@ -72,9 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--start-file", type=Path, help="load everything now, begin once this file exists")
     parser.add_argument("--steps", type=int, default=defaults.num_steps)
     parser.add_argument("--time-limit-s", type=float, default=defaults.time_limit_s)
-    parser.add_argument("--lr", type=float, default=defaults.learning_rate)
     parser.add_argument("--group-size", type=int, default=defaults.group_size)
-    parser.add_argument("--reply-tokens", type=int, default=defaults.max_reply_tokens)
     parser.add_argument("--seed", type=int, default=defaults.seed)
     return parser
 
@@ -86,9 +84,7 @@ def _training_config(args: argparse.Namespace) -> TrainingConfig:
         model_dir=args.model,
         num_steps=args.steps,
         time_limit_s=args.time_limit_s,
-        learning_rate=args.lr,
         group_size=args.group_size,
-        max_reply_tokens=args.reply_tokens,
         seed=args.seed,
     )
 
@@ -97,7 +93,7 @@ def _train(args: argparse.Namespace, config: TrainingConfig) -> None:
     settings = Settings.from_environment()
     model, tokenizer = load_master(config.model_dir)
     announce = None if args.no_rl_step else router_announcer(args.endpoint, settings.admin_key)
-    endpoint = HttpEndpoint(args.endpoint, args.served_model)
+    endpoint = TurnEndpoint(args.endpoint, args.served_model)
     rollouts = FrozenLakeRollouts(config, tokenizer, endpoint, announce)
     with ExitStack() as stack:
         stack.callback(rollouts.close)
@@ -111,7 +107,7 @@ def _train(args: argparse.Namespace, config: TrainingConfig) -> None:
         if args.relay is not None:
             publisher = WeightPublisher(model, args.relay, args.run_id)
             stack.callback(publisher.close)
-            publish = relay_publisher(publisher, args.worker, args.ack_timeout_s)
+            publish = relay_publisher(publisher, args.worker)
             logger.info("first publish: %s", json.dumps(publish()))
         events = stack.enter_context(args.events.open("a"))
         run_training(config, model, tokenizer, rollouts, events, publish)

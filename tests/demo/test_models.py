@@ -11,7 +11,7 @@ from stock_engine import first_token
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rose.demo import frozenlake, models
-from rose.demo.tokenizer import END, PAD, word_tokenizer
+from rose.demo.models import END, PAD, word_tokenizer
 
 PROMPT = list(range(3, 43))
 SMALL_SERVING_SPEC = dataclasses.replace(

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from rose.demo import charts
-from rose.demo.live import LiveState, LiveView, bar_cells, line, sparkline
+from rose.demo.figures import compute_figures
+from rose.demo.live import LiveState, LiveView, line
 from rose.demo.records import (
     DemoResult,
     PhaseName,
@@ -17,8 +18,11 @@ from rose.demo.records import (
     SyncPoint,
 )
 from rose.demo.report import print_summary, write_report
+from rose.measure.environment import Environment
 from rose.measure.records import RequestRecord, Window
 from rose.types import SLO
+
+ENV = Environment(commit="abc", cpu="test", gpu=None, versions={}, seed=0, quick=True)
 
 
 def some_result(notes: tuple[str, ...] = ()) -> DemoResult:
@@ -52,6 +56,10 @@ def some_result(notes: tuple[str, ...] = ()) -> DemoResult:
     )
 
 
+def write(result: DemoResult, path: Path) -> None:
+    write_report(result, compute_figures(result, ENV), path)
+
+
 @pytest.fixture
 def _matplotlib() -> None:
     pytest.importorskip("matplotlib")
@@ -60,7 +68,7 @@ def _matplotlib() -> None:
 @pytest.mark.usefixtures("_matplotlib")
 def test_report_is_one_file_that_fetches_nothing(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "report.html"
-    write_report(some_result(), path)
+    write(some_result(), path)
     page = path.read_text()
     assert page.count("<svg") == 6
     assert "<script" not in page
@@ -70,7 +78,7 @@ def test_report_is_one_file_that_fetches_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_matplotlib")
 def test_charts_take_every_colour_from_the_page(tmp_path: Path) -> None:
-    write_report(some_result(), tmp_path / "report.html")
+    write(some_result(), tmp_path / "report.html")
     drawings = re.findall(r"<svg.*?</svg>", (tmp_path / "report.html").read_text(), flags=re.DOTALL)
     for drawing in drawings:
         assert re.findall(r"(?:fill|stroke): #[0-9a-f]+", drawing) == []
@@ -78,7 +86,7 @@ def test_charts_take_every_colour_from_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_matplotlib")
 def test_report_marks_cuts_and_escapes_notes(tmp_path: Path) -> None:
-    write_report(some_result(notes=("<b>not bold</b>",)), tmp_path / "report.html")
+    write(some_result(notes=("<b>not bold</b>",)), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "cuts (2)" in page
     assert "&lt;b&gt;not bold&lt;/b&gt;" in page
@@ -86,7 +94,7 @@ def test_report_marks_cuts_and_escapes_notes(tmp_path: Path) -> None:
 
 def test_report_of_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
     empty = DemoResult(slo=SLO(ttft_s=0.6, tpot_s=0.15), seed=0, is_quick=True, phases=())
-    write_report(empty, tmp_path / "report.html")
+    write(empty, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("not judged") == 6
     assert "<svg" not in page
@@ -94,7 +102,7 @@ def test_report_of_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
 
 def test_summary_names_every_criterion_and_keeps_bracketed_names() -> None:
     out = io.StringIO()
-    print_summary(some_result(), Console(file=out, width=100))
+    print_summary(some_result(), compute_figures(some_result(), ENV), Console(file=out, width=100))
     text = out.getvalue()
     for part in ("TTFT within 600 ms", "TPOT within 150 ms", "Reward rises", "rollout_tokens_per_s"):
         assert part in text
@@ -125,15 +133,7 @@ def test_live_view_redraws_a_terminal() -> None:
 
 
 def test_line_leaves_out_what_is_unknown() -> None:
-    assert line(LiveState(phase="starting"), names_phase=True) == "[0:00] starting"
-
-
-def test_slab_bar_fills_its_cells() -> None:
-    assert bar_cells([1, 1, 1], 10) == [3, 4, 3]
-    assert bar_cells([0, 0, 0], 10) == [0, 0, 0]
-
-
-def test_sparkline_spans_its_values() -> None:
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([2.0, 2.0]) == "▁▁"
-    assert sparkline([]) == ""
+    assert line(LiveState()) == ""
+    assert line(LiveState(rewards=[0.1, 0.25], weight_version="demo/2")) == (
+        "reward 0.25 after 2 steps | weights demo/2"
+    )

@@ -23,9 +23,9 @@ from rose.demo import models
 from rose.demo.frozenlake import LEVELS
 from rose.demo.grpo import FrozenLakeRollouts, TrainingConfig, load_master, run_training
 from rose.demo.trainer import main
-from rose.demo.trajectories import HttpEndpoint
 from rose.errors import WorkerError
 from rose.measure.completions import SESSION_HEADER
+from rose.measure.turns import TurnEndpoint
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.relay.opening import open_relay
@@ -109,7 +109,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rollouts_at(url: str, config: TrainingConfig, timeout_s: float = 300.0) -> FrozenLakeRollouts:
     _, tokenizer = load_master(config.model_dir)
-    return FrozenLakeRollouts(config, tokenizer, HttpEndpoint(url, "tiny", turn_timeout_s=timeout_s))
+    return FrozenLakeRollouts(config, tokenizer, TurnEndpoint(url, "tiny", turn_timeout_s=timeout_s))
 
 
 def roll_out(server: ScriptedServer, config: TrainingConfig) -> Json:
@@ -181,7 +181,7 @@ def test_each_step_updates_float32_weights_then_publishes_then_logs(
 ) -> None:
     config = TrainingConfig(model_dir=model_dir, num_steps=3, group_size=2, seed=1)
     model, tokenizer = load_master(model_dir)
-    rollouts = FrozenLakeRollouts(config, tokenizer, HttpEndpoint(server.url, "tiny"))
+    rollouts = FrozenLakeRollouts(config, tokenizer, TurnEndpoint(server.url, "tiny"))
     published: list[torch.Tensor] = []
     num_sessions: list[int] = []
 

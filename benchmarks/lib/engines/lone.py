@@ -53,7 +53,7 @@ def write_model(folder: Path, size: Size, seed: int) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from rose.demo.tokenizer import numbered_words, word_tokenizer
+    from rose.demo.models import numbered_words, word_tokenizer
 
     tokenizer = word_tokenizer(numbered_words(100), VOCABULARY)
     config = Qwen3Config(
