@@ -22,6 +22,7 @@ from typing import Any
 from bench_mux import SLO
 from lib.cluster.redis_server import RedisServer, redis_server
 from lib.cluster.rig import ClusterRig, RigJob
+from lib.faults.signals import kill
 from lib.harness import median_figure, run_benchmark
 
 from rose.errors import WorkerError
@@ -66,10 +67,10 @@ def _url(server: RedisServer | None, channel: str) -> str | None:
     return f"{server.url}?channel={channel}" if server is not None else None
 
 
-def _kill_redis(rig: ClusterRig, server: RedisServer | None) -> float:
+def _kill_redis(server: RedisServer | None) -> float:
     """When it was killed; it is started again at once."""
     assert server is not None
-    killed_s = rig.kill(server.pid)
+    killed_s = kill(server.pid, whole_group=False)
     server.start_again()
     return killed_s
 
@@ -90,12 +91,12 @@ def _one_kill(case: str, rig: ClusterRig, server: RedisServer | None) -> float:
     if case == "scheduler":
         pid = rig.scheduler_pid()
         assert pid is not None
-        killed_s = rig.kill(pid)
+        killed_s = kill(pid, whole_group=False)
     elif case == "redis":
-        killed_s = _kill_redis(rig, server)
+        killed_s = _kill_redis(server)
     else:
         holder, pid = _wait_for_holder(rig)
-        killed_s = rig.kill(pid)
+        killed_s = kill(pid, whole_group=False)
         return _first_begin(rig, killed_s, lambda note: note["job"] != holder and note["phase"] == "train")
     return _first_begin(rig, killed_s, lambda note: True)
 
@@ -186,14 +187,14 @@ def _figure_19(
         if case == "scheduler":
             pid = rig.scheduler_pid()
             assert pid is not None
-            rig.kill(pid)
+            kill(pid, whole_group=False)
         elif case == "redis":
-            _kill_redis(rig, server)
+            _kill_redis(server)
         else:
             rig.wait_until(
                 lambda: rig.status()["groups"]["main"]["holders"].get("e") is not None, "e's permit"
             )
-            rig.kill(next(note["pid"] for note in reversed(rig.notes()) if note["job"] == "e"))
+            kill(next(note["pid"] for note in reversed(rig.notes()) if note["job"] == "e"), whole_group=False)
         rig.wait_done({"d1", "d2", "e"}, PATIENCE_S)
         num_lost = sum(_lost(rig, name, num_iterations) for name in ("d1", "d2", "e"))
         restarts = {each["name"]: each["restarts"] for each in rig.status()["jobs"]}

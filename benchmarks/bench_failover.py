@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.engines.rig import Rig
-from lib.faults.failover import CUTS, kill, migrate, stop
+from lib.faults.failover import CUTS, kill_engine, migrate, stop
 from lib.faults.peers import PeerSamples, kill_behind, stop_behind
 from lib.faults.turns import Engine, Samples, is_idle
 from lib.faults.weights import give, update
@@ -91,7 +91,7 @@ async def _phases(
         for number in range(num_kills):
             if number > 0:
                 engines[0] = await _replace(client, rig, engines[0], f"a{number}", mine)
-            await kill(client, engines, f"kill-{args.seed}-{number}", samples)
+            await kill_engine(client, engines, f"kill-{args.seed}-{number}", samples)
         for index, peer in enumerate(peers):
             for number in range(num_kills):
                 engines[0] = await _replace(client, rig, engines[0], f"p{index}-{number}", mine)

@@ -8,7 +8,6 @@ restarted daemon gets every engine back; no serving request is lost by either.
 
 import argparse
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from lib.engines.rig import Rig
+from lib.faults.signals import kill
 from lib.harness import median_figure, run_benchmark
 from lib.load.turns import random_prompt
 
@@ -111,8 +111,7 @@ def kill_rollout(pid: int, ledger: Ledger, samples: Samples) -> None:
     if num_held < MIN_HELD_SLABS:
         raise WorkerError(f"the rollout engine holds {num_held} slabs, {MIN_HELD_SLABS} are wanted")
     samples.rollout_slabs.append(num_held)
-    killed_at_s = time.monotonic()
-    os.killpg(pid, signal.SIGKILL)
+    killed_at_s = kill(pid)
     wait_until(
         ledger,
         lambda: all(one.role is not Role.ROLLOUT for one in ledger.engines().values()),

@@ -10,19 +10,20 @@ Publisher, follower and relays share one machine, over loopback.
 """
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
 import sys
 import threading
 import time
 
 import torch
+from lib.engines.rig import Rig
+from lib.faults.signals import kill
 from lib.harness import median_figure, run_benchmark
 
-from rose.errors import RoseError
+from rose.errors import RoseError, WorkerError
 from rose.measure.figures import Figure
+from rose.node.processes import ServerProcess
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.publish.publisher import WeightPublisher
@@ -34,22 +35,6 @@ BUCKET_BYTES = 2 << 20
 RELAY_BYTES = 1 << 30
 VERSIONS_BEFORE, VERSIONS_AFTER = 6, 6
 KINDS = ("embedded", "mooncake")
-
-
-class _Relay:
-    """A relay process on a free port; beside: the URL of a Mooncake store whose frames it copies."""
-
-    def __init__(self, kind: str, beside: str | None = None) -> None:
-        command = [sys.executable, "-m", "rose.transfer.relay.server", "--kind", kind]
-        command += ["--capacity-bytes", str(RELAY_BYTES)]
-        command += ["--beside", beside] if beside is not None else []
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.url = str(json.loads(self.process.stdout.readline())["url"])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
@@ -79,9 +64,15 @@ def _figures(kind: str, rounds: int, seed: int) -> list[Figure]:
 
 def _round(kind: str, victim: int, moments: random.Random) -> tuple[float, int]:
     """(longest delay after the kill over the median before it, versions lost)."""
-    first = _Relay(kind)
-    relays = [first, _Relay(kind, first.url if kind == "mooncake" else None)]
-    url = ",".join(relay.url for relay in relays)
+    with Rig() as rig:
+        first, url = rig.start_relay("first", kind=kind, capacity_bytes=RELAY_BYTES)
+        beside = url if kind == "mooncake" else None
+        second, other = rig.start_relay("second", kind=kind, capacity_bytes=RELAY_BYTES, beside=beside)
+        return _outage(f"{url},{other}", (first, second)[victim], moments)
+
+
+def _outage(url: str, victim: ServerProcess, moments: random.Random) -> tuple[float, int]:
+    """Syncs versions through both relays; the victim dies at a random moment of one of them."""
     weights = {"weight": torch.randn(NUM_ELEMENTS).to(torch.bfloat16)}
     publisher = WeightPublisher(weights, url, "run", bucket_bytes=BUCKET_BYTES)
     client = open_relay(url)
@@ -97,16 +88,16 @@ def _round(kind: str, victim: int, moments: random.Random) -> tuple[float, int]:
             bits += (torch.rand(NUM_ELEMENTS) < 0.01).to(torch.int16)
             if number == VERSIONS_BEFORE:
                 delay_s = moments.random() * statistics.median(before)
-                threading.Timer(delay_s, relays[victim].process.kill).start()
+                threading.Timer(delay_s, kill, [victim.pid]).start()
             taken_s, is_lost = _sync(publisher, follower)
             (before if number < VERSIONS_BEFORE else after).append(taken_s)
             lost += is_lost
+        if victim.is_alive():
+            raise WorkerError(f"{victim.name} lives after its kill")
         return max(after) - statistics.median(before), lost
     finally:
         publisher.close()
         client.close()
-        for relay in relays:
-            relay.kill()
 
 
 def _sync(publisher: WeightPublisher, follower: Follower) -> tuple[float, bool]:

@@ -11,7 +11,6 @@ import argparse
 import importlib.metadata
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import Any
 
 import httpx
 from lib.engines.rig import Rig
+from lib.faults.signals import kill
 from lib.harness import run_benchmark
 from lib.load import toy_trainer
 
@@ -35,6 +35,7 @@ from rose.node.processes import ServerProcess
 from rose.types import Role
 
 NUM_STEPS, KILL_EVERY = 60, 10
+RELAY_BYTES = 256 << 20
 NUM_LAST = 5
 """Steps at the end whose mean counts."""
 POLL_S = 0.02
@@ -82,7 +83,7 @@ class Engine:
 
     def kill(self) -> None:
         """Sends SIGKILL to the engine's processes, and stops its subscriber."""
-        os.killpg(self.server.pid, signal.SIGKILL)
+        kill(self.server.pid)
         self.stop()
 
     def stop(self) -> None:
@@ -100,7 +101,8 @@ class Run:
         self._rig, self._case, self._args = rig, case, args
         self._stack = stack
         self._events = rig.folder / f"{case}.jsonl"
-        self._relay_url = self._start_relay()
+        relay, self._relay_url = rig.start_relay(f"relay-{case}", capacity_bytes=RELAY_BYTES)
+        stack.callback(relay.stop)
         self._num_engines = 0
 
     def engine(self) -> Engine:
@@ -141,14 +143,6 @@ class Run:
         shown = " ".join(f"{reward:.2f}" for reward in rewards[:: KILL_EVERY // 2])
         print(f"{self._case}: reward of every {KILL_EVERY // 2}th step: {shown}", flush=True)
         return fmean(rewards[-NUM_LAST:])
-
-    def _start_relay(self) -> str:
-        argv = ["-m", "rose.transfer.relay.server", "--capacity-bytes", str(256 << 20)]
-        server = self._stopped_after(self._rig.run(argv, f"relay-{self._case}"))
-        log = self._rig.folder / f"relay-{self._case}.log"
-        server.wait_until(lambda: '"url"' in log.read_text(), "relay's URL", PATIENCE_S)
-        url: str = json.loads(log.read_text().splitlines()[-1])["url"]
-        return url
 
     def _stopped_after(self, process: ServerProcess) -> ServerProcess:
         self._stack.callback(process.stop)

@@ -5,8 +5,6 @@ Never: measures.
 """
 
 import json
-import os
-import signal
 import sys
 import tempfile
 import time
@@ -177,8 +175,3 @@ class ClusterRig:
             for note in self.notes()
             if note["what"] == "end"
         ]
-
-    def kill(self, pid: int) -> float:
-        """Sends SIGKILL to a process of this rig, and returns when."""
-        os.kill(pid, signal.SIGKILL)
-        return time.monotonic()

@@ -4,8 +4,7 @@ Owns the processes of one benchmark and its folder. Promises that leaving the co
 started, by id, also on an error. Never measures.
 """
 
-import os
-import signal
+import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self, TypedDict
 
+from lib.faults.signals import kill
 from rose.config import Settings
 from rose.demo.processes import ENGINE_ENV, pin_tree, write_models
 from rose.errors import WorkerError
@@ -28,6 +28,7 @@ from rose.types import Role
 MAX_MODEL_LEN = 1024
 MAX_SEQS = 32
 ROUTER_START_S = 30.0
+RELAY_START_S = 120.0
 
 
 class PoolSize(TypedDict):
@@ -83,7 +84,7 @@ class Rig:
     def kill_daemon(self, name: str) -> None:
         """Sends SIGKILL to a pool's daemon; returns once it is gone."""
         daemon = self._daemons.pop(name)
-        os.kill(daemon.pid, signal.SIGKILL)
+        kill(daemon.pid, whole_group=False)
         daemon.stop()
 
     def start_engine(
@@ -169,6 +170,17 @@ class Rig:
         url = f"http://127.0.0.1:{port}"
         self.run(argv, name).wait_ready(f"{url}/workers", ROUTER_START_S)
         return url
+
+    def start_relay(
+        self, name: str, *, kind: str = "embedded", capacity_bytes: int, beside: str | None = None
+    ) -> tuple[ServerProcess, str]:
+        """Returns a relay and its URL. ``beside``: the URL of a Mooncake store whose frames it copies."""
+        argv = ["-m", "rose.transfer.relay.server", "--kind", kind, "--capacity-bytes", str(capacity_bytes)]
+        server = self.run([*argv, *(("--beside", beside) if beside is not None else ())], name)
+        log = self.folder / f"{name}.log"
+        server.wait_until(lambda: '"url"' in log.read_text(), "relay's URL", RELAY_START_S)
+        line = next(line for line in log.read_text().splitlines() if line.startswith("{"))
+        return server, str(json.loads(line)["url"])
 
     def vllm_flags(self, served_name: str) -> tuple[str, ...]:
         """Returns the flags that all engines share, stock ones too."""

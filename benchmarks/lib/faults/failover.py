@@ -5,11 +5,9 @@ error.
 """
 
 import asyncio
-import os
-import signal
-import time
 from collections.abc import Sequence
 
+from lib.faults.signals import kill, stopped
 from lib.faults.turns import LONG_TOKENS, PROMPT_TOKENS, SHORT_TOKENS, Engine, Samples, begin_turns, is_idle
 from lib.load.turns import RouterClient, Turn, random_prompt, until, until_so
 from rose.errors import WorkerError
@@ -40,15 +38,11 @@ async def stop(client: RouterClient, victim: Engine, name: str, samples: Samples
     turns, tasks = await begin_turns(client, victim, name)
     num_before = (await client.worker(victim.id))["turns"]
     num_cut = sum((await client.status())["counters"]["reroutes"].values())
-    os.killpg(victim.pid, signal.SIGSTOP)
-    stopped_s = time.monotonic()
-    try:
+    with stopped(victim.pid) as stopped_s:
         detection = asyncio.create_task(_num_turns_when_cut(client, victim, num_cut))
         _, new = await begin_new_turns(client, name)
         ended = await asyncio.gather(*tasks, *new)
         num_then, num_after = await detection, (await client.worker(victim.id))["turns"]
-    finally:
-        os.killpg(victim.pid, signal.SIGCONT)
     if broken := [turn.error for turn in ended if turn.error is not None]:
         raise WorkerError(f"turns failed when {victim.id} was stopped: {broken}")
     samples.num_sent_unaware += num_then - num_before
@@ -90,12 +84,12 @@ async def _rehabilitate(client: RouterClient, engine: Engine) -> None:
     await until_so(is_trusted, f"{engine.id} takes turns again")
 
 
-async def kill(client: RouterClient, engines: Sequence[Engine], name: str, samples: Samples) -> None:
+async def kill_engine(client: RouterClient, engines: Sequence[Engine], name: str, samples: Samples) -> None:
     victim, survivor = engines
     await until_so(lambda: is_idle(client, victim), f"{victim.id} is idle")
     before = victim.generated_tokens() - (await client.worker(victim.id))["tokens"]
     turns, tasks = await begin_turns(client, victim, name)
-    os.killpg(victim.pid, signal.SIGKILL)
+    kill(victim.pid)
     await asyncio.gather(*tasks)
     num_lost = victim.generated_tokens() - (await client.worker(victim.id))["tokens"] - before
     num_cut = sum(victim.id in turn.workers for turn in turns)

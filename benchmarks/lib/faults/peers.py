@@ -6,14 +6,13 @@ on, also on an error. Never asks the peer: the turns tell what became of them.
 
 import asyncio
 import itertools
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from lib.faults.failover import begin_new_turns, failures
+from lib.faults.signals import kill, stopped
 from lib.faults.turns import Engine, begin_turns
 from lib.load.turns import PATIENCE_S, RouterClient, Turn, until
 from lib.router.rig import other_router, peer_name
@@ -67,13 +66,9 @@ async def stop_behind(engines: Sequence[Engine], name: str, samples: PeerSamples
     async with _peer(samples.spec, engines) as client:
         turns, tasks = await begin_turns(client, victim, name)
         samples.num_stopped += victim.running_turns()
-        os.killpg(victim.pid, signal.SIGSTOP)
-        stopped_s = time.monotonic()
-        try:
+        with stopped(victim.pid) as stopped_s:
             new, new_tasks = await begin_new_turns(client, name)
             await _end([*tasks, *new_tasks], stopped_s + GIVE_UP_S, samples.broken)
-        finally:
-            os.killpg(victim.pid, signal.SIGCONT)
     running, begun = [[_silence_s(turn, stopped_s) for turn in each] for each in (turns, new)]
     samples.silences_s += [*running, *begun]
     samples.num_hung += sum(silence_s > HUNG_S for silence_s in running)
@@ -88,8 +83,7 @@ async def kill_behind(engines: Sequence[Engine], name: str, samples: PeerSamples
     async with _peer(samples.spec, engines) as client:
         turns, tasks = await begin_turns(client, victim, name)
         samples.num_cut += victim.running_turns()
-        os.killpg(victim.pid, signal.SIGKILL)
-        await _end(tasks, time.monotonic() + PATIENCE_S, [])
+        await _end(tasks, kill(victim.pid) + PATIENCE_S, [])
     samples.num_turns += len(turns)
     samples.failed += await failures(survivor, turns)
 
