@@ -233,8 +233,8 @@ class Places:
         if len(self._jobs) < 2 and all(len(job.wants) < 2 for job in self._jobs):
             return False
         serving = _serving(self._members)
-        if not serving:
-            return False
+        if all(_is_settled(worker, self._entitled) for worker in serving):
+            return False  # a full fleet, at which every heartbeat looks while turns wait
         found = [(self._jobs.find(name), kinds) for name, kinds in self._queue.kinds().items()]
         waiting = [job.borrower(kinds) for job, kinds in found if job is not None and job.may_start]
         owners = {worker.id: worker.owner or NOBODY for worker in serving}
@@ -262,6 +262,12 @@ def _take(turn: TurnView, job: JobAccount, cost: float, worker: Worker) -> Place
 
 def _serving(members: Mapping[str, Worker]) -> list[Worker]:
     return [worker for worker in members.values() if worker.spec.kind is WorkerKind.SERVING]
+
+
+def _is_settled(worker: Worker, entitled: Mapping[str, str]) -> bool:
+    """Whether a GPU runs turns of the job that is entitled to it, so that it can't be lent to another."""
+    owner = worker.owner
+    return owner is not None and owner == entitled[worker.id] and worker.tenants[owner] > 0
 
 
 def _lendables(serving: Iterable[Worker]) -> list[Lendable]:
