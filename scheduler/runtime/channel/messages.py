@@ -92,6 +92,12 @@ class Alive(Call, frozen=True, kw_only=True):
     host: str
 
 
+class Dead(Call, frozen=True, kw_only=True):
+    """Somebody knows that this silent host is off: no process of a job runs there any more."""
+
+    host: str
+
+
 class Exited(Call, frozen=True, kw_only=True):
     """A job's leader has ended, and with it all of its process group."""
 
@@ -223,6 +229,7 @@ AnyCall = (
     | Drain
     | Hello
     | Alive
+    | Dead
     | Exited
     | Request
     | Heartbeat

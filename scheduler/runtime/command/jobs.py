@@ -1,4 +1,4 @@
-"""`rose sched submit|events|cancel|hold|release|drain|logs`: what people ask a running scheduler to do.
+"""`rose sched submit|cancel|hold|release|drain|host-dead|logs|events`: what people ask of a scheduler.
 
 Answers are JSON on stdout. A refusal is one line on stderr and exit status 2.
 """
@@ -12,6 +12,7 @@ from rose.errors import ConfigError
 from rose.scheduler.runtime.channel.messages import (
     NUM_EVENTS,
     Cancel,
+    Dead,
     Drain,
     History,
     HoldJob,
@@ -87,6 +88,20 @@ def hold(argv: Sequence[str]) -> int:
 def release(argv: Sequence[str]) -> int:
     """``rose sched release JOB``."""
     return _tell("release", ReleaseJob, "Puts a held job back where it was in the queue.", argv)
+
+
+def host_dead(argv: Sequence[str]) -> int:
+    """``rose sched host-dead HOST``."""
+    parser = channel_parser(
+        "host-dead",
+        "Says that a silent host is off. Jobs that had nodes there and elsewhere start again.",
+        "rose sched host-dead node-7",
+    )
+    parser.add_argument("host")
+    arguments = parser.parse_args(argv)
+    with connect(arguments.channel) as client:
+        print_json(ask(client, Dead(seq=client.next_seq(), host=arguments.host)))
+    return 0
 
 
 def _tell(name: str, call: type[Cancel | HoldJob | ReleaseJob], summary: str, argv: Sequence[str]) -> int:

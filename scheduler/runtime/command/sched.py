@@ -40,6 +40,7 @@ SUBCOMMANDS = (
     Subcommand(name="release", module=_JOBS, function="release", summary="let a held job start again"),
     Subcommand(name="logs", module=_JOBS, function="logs", summary="print a job's output"),
     Subcommand(name="drain", module=_JOBS, function="drain", summary="place no more jobs on a node"),
+    Subcommand(name="host-dead", module=_JOBS, function="host_dead", summary="say that a host is off"),
     Subcommand(
         name="simulate", module="rose.scheduler.sim.simulate", summary="play a trace of jobs against a policy"
     ),

@@ -18,6 +18,7 @@ from rose.scheduler.runtime.channel.messages import (
     AnyCall,
     Cancel,
     Completed,
+    Dead,
     Drain,
     Exited,
     Heartbeat,
@@ -143,6 +144,8 @@ class ClusterScheduler:
                 self._drain(client, call)
             case Hello():
                 self._hosts.hello(client, call, now)
+            case Dead():
+                self._hosts.dead(client, call, now)
             case Alive():
                 self._hosts.alive(client, call, now)
             case Exited():
@@ -179,7 +182,8 @@ class ClusterScheduler:
         """Ends the leases of a group that have run out, and issues the permits that are due."""
         permits = self._state.permits[group]
         for hold in permits.expired(now):
-            if hold.is_stopping:  # and no runner has answered for a whole lease: it is gone as well
+            if hold.is_stopping and self._state.hosts.is_beside(self._state.jobs[hold.job].host):
+                # No runner has answered for a whole lease: it is gone, and a watcher has ended the process.
                 self._jobs.start_again(hold.job, "lease ran out, and the runner is gone", now)
                 continue
             hold.is_stopping = True

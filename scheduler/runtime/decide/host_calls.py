@@ -1,8 +1,9 @@
 """Hosts that appear, fall silent and come back, and what becomes of the jobs on them.
 
 Owns the answers to runners about their hosts. A job whose nodes are on a silent host is started again on
-other nodes or waits for some; no other job is touched. A host that runs an attempt it should not run is told
-to end it. Pure: takes ``now``.
+other nodes or waits for some; no other job is touched. No node of a living host goes to another job before
+the process that had it is known to have ended. A host that runs an attempt it should not run is told to end
+it. Pure: takes ``now``.
 """
 
 import logging
@@ -10,7 +11,7 @@ import logging
 import msgspec
 
 from rose.scheduler.cluster.model import POOL_PHASES
-from rose.scheduler.runtime.channel.messages import Alive, Hello, Stop
+from rose.scheduler.runtime.channel.messages import Alive, Dead, Hello, Stop
 from rose.scheduler.runtime.decide.hosts import Host
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.records import JobState
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostCalls:
-    """Answers Hello and Alive calls."""
+    """Answers Hello, Alive and Dead calls."""
 
     def __init__(self, state: State, jobs: JobCalls) -> None:
         self._state = state
@@ -42,7 +43,8 @@ class HostCalls:
         for name, attempt in call.running.items():
             record = self._state.jobs.get(name)
             is_its_own = record is not None and (record.host, record.attempt) == (call.host, attempt)
-            if record is None or not is_its_own or record.state is not JobState.RUNNING:
+            must_end = record is None or record.is_fenced or record.state is not JobState.RUNNING
+            if must_end or not is_its_own:
                 self._state.send(client, Stop(job=name, attempt=attempt, is_lost=True))
         for name in list(self._state.live):
             record = self._state.jobs[name]
@@ -52,10 +54,7 @@ class HostCalls:
                 or call.running.get(name) == record.attempt
             ):
                 continue
-            if record.state is JobState.CANCELLING:
-                self._jobs.end(name, JobState.CANCELLED, "", now)
-            else:
-                self._jobs.start_again(name, "its runner was started again", now)
+            self._jobs.bury(name, "its runner was started again", now)
         self._jobs.start_waiting(now)
         self._state.has_new_room = True
 
@@ -69,22 +68,47 @@ class HostCalls:
         self._state.hosts.heard_s[call.host] = now
 
     def lose(self, host: str, now: float) -> None:
-        """A host has been silent for its lease: its jobs continue on other hosts, or wait for nodes."""
-        live = {name: self._state.jobs[name] for name in self._state.live}
-        running = {name: record for name, record in live.items() if record.state.is_placed}
-        lost = [
-            name
-            for name, record in running.items()
-            if record.host == host or host in (self._state.hosts_of(record.group, record.rollout_nodes) or ())
-        ]
-        dead = self._state.hosts.by_name[host]
-        dead.is_alive = False
-        self._state.keep(f"host:{host}", msgspec.json.encode(dead))
+        """A host has been silent for its lease.
+
+        A job with all its nodes there continues on other hosts, or waits for nodes. Any other has nodes on
+        living hosts, and keeps them until its process is known to have ended.
+        """
+        hosts = self._state.hosts.by_name
+        homes = {name: self._homes(name) for name in self._state.live}
+        lost = [name for name, found in homes.items() if host in found]
+        hosts[host].is_alive = False
+        self._state.keep(f"host:{host}", msgspec.json.encode(hosts[host]))
         self._state.settle_all()
         self._state.event("host_lost", "", host=host)
         logger.warning("host lost name=%s jobs=%s", host, ",".join(lost))
+        why = f"host {host} fell silent"
         for name in lost:
-            if running[name].state is JobState.CANCELLING:
-                self._jobs.end(name, JobState.CANCELLED, "", now)
+            runner = self._state.jobs[name].host
+            if not any(hosts[home].is_alive for home in homes[name]):
+                self._jobs.bury(name, why, now)
+            elif runner is not None and hosts[runner].is_alive:
+                self._jobs.fence(name, why, now)
             else:
-                self._jobs.start_again(name, f"host {host} fell silent", now)
+                note = f"{why}; its nodes elsewhere stay its own until {runner} returns or is said to be off"
+                self._jobs.fence(name, f"{note} (rose sched host-dead {runner})", now)
+
+    def dead(self, client: str, call: Dead, now: float) -> None:
+        """Somebody knows that a silent host is off, and that no process runs there."""
+        host = self._state.hosts.by_name.get(call.host)
+        if host is None or host.is_alive:
+            problem = f"no host {call.host!r}" if host is None else f"host {call.host} is alive"
+            silent = [name for name, each in self._state.hosts.by_name.items() if not each.is_alive]
+            error = f"{problem}; the silent hosts are: {', '.join(silent) or 'none'}"
+            self._state.answer(client, call.seq, error)
+            return
+        freed = [name for name in self._state.live if self._state.jobs[name].host == call.host]
+        for name in freed:
+            self._jobs.bury(name, f"host {call.host} is off", now)
+        self._state.answer(client, call.seq, body={"host": call.host, "freed": freed})
+
+    def _homes(self, name: str) -> set[str]:
+        """Returns the hosts of a job's process and of its nodes; none of a job without a process."""
+        record = self._state.jobs[name]
+        if record.host is None or not record.state.is_placed:
+            return set()
+        return {record.host, *(self._state.hosts_of(record.group, record.rollout_nodes) or ())}

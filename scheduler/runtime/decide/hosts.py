@@ -53,6 +53,10 @@ class Hosts:
             and now - self.heard_s.setdefault(name, now) > lease_s
         ]
 
+    def is_beside(self, name: str | None) -> bool:
+        """Whether the host is the scheduler's own machine: processes there end with their runner."""
+        return name is not None and self.by_name[name].num_nodes is None
+
     def total(self, kind: Phase, *, with_dead: bool = False) -> int | None:
         """Returns the nodes that living hosts offer; None if they are unlimited or no host is known yet."""
         alive = [host for host in self.by_name.values() if host.is_alive or with_dead]

@@ -96,7 +96,7 @@ class JobCalls:
         host = hosts[0] if hosts is not None else None
         if record.host is not None and host != record.host:  # else its runner ends what it has
             self._state.order(Stop(job=name, attempt=record.attempt, is_lost=True, forget=True))
-        record.host, record.is_leaving = host, False
+        record.host, record.is_leaving, record.is_fenced = host, False, False
         (self._state.hostless.add if host is None else self._state.hostless.discard)(name)
         if host is None and record.attempt == 0:
             return
@@ -123,6 +123,24 @@ class JobCalls:
         self._state.jobs[name].note = why
         self._start(name, now)
 
+    def fence(self, name: str, why: str, now: float) -> None:
+        """Tells the job's process to end. Its nodes go to nobody before that is known to have happened."""
+        record = self._state.jobs[name]
+        record.is_fenced, record.note, record.waiting = True, why, None
+        permits = self._state.permits_of(name)
+        if name not in permits.holds:
+            permits.drop(name, now)  # what it waits for
+            self._state.changed_group(record.group)
+        self._state.changed(name)
+        self._state.order(Stop(job=name, attempt=record.attempt, is_lost=True))
+
+    def bury(self, name: str, why: str, now: float) -> None:
+        """The job's process is known to have ended with its host: the job is over, or starts again."""
+        if self._state.jobs[name].state is JobState.CANCELLING:
+            self.end(name, JobState.CANCELLED, "", now)
+        else:
+            self.start_again(name, why, now)
+
     def _free(self, name: str, now: float) -> None:
         """No process of this attempt runs any more: its nodes go to the next job."""
         self._state.permits_of(name).drop(name, now)
@@ -144,6 +162,8 @@ class JobCalls:
         how = f"attempt {call.attempt} ended with status {call.exit_status}"
         if record.state is JobState.CANCELLING:
             self.end(call.job, JobState.CANCELLED, "", now)
+        elif record.is_fenced:
+            self.start_again(call.job, record.note, now)
         elif record.is_leaving:
             self._free(call.job, now)
             self._start(call.job, now)

@@ -122,6 +122,8 @@ class PermitCalls:
             return f"no job {job!r}"
         if record.attempt != attempt:
             return f"attempt {attempt} was replaced by attempt {record.attempt}"
+        if record.is_fenced:
+            return f"attempt {attempt} has to end: {record.note}"
         return None if record.state is JobState.RUNNING else f"the job is {record.state}"
 
 

@@ -102,6 +102,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """The host whose runner has the job's process; None while the job waits for nodes."""
     is_leaving: bool = False
     """The process is ending because the job continues on another host."""
+    is_fenced: bool = False
+    """A host of its nodes is lost. It keeps all its nodes until its process is known to have ended."""
     num_done: int = 0
     """Iterations that are safe."""
     num_crashes: int = 0

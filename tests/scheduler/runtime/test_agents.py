@@ -14,8 +14,11 @@ from rose.scheduler.runtime.channel.messages import (
     Answer,
     Cancel,
     Completed,
+    Dead,
     Exited,
+    Granted,
     Hello,
+    Release,
     SchedulerMessage,
     Start,
     Status,
@@ -64,6 +67,84 @@ def test_the_jobs_of_a_silent_host_wait_for_nodes_and_no_other_job_notices() -> 
     start = only(Start, hello(scheduler, "three"))
     assert (start.job, start.first_iteration) == ("a", 1)
     assert scheduler.job("a")["host"] == "three" and scheduler.job("b")["restarts"] == 0
+
+
+def split_over_two_hosts() -> Scheduler:
+    """a and b take turns on a rollout node of one, where both run, and on a training node of two."""
+    scheduler = Scheduler(policy="weave", groups={}, host_lease_s=LEASE_S, lease_s=1e6)
+    for host, nodes in (("one", (1, 0)), ("two", (0, 1)), ("three", (0, 1))):
+        offer = {"rollout": nodes[0], "train": nodes[1]}
+        scheduler.call(Hello, client=host, host=host, num_nodes=offer, running={}, log_folder="/logs")
+    phases = {"rollout": {"seconds": 100.0}, "train": {"seconds": 100.0}}
+    for name in "ab":
+        scheduler.submit(name, group=None, slo=2.5, phases=phases)
+    assert [scheduler.job(name)["host"] for name in "ab"] == ["one", "one"]
+    return scheduler
+
+
+def test_nodes_of_a_living_host_stay_with_a_process_until_it_is_known_to_have_ended() -> None:
+    scheduler = split_over_two_hosts()
+    assert only(Granted, scheduler.request("a")).job == "a"
+    assert scheduler.request("b") == []
+    lost = train_host(scheduler)
+    answers = silence_of(scheduler, lost, "one", *({"two", "three"} - {lost}))
+    assert {(each.job, each.attempt) for each in answers if isinstance(each, Stop)} == {("a", 1), ("b", 1)}
+    assert not [each for each in answers if isinstance(each, Granted | Start)]
+    late = scheduler.request("b")
+    assert "attempt 1 has to end: host" in str(only(Answer, late).error)
+    for name in "ba":
+        answers = scheduler.call(Exited, job=name, attempt=1, exit_status=-9, client="one")
+        assert only(Start, answers).job == name and not [e for e in answers if isinstance(e, Granted)]
+    assert only(Granted, scheduler.request("b", attempt=2)).job == "b"
+    assert [scheduler.job(name)["host"] for name in "ab"] == ["one", "one"]
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_nodes_elsewhere_stay_with_the_processes_of_a_silent_host(returns: bool) -> None:
+    """Until the host returns and has ended them, or somebody knows that it is off."""
+    scheduler = split_over_two_hosts()
+    grant = only(Granted, scheduler.request("a"))
+    fields = {"job": "a", "attempt": 1, "phase": "rollout", "epoch": grant.epoch}
+    answers = scheduler.call(Release, **fields, next_phase="train", client="a")
+    assert only(Granted, answers).phase == "train"
+    assert "host one is alive" in str(only(Answer, scheduler.call(Dead, host="one")).error)
+    answers = silence_of(scheduler, "one", "two", "three")
+    nodes = {"rollout": 1, "train": 0}
+    scheduler.restart(scheduler.now, "clock 1")
+    hello = {"num_nodes": nodes, "running": {}, "log_folder": "/logs"}
+    answers += scheduler.call(Hello, client="four", host="four", **hello)
+    assert not [each for each in answers if isinstance(each, Granted | Start)]
+    assert scheduler.job("a")["holds"] == "train", "its process may still train on the other host"
+    if returns:
+        answers = scheduler.call(Hello, client="one", host="one", **{**hello, "running": {"a": 1, "b": 1}})
+        assert {each.job for each in answers if isinstance(each, Stop)} == {"a", "b"}
+        answers = [
+            each
+            for name in "ab"
+            for each in scheduler.call(Exited, job=name, attempt=1, exit_status=-9, client="one")
+        ]
+    else:
+        answers = scheduler.call(Dead, host="one")
+        assert [each.body["freed"] for each in answers if isinstance(each, Answer)] == [["a", "b"]]
+    assert {(each.job, each.attempt) for each in answers if isinstance(each, Start)} == {("a", 2), ("b", 2)}
+    assert scheduler.job("a")["holds"] is None
+
+
+def test_a_silent_phase_on_an_agents_host_keeps_its_nodes_until_its_end_is_known() -> None:
+    scheduler = split_over_two_hosts()
+    scheduler.cluster = scheduler.cluster.model_copy(update={"lease_s": 5.0, "host_lease_s": 1e6})
+    scheduler.restart(scheduler.now, "clock 1")
+    scheduler.request("a")
+    scheduler.request("b")
+    answers = scheduler.wait(30.0)
+    assert {each.job for each in answers if isinstance(each, Stop)} == {"a"}, "once a lease"
+    assert not [each for each in answers if isinstance(each, Granted | Start)]
+    answers = scheduler.call(Exited, job="a", attempt=1, exit_status=-9, client="one")
+    assert only(Granted, answers).job == "b"
+
+
+def train_host(scheduler: Scheduler) -> str:
+    return str(scheduler.control._state.hosts.homes["group-1"]["train-0"])
 
 
 def test_a_waiting_job_gets_the_nodes_of_one_that_ends() -> None:
