@@ -54,14 +54,15 @@ def timetable(name: str, facts: Mapping[str, Any], jobs: Mapping[str, Job]) -> T
         num_train_nodes=facts["num_train_nodes"],
         members=tuple(Member(job=jobs[job], rollout_nodes=tuple(facts["jobs"][job])) for job in there),
     )
-    return _timetable(group)
+    limits_s = {job: limit_s for job, limit_s in facts["limits_s"].items() if job in there}
+    return _timetable(group, tuple(limits_s.items()))
 
 
 @lru_cache(maxsize=4096)
-def _timetable(group: Group) -> Timetable:
+def _timetable(group: Group, limits_s: tuple[tuple[str, float], ...]) -> Timetable:
     """Kept, for a group seldom changes between two looks."""
     try:
-        found = certify(group, round_robin(group))
+        found = certify(group, round_robin(group), dict(limits_s))
     except CertificateError as error:  # a job that left keeps an empty place; without it others wait
         return Timetable(problem=str(error))
     bars = _bars(group, found)

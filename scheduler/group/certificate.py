@@ -91,8 +91,10 @@ class Certificate:
             assert self.starts_ticks[each.after] >= earliest, f"{each} does not hold"
 
 
-def certify(group: Group, order: CyclicOrder) -> Certificate:
+def certify(group: Group, order: CyclicOrder, limits_s: Mapping[str, float] | None = None) -> Certificate:
     """The shortest timetable of this order in which every member meets its SLO.
+
+    limits_s: what is left of the SLO of jobs that have used some of it; the others' is whole.
 
     Raises: CertificateError; ValueError for an order of other jobs.
     """
@@ -106,8 +108,9 @@ def certify(group: Group, order: CyclicOrder) -> Certificate:
     ticks = [_ticks(duration) for duration in durations_s]
     after = [_ticks(each + sync) for each, sync in zip(durations_s, syncs_s, strict=True)]
     precedence = [*_precedence(order, ticks, after)]
+    limits = {name: limit_s(job) for name, job in jobs.items()} | dict(limits_s or {})
     at_least = max((each.ticks for each in precedence if each.before == each.after), default=1)
-    slo = [edge for job in jobs.values() for edge in _slo(order, job)]
+    slo = [edge for job in jobs.values() for edge in _slo(order, job, _limit_ticks(limits[job.name]))]
 
     def issue(starts: list[int], cycle: int) -> Certificate:
         return Certificate(
@@ -115,7 +118,9 @@ def certify(group: Group, order: CyclicOrder) -> Certificate:
             starts_ticks=tuple(starts),
             cycle_ticks=cycle,
             constraints=(*precedence, *slo),
-            bounds={name: _bound(group, order, job, starts, cycle) for name, job in jobs.items()},
+            bounds={
+                name: _bound(group, order, job, limits[name], starts, cycle) for name, job in jobs.items()
+            },
             durations_s=durations_s,
             syncs_s=syncs_s,
         )
@@ -129,7 +134,7 @@ def certify(group: Group, order: CyclicOrder) -> Certificate:
 
 
 def limit_s(job: Job) -> float:
-    """The longest iteration that a job's SLO allows."""
+    """The longest iteration that the SLO of a job allows that has used none of it."""
     return job.slo * job.solo_s
 
 
@@ -142,8 +147,8 @@ def _ticks(seconds: float) -> int:
     return math.ceil(round(seconds * TICKS_PER_S, 6))
 
 
-def _limit_ticks(job: Job) -> int:
-    return math.floor(limit_s(job) * (1 + SLO_TOLERANCE) * TICKS_PER_S)
+def _limit_ticks(seconds: float) -> int:
+    return math.floor(seconds * (1 + SLO_TOLERANCE) * TICKS_PER_S)
 
 
 def _precedence(order: CyclicOrder, ticks: list[int], after: list[int]) -> Iterator[Constraint]:
@@ -156,9 +161,8 @@ def _precedence(order: CyclicOrder, ticks: list[int], after: list[int]) -> Itera
             )
 
 
-def _slo(order: CyclicOrder, job: Job) -> Iterator[Constraint]:
+def _slo(order: CyclicOrder, job: Job, limit: int) -> Iterator[Constraint]:
     rollouts = _rollouts(order, job.name)
-    limit = _limit_ticks(job)
     if job.slo_kind is SloKind.LIFETIME:
         first = rollouts[0]
         yield Constraint(before=first, after=first, ticks=-limit * len(rollouts), passes=-1)
@@ -171,20 +175,22 @@ def _rollouts(order: CyclicOrder, job: str) -> list[int]:
     return [index for index in order.steps_of_job[job] if order.steps[index].kind is Phase.ROLLOUT]
 
 
-def _bound(group: Group, order: CyclicOrder, job: Job, starts: list[int], cycle: int) -> JobBound:
+def _bound(
+    group: Group, order: CyclicOrder, job: Job, allowed_s: float, starts: list[int], cycle: int
+) -> JobBound:
     times = [starts[index] for index in _rollouts(order, job.name)]
     longest = max(
         following - time for time, following in zip(times, (*times[1:], times[0] + cycle), strict=True)
     )
-    limit = _limit_ticks(job)
+    lead = max(0, _limit_ticks(allowed_s) - longest)
     return JobBound(
         slo_kind=job.slo_kind,
         num_iterations=len(times),
         mean_s=cycle / len(times) / TICKS_PER_S,
         longest_s=longest / TICKS_PER_S,
-        limit_s=limit_s(job),
+        limit_s=allowed_s,
         alone_s=group.solo_s(job),
-        lead_s=math.inf if job.slo_kind is SloKind.LIFETIME else max(0, limit - longest) / TICKS_PER_S,
+        lead_s=math.inf if job.slo_kind is SloKind.LIFETIME else lead / TICKS_PER_S,
     )
 
 
@@ -197,8 +203,10 @@ def _refusal(group: Group, jobs: Mapping[str, Job], found: Certificate) -> Certi
 
     worst = max(jobs, key=lambda name: promised_s(name) / found.bounds[name].limit_s)
     limit, promised = found.bounds[worst].limit_s, promised_s(worst)
+    whole = limit_s(jobs[worst])
+    said = "its SLO is" if limit == whole else f"what is left of its SLO of {whole:.6g} s is"
     return CertificateError(
-        f"group {group.name}: job {worst} could be promised an iteration of {promised:.6g} s, its SLO is "
+        f"group {group.name}: job {worst} could be promised an iteration of {promised:.6g} s, {said} "
         f"{limit:.6g} s ({jobs[worst].slo:g} x {jobs[worst].solo_s:.6g} s alone): move it, or loosen its SLO",
         job=worst,
         bound_s=promised,

@@ -97,7 +97,7 @@ class DriftCalls:
         members = (replace(each, job=job) if each.job.name == spec.name else each for each in group.members)
         group = replace(group, members=tuple(members), periods_s=())
         try:
-            certificate = self._state.certify(group)
+            certificate = self._state.certify(group, now)
         except CertificateError:
             if spec.group is not None:
                 raise

@@ -68,6 +68,11 @@ class GroupPermits:
         """The jobs in their cyclic order, including jobs that left since the last join."""
         return list(self._certificate.order.steps_of_job) if self._certificate is not None else []
 
+    def limits_s(self) -> dict[str, float]:
+        """Returns what the certificate allows each job; nothing before `form`."""
+        bounds = self._certificate.bounds if self._certificate is not None else {}
+        return {name: bound.limit_s for name, bound in bounds.items()}
+
     def drop(self, job: str, now: float) -> None:
         """Frees what the job holds, forgets its request, and passes over its place in the order."""
         self.holds.pop(job, None)
@@ -206,7 +211,7 @@ class GroupPermits:
         row = PermitsRow(
             clock=self._clock, at_s=self._now, holds=holds, book=self._book.state(), pace=self._pace.state()
         )
-        return OrderRow(group=self._group, jobs=jobs), row
+        return OrderRow(group=self._group, jobs=jobs, limits_s=self.limits_s()), row
 
     def restore(self, order: OrderRow, row: PermitsRow, now: float) -> None:
         """Restores the `rows` of an earlier scheduler, and gives every holder a whole lease.
@@ -215,7 +220,8 @@ class GroupPermits:
         """
         later_s = 0.0 if row.clock == self._clock else now - row.at_s
         self._now = now
-        self._book = self._begin(order.group, certify(order.group, _order(order.group, order.jobs)), now)
+        certificate = certify(order.group, _order(order.group, order.jobs), order.limits_s)
+        self._book = self._begin(order.group, certificate, now)
         held = {each.job: (each.epoch, each.granted_s + later_s) for each in row.holds}
         self._book.restore(row.book, held, now)
         assert self._pace is not None

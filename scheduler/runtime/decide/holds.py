@@ -47,3 +47,5 @@ class OrderRow(msgspec.Struct, kw_only=True):
 
     group: Group
     jobs: list[str]
+    limits_s: dict[str, float] = msgspec.field(default_factory=dict)
+    """What the certificate allows each job."""

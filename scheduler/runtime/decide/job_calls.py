@@ -33,12 +33,12 @@ class JobCalls:
         """
         placed = self._state.groups.place(spec, now, avoid)
         try:
-            return placed, self._state.certify(placed.group)
+            return placed, self._state.certify(placed.group, now)
         except CertificateError:
             if spec.group is not None:
                 raise
             placed = self._state.groups.place_alone(spec, now)
-            return placed, self._state.certify(placed.group)
+            return placed, self._state.certify(placed.group, now)
 
     def check_possible(self, spec: RunSpec, now: float) -> None:
         """Raises what refuses the job even where no other job runs, on all hosts that are known.

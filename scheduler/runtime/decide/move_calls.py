@@ -184,7 +184,7 @@ class MoveCalls:
 
     def _certify(self, group: Group, now: float) -> Certificate:
         """Also checks jobs whose SLO leaves less than a whole iteration's limit. Raises: CertificateError."""
-        certificate = self._state.certify(group)
+        certificate = self._state.certify(group, now)
         for name, bound in certificate.bounds.items():
             promised_s = bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
             limit_s = self._state.resident(name, now).limit_s
@@ -203,7 +203,7 @@ class MoveCalls:
         if not rest.members:
             return
         try:
-            certificate = self._state.certify(rest)
+            certificate = self._state.certify(rest, now)
         except CertificateError as error:
             logger.info("a place stays empty group=%s reason=%s", rest.name, error)
             return

@@ -16,7 +16,7 @@ import msgspec
 
 from rose.config import parse_config
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import POOL_PHASES, Group, Job, Member
+from rose.scheduler.cluster.model import POOL_PHASES, Group, Job, Member, SloKind
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate, certify
 from rose.scheduler.runtime.channel.messages import Answer, Message, Start, Stop, encode
@@ -238,9 +238,17 @@ class State:
         """Returns the hosts of a member's nodes, its process's first; None if a node has no host."""
         return self.hosts.of_job(group, rollout_nodes, self.groups.by_name[group].num_train_nodes)
 
-    def certify(self, group: Group) -> Certificate:
-        """Certifies the order in which the members would follow each other. Raises: CertificateError."""
-        return certify(group, self.permits_in(group.name).order_for(group))
+    def certify(self, group: Group, now: float) -> Certificate:
+        """Certifies the order in which the members would follow each other. Raises: CertificateError.
+
+        Where fast iterations may pay for slow ones, the limit is the policies' own.
+        """
+        left_s = {
+            job.name: self.resident(job.name, now).limit_s
+            for job in (member.job for member in group.members)
+            if job.slo_kind is SloKind.LIFETIME and job.name in self.jobs and self.jobs[job.name].num_done
+        }
+        return certify(group, self.permits_in(group.name).order_for(group), left_s)
 
     def reserve(self, job: str, group: Group, certificate: Certificate, why: str, now: float) -> None:
         """Reserves a running job's next place in ``group``, which already has the job as a member."""
@@ -300,6 +308,7 @@ class State:
             "jobs": {each.job.name: list(each.rollout_nodes) for each in group.members},
             "holders": {each.job: each.phase for each in self.permits_in(name).holds.values()},
             "drained": self.groups.drained.get(name, []),
+            "limits_s": self.permits_in(name).limits_s(),
         }
 
     def describe(self, name: str) -> dict[str, Any]:

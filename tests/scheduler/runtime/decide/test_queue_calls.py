@@ -5,13 +5,17 @@ from typing import Any
 import pytest
 from lone_scheduler import Scheduler, error_of, only, spec_of
 
+from rose.scheduler.dashboard.view import state_view
 from rose.scheduler.runtime.channel.messages import (
     Answer,
     Cancel,
+    Completed,
     Drain,
     Exited,
+    Granted,
     Hello,
     HoldJob,
+    Overview,
     ReleaseJob,
     Start,
     Status,
@@ -177,6 +181,32 @@ def test_a_drained_node_that_returns_starts_what_is_queued() -> None:
     assert full.submit("a", group="main")["state"] == "queued"
     answers = full.scheduler.call(Drain, group="main", node="train", undo=True)
     assert only(Start, answers).job == "a"
+
+
+def banked(name: str, phase_s: float) -> dict[str, Any]:
+    phases = {kind: {"seconds": phase_s} for kind in ("rollout", "train")}
+    return {"name": name, "phases": phases, "slo": 1.5, "slo_kind": "lifetime", "iterations": 100}
+
+
+def test_what_a_job_has_saved_of_its_lifetimes_slo_lets_another_in_beside_it() -> None:
+    """The certificate allows what the policy allows, also in the next scheduler and on the dashboard."""
+    scheduler = Scheduler(policy="lifetime-static", groups={})
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.submit("a", group=None, **banked("a", 100.0))
+    early = only(Answer, scheduler.submit("early", group=None, **banked("early", 180.0))).body
+    assert early["group"] == "group-2", "a cycle of 360 s is more than 1.5 x 200 s"
+    scheduler.call(Cancel, job="early")
+    scheduler.call(Exited, job="early", attempt=1, exit_status=-15, client="runner")
+    for iteration in range(60):
+        scheduler.now += 200.0
+        scheduler.call(Completed, job="a", attempt=1, iteration=iteration)
+    late = only(Answer, scheduler.submit("late", group=None, **banked("late", 180.0))).body
+    assert late["group"] == "group-1" and "direct packing" in late["why"]
+    scheduler.restart(scheduler.now, "clock 1")
+    assert only(Granted, scheduler.request("a", iteration=60)).job == "a"
+    facts = only(Answer, scheduler.call(Overview)).body
+    [group] = state_view(facts, [])["groups"]
+    assert group["problem"] is None and group["cycle_s"] == 360.0
 
 
 def test_status_shows_all_jobs_that_are_not_over_and_the_last_of_those_that_are() -> None:
