@@ -27,8 +27,8 @@ MIN_SLICES = 6
 NEIGHBOUR_SLICES = 20
 """On either side of a closed slice; its steps are compared with theirs."""
 QUANTILES = (50, 99)
-BUSY_PERCENTILE = 90
-"""Of the slices, by how full their batches are: where the requests of the high quantile come from."""
+BUSY_PERCENTILES = (75, 90)
+"""Of the slices, by how full their batches are: where the requests of each quantile come from."""
 
 MEASURING_SHARE = 0.05
 """Of the slices, closed at all times: fifteen a minute."""
@@ -128,7 +128,7 @@ def estimate_harm(
     latencies: dict[str, Estimate] = {}
     if slowdown is not None and len(requests) >= MIN_REQUESTS:
         effect = slowdown.scaled(_open_share(slices))
-        effects = [_with_fuller_batches(effect, slices, percent) for percent in (50, BUSY_PERCENTILE)]
+        effects = [_with_fuller_batches(effect, slices, percent) for percent in BUSY_PERCENTILES]
         rng = np.random.default_rng(seed)
         latest = requests[-MAX_REQUESTS:]
         ttft = [(each.ttft_s, each.ttft_waited_s) for each in latest]

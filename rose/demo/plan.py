@@ -16,7 +16,7 @@ DEMO_SLO = SLO(ttft_s=0.6, tpot_s=0.15)
 """Of the serving model on one CPU core; the paper's ratio of TTFT to TPOT is similar (500/150 ms)."""
 
 BURST_SIZE = 6
-BURST_PREFILL_S = 0.6
+BURST_PREFILL_S = 0.9
 """Of six of the longest prompts; most prompts of the trace are much shorter."""
 
 SERVING_LOAD = ServingLoad(
