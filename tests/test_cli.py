@@ -60,6 +60,17 @@ def test_import_rose_loads_neither_torch_nor_vllm() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+def test_a_command_answers_before_torch_vllm_or_transformers_are_loaded() -> None:
+    """Each takes seconds to load. Whoever asks for help or mistypes a flag waits for none of them."""
+    script = (
+        "import importlib, sys\n"
+        f"for name in {[command.module for command in COMMANDS]}: importlib.import_module(name)\n"
+        "print(*sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_linked_folders_refuse_to_be_imported_by_themselves() -> None:
     root = Path(__file__).parents[1]
     for name, folder in (("scheduler", "."), ("transfer", "."), ("measure", "benchmarks")):
