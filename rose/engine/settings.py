@@ -66,8 +66,9 @@ class EngineSettings(BaseModel):
     """Fills a slab with NaN before it leaves, to make a later read of it visible. Costs 70 us per 2 MiB."""
     serving_window_s: float = Field(default=30.0, gt=0)
     """Window of serving's recent peak usage, which rollout budgets leave to it."""
-    serving_keep_s: float = Field(default=1.0, gt=0)
-    """How long serving keeps a slab that it no longer uses, so that it need not be mapped again soon."""
+    floor_slabs: int | None = Field(default=None, ge=0)
+    """The slabs that a serving engine keeps for its KV and prefix cache when rollouts want memory. None
+    stands for the pool's headroom, which rollouts never get."""
     compute_cpus: str | None = None
     """CPUs that stand for the GPU on a CPU-only host, for example "0". Only the model's thread is pinned
     there."""
@@ -108,6 +109,8 @@ class EngineSettings(BaseModel):
             return f"spend_slo with gate {self.gate}: only the dual gate spends slack; leave one of them out"
         if self.lend_idle_s is not None and (self.role is Role.ROLLOUT or self.pool is None):
             return "lend_idle_s: only a serving engine with a pool has anything to lend; leave it out"
+        if self.floor_slabs is not None and (self.role is Role.ROLLOUT or self.pool is None):
+            return "floor_slabs: only a serving engine with a pool keeps slabs from rollouts; leave it out"
         return None
 
     def gate_problem(self, mode: GateMode, tpot_target_ms: float | None) -> str | None:
@@ -160,11 +163,22 @@ class EngineSettings(BaseModel):
             stall_timeout_s=self.stall_s,
         )
 
+    def check_floor(self, num_slabs: int) -> None:
+        """Raises: ConfigError if a pool of ``num_slabs`` slabs is too small for the floor."""
+        if self.floor_slabs is not None and self.floor_slabs >= num_slabs:
+            raise ConfigError(
+                f"floor_slabs {self.floor_slabs}: pool {self.pool} has {num_slabs} slabs, and rollouts need "
+                f"at least 1: use {num_slabs - 1} or fewer"
+            )
+
     def budget_policy(self, pool: PoolClient) -> BudgetPolicy:
+        is_serving = self.role is Role.SERVING
+        floor = self.floor_slabs if self.floor_slabs is not None else pool.headroom_slabs
         return BudgetPolicy(
             num_slabs=pool.num_slabs,
             headroom_slabs=pool.headroom_slabs,
             high_watermark=self.high_watermark,
+            floor_slabs=floor if is_serving else 0,
         )
 
 

@@ -39,7 +39,7 @@ def _batches(prompts: Prompts, num_at_once: int) -> list[Prompts]:
 def serve_bursts(
     model: Path, pool: str, prompts: Prompts, max_tokens: int, burst: Event, stop: Event
 ) -> list[list[int]]:
-    """All prompts at once, each time that ``burst`` is set; idle in between, when slabs go back."""
+    """All prompts at once, each time that ``burst`` is set; idle in between, when rollouts get slabs."""
     settings = {"role": "serving", "pool": pool, "engine_id": "serving", "serving_window_s": WINDOW_S}
     driver = Driver(make_engine(model, settings))
     answers = []
@@ -228,7 +228,7 @@ class _ConsumedRollout:
     def answer_beside_bursts(self, num_rounds: int, burst: Event) -> None:
         """Takes more rounds where the bursts came so late that no rollout had to end."""
         while len(self.replies) < num_rounds or not self._has_ended_any():
-            self.driver.step_until(self._is_serving_quiet, "serving returned its slabs")
+            self.driver.step_until(self._is_serving_quiet, "serving's recent peak has passed")
             self.begin_rl_step()
             names = self.driver.ask(self._prompts, self._max_tokens)
             _wait_for_tokens(self.driver, names)
@@ -240,8 +240,7 @@ class _ConsumedRollout:
         return any(reply.finish_reason == "abort" for answers in self.replies for reply in answers)
 
     def _is_serving_quiet(self) -> bool:
-        ledger, client = self.tenant.ledger, self.tenant.client
-        return ledger.num_free + self.tenant.num_owned >= client.num_slabs - 1
+        return self.tenant.ledger.serving_reserve_slabs == 0
 
     def lose_the_cache(self) -> None:
         """First by the end of leases, then by a cut, then by a reset."""
@@ -297,7 +296,8 @@ def _prefix_counts(engine: Any) -> tuple[float, float]:
 
 
 def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path) -> dict[str, int]:
-    """A prefiller whose connector reads the blocks only when the engine has long been idle.
+    """A prefiller whose connector reads the blocks only when the engine has long been idle. All along, the
+    ledger says that rollouts want every slab.
 
     Returns slabs owned by the engine: after traffic, once idle ones have gone back, after all blocks were
     sent; and how many of the second hold blocks of finished requests that are still to be sent. Then what
@@ -313,6 +313,7 @@ def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path)
     connector = _connector("LingeringConnector", store, "kv_producer", module="lingering_connector")
     driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
     tenant, counts = _tenant(driver), {}
+    tenant.ledger.rollout_wanted_slabs = tenant.client.num_slabs
     send = store / SEND
     # Nothing of it is sent, or a slow machine might see slabs go back before it has seen them all.
     driver.answer([[*prompt[at:], *prompt[:at]] for prompt in prompts for at in (1, 2)], 1)
@@ -392,3 +393,55 @@ def refusals_by_another_version(version: str, cases: list[dict[str, Any]]) -> li
 
     vllm.__version__ = version
     return refusals(cases)
+
+
+def serve_from_cache(
+    model: Path, pool: str, chats: Prompts, others: Prompts, is_full: Event, stop: Event
+) -> dict[str, Any]:
+    """A serving engine that is alone in its pool at first. ``chats`` and ``others`` fill the pool; then
+    rollouts come, and leave when they are done. The chats are asked often, each of the others once, the last
+    of them after the chats.
+
+    Returns the tokens that were found in the cache at each moment, and slabs held."""
+    driver = Driver(make_engine(model, {"role": "serving", "pool": pool, "serving_window_s": WINDOW_S}))
+    tenant, facts, answers = _tenant(driver), dict[str, Any](), list[list[int]]()
+
+    def cached_tokens(prompts: Prompts) -> list[int]:
+        replies = [driver.answer([prompt], 4)[0] for prompt in prompts]
+        answers.extend(reply.tokens for reply in replies if len(answers) < len(chats))
+        return [reply.num_cached_tokens for reply in replies]
+
+    def wait(seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        driver.step_until(lambda: time.monotonic() > until_s, "a pause")
+
+    facts["first"] = cached_tokens(chats)
+    facts["round robin"] = cached_tokens(chats)
+    wait(2.0)
+    facts["after 2 s"] = cached_tokens(chats)
+    cached_tokens(others[:-1])
+    for _ in range(3):
+        cached_tokens(chats)
+    cached_tokens(others[-1:])
+    facts["alone"] = tenant.num_owned
+    tenant.pool.check_integrity()
+    tenant.cache.check_integrity()
+    is_full.set()
+    driver.step_until(stop.is_set, "rollouts have gone", at_most_s=1200.0)
+    facts["beside rollouts"] = tenant.num_owned
+    facts["often asked"], facts["last asked"] = cached_tokens(chats), cached_tokens(others[-1:])
+    tenant.pool.check_integrity()
+    tenant.cache.check_integrity()
+    return {**facts, "answers": answers}
+
+
+def roll_out_where_serving_caches(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, is_full: Event, stop: Event
+) -> list[Reply]:
+    """A rollout engine that comes into a pool full of serving's prefix cache, and wants most of it."""
+    assert is_full.wait(1200.0)
+    try:
+        driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "lease_s": LEASE_S}))
+        return driver.answer(prompts, max_tokens)
+    finally:
+        stop.set()

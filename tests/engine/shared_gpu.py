@@ -111,7 +111,7 @@ class SharedGpu:
         for engine in self._engines.values():
             engine.set_gate(self._gate)
             until(lambda e=engine: e.status().num_running + e.status().num_waiting == 0, "idle engine")
-        until(lambda: self.ledger.num_held(Role.SERVING) == 1, "serving returned its slabs")
+        until(lambda: self.ledger.serving_reserve_slabs == 0, "serving's recent peak has passed")
         self._restore_weights()
         self.begin_rl_step()
 

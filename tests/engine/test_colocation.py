@@ -109,8 +109,8 @@ def test_a_serving_burst_cuts_aborts_and_freezes_until_the_next_rl_step(
     assert frozen_budget <= log.budgets[0] // 2
     assert "emergency cut budget=" in serving.process.log_tail(1000)
 
-    # Serving's slabs are back in the pool, and still rollout may not grow.
-    until(lambda: gpu.ledger.num_held(Role.SERVING) == 1, "serving returned its slabs")
+    # Serving needs nothing any more, and still rollout may not grow.
+    until(lambda: gpu.ledger.serving_reserve_slabs == 0, "serving's recent peak has passed")
     with LedgerLog(gpu.ledger) as log:
         check_all_come_whole(rollout, [prompt(f"frozen-{i}", 50) for i in range(8)])
     assert log.budgets == [frozen_budget]

@@ -28,17 +28,17 @@ def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: 
         with start_daemon(
             "two", num_slabs=4, slab_bytes=1 << 20, headroom_slabs=1, num_shards=2, runtime_dir=Path(folder)
         ):
-            assert patches._bytes_per_rank("two", 2, BackendKind.HOST) == 4 << 20
+            assert patches._pool_for("two", 2, BackendKind.HOST).num_slabs == 4
             with pytest.raises(
                 ConfigError, match=r"--tensor-parallel-size 1 .* pool two has 2: .* --num-shards 1"
             ):
-                patches._bytes_per_rank("two", 1, BackendKind.HOST)
+                patches._pool_for("two", 1, BackendKind.HOST)
             with pytest.raises(ConfigError, match=r"two has host slabs, .* the pool with --backend cuda"):
-                patches._bytes_per_rank("two", 2, BackendKind.CUDA)
+                patches._pool_for("two", 2, BackendKind.CUDA)
             with PoolClient.observe("two") as observer:
                 observer.board_words.store(Word.MAGIC, MAGIC + 1)
             with pytest.raises(BoardError, match="both engines and the pool daemon must run the same ROSE"):
-                patches._bytes_per_rank("two", 2, BackendKind.HOST)
+                patches._pool_for("two", 2, BackendKind.HOST)
 
 
 def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from rose.engine.memory.kv_range import pinned_slab
+from rose.engine.memory import kv_range
 from rose.errors import PoolError
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
@@ -15,7 +15,10 @@ from rose.memory.pool.wire import Kind
 from rose.types import Role
 
 
-def test_a_pool_without_a_slab_for_another_engine_is_refused_with_the_numbers() -> None:
+def test_a_pool_without_a_slab_for_another_engine_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_range, "PINNED_SLAB_TIMEOUT_S", 0.1)
     with (
         tempfile.TemporaryDirectory(prefix="rose-test-") as folder,
         start_daemon("p", num_slabs=4, headroom_slabs=1, runtime_dir=Path(folder)),
@@ -26,9 +29,11 @@ def test_a_pool_without_a_slab_for_another_engine_is_refused_with_the_numbers() 
         with pytest.raises(
             PoolError, match=r"need 1 slab .*, 0 free of 4, held \{'serving': 4, 'rollout': 0\}"
         ):
-            pinned_slab(rollout, acquire=True)
+            kv_range.pinned_slab(rollout, acquire=True)
+        # Serving was asked to give one of its cached slabs.
+        assert serving.ledger.rollout_lacks == 1
         serving.ledger.drain(slabs[2:3], 0)
-        assert pinned_slab(rollout, acquire=True) == 2
+        assert kv_range.pinned_slab(rollout, acquire=True) == 2
 
 
 def attach(folder: Path, role: Role) -> PoolClient:

@@ -1,4 +1,6 @@
-"""The memory policy as tables: budget, cut, freeze, growth, and what serving keeps."""
+"""The memory policy as tables: budget, cut, freeze, growth, and what serving keeps or gives."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -73,10 +75,10 @@ def test_an_instance_out_of_service_is_lent_whole() -> None:
         True,
         False,
     ]
-    assert POLICY.rollout_growth(free=99, serving_used=0, rollout_owned=0, budget=whole) == 99
-    assert POLICY.rollout_growth(free=50, serving_used=0, rollout_owned=49, budget=whole) == 50
-    # The slab of serving's padding block is never free.
-    assert POLICY.rollout_growth(free=0, serving_used=0, rollout_owned=99, budget=whole) == 0
+    assert POLICY.rollout_growth(serving_used=0, rollout_owned=0, budget=whole) == 99
+    assert POLICY.rollout_growth(serving_used=0, rollout_owned=49, budget=whole) == 50
+    # The slab of serving's padding block stays.
+    assert POLICY.rollout_growth(serving_used=0, rollout_owned=99, budget=whole) == 0
 
 
 def test_watermark_and_cut_factor_are_settings() -> None:
@@ -101,45 +103,112 @@ def test_budget_never_grows_within_a_step(serving_used: list[int], peak: int) ->
 
 
 @pytest.mark.parametrize(
-    ("free", "used", "owned", "budget", "growth"),
+    ("used", "owned", "budget", "growth"),
     [
-        (80, 20, 0, 60, 60),
-        (80, 0, 0, 60, 60),
-        (30, 20, 50, 60, 10),
-        (5, 20, 50, 60, 5),
+        (20, 0, 60, 60),
+        (0, 0, 60, 60),
+        (20, 50, 60, 10),
         # 100 - 50 owned - 25 used - 20 headroom
-        (30, 25, 50, 60, 5),
-        (30, 30, 50, 60, 0),
-        (30, 90, 50, 60, 0),
-        (30, 0, 61, 60, 0),
-        # The pinned slab may always be had, unless the pool is empty.
-        (1, 99, 0, 60, 1),
-        (0, 99, 0, 60, 0),
+        (25, 50, 60, 5),
+        (30, 50, 60, 0),
+        (90, 50, 60, 0),
+        (0, 61, 60, 0),
+        # The pinned slab may always be had.
+        (99, 0, 60, 1),
     ],
 )
-def test_rollout_growth_spares_the_headroom(
-    free: int, used: int, owned: int, budget: int, growth: int
-) -> None:
-    assert POLICY.rollout_growth(free=free, serving_used=used, rollout_owned=owned, budget=budget) == growth
+def test_rollout_growth_spares_the_headroom(used: int, owned: int, budget: int, growth: int) -> None:
+    assert POLICY.rollout_growth(serving_used=used, rollout_owned=owned, budget=budget) == growth
+
+
+FLOOR = replace(POLICY, floor_slabs=50)
+
+
+@pytest.mark.parametrize(("recent_peak", "budget"), [(0, 50), (30, 50), (31, 49), (80, 1)], ids=str)
+def test_step_budget_leaves_serving_its_floor(recent_peak: int, budget: int) -> None:
+    assert FLOOR.begin_step(recent_peak) == budget
+    # The rollout engine doesn't know the floor: it goes by what serving says that it is to leave.
+    assert POLICY.begin_step(FLOOR.reserve(recent_peak)) == budget
 
 
 @pytest.mark.parametrize(
-    ("owned", "used", "recent_peak", "target", "released"),
+    ("missing", "must", "owned", "free", "lacks", "growth"),
     [
-        (30, 5, 20, 20, RETURN_PACE_SLABS),
-        (24, 5, 20, 20, 4),
-        (20, 5, 20, 20, 0),
-        (10, 5, 20, 20, 0),
-        (40, 33, 20, 33, 7),
-        (1, 0, 0, 1, 0),
-        (100, 0, 120, 100, 0),
+        # Nobody wants anything: cache may fill the pool.
+        (10, 0, 60, 40, 0, 10),
+        (50, 0, 60, 40, 0, 40),
+        # What rollouts lack is left to them, and serving evicts instead ...
+        (10, 0, 60, 40, 35, 5),
+        (10, 0, 60, 40, 60, 0),
+        # ... but not what its requests can't do without, and not below its floor.
+        (10, 8, 60, 40, 60, 8),
+        (10, 0, 45, 40, 60, 5),
+        (10, 8, 60, 4, 60, 4),
     ],
 )
-def test_serving_keeps_its_recent_peak_and_returns_the_rest_paced(
-    owned: int, used: int, recent_peak: int, target: int, released: int
+def test_serving_grows_instead_of_evicting_while_rollouts_lack_nothing(
+    missing: int, must: int, owned: int, free: int, lacks: int, growth: int
 ) -> None:
-    assert POLICY.serving_target(used=used, recent_peak=recent_peak) == target
-    assert POLICY.serving_release(owned=owned, used=used, recent_peak=recent_peak) == released
+    grown = FLOOR.serving_growth(missing=missing, must=must, owned=owned, free=free, rollout_lacks=lacks)
+    assert grown == growth
+
+
+@pytest.mark.parametrize(
+    ("owned", "used", "budget", "available", "lacks", "given"),
+    [
+        # No demand, no gift: however long serving is idle, and whatever it holds.
+        (100, 0, 50, 0, 0, 0),
+        (80, 10, 50, 0, 3, 3),
+        (80, 10, 50, 2, 3, 1),
+        (80, 10, 50, 3, 3, 0),
+        (80, 10, 50, 0, 40, RETURN_PACE_SLABS),
+        # Down to the floor, or to what is in use.
+        (53, 10, 50, 0, 40, 3),
+        (50, 10, 50, 0, 40, 0),
+        (80, 78, 50, 0, 40, 2),
+        # An engine out of service lends its floor with its headroom, all but its padding block's slab.
+        (4, 0, 99, 0, 40, 3),
+    ],
+)
+def test_serving_gives_what_rollouts_lack_down_to_its_floor(
+    owned: int, used: int, budget: int, available: int, lacks: int, given: int
+) -> None:
+    gift = FLOOR.serving_gift(owned=owned, used=used, budget=budget, available=available, rollout_lacks=lacks)
+    assert gift == given
+
+
+@given(
+    serving=st.integers(1, 100),
+    used=st.integers(0, 100),
+    peak=st.integers(0, 100),
+    missing=st.integers(0, 60),
+)
+def test_what_rollouts_may_have_serving_gives_and_the_rest_it_keeps(
+    serving: int, used: int, peak: int, missing: int
+) -> None:
+    """Step by step, until nothing moves: rollouts hold what budget and headroom allow."""
+    used, rollout, serving_at_first = min(used, serving), 0, serving
+    budget = FLOOR.begin_step(max(peak, used))
+    while True:
+        allowed = FLOOR.rollout_growth(serving_used=used, rollout_owned=rollout, budget=budget)
+        lacks = min(max(missing - rollout, 0), allowed)
+        free = FLOOR.num_slabs - serving - rollout
+        taken = min(lacks, free)
+        rollout += taken
+        gift = FLOOR.serving_gift(
+            owned=serving,
+            used=used,
+            budget=budget,
+            available=free - taken,
+            rollout_lacks=lacks - taken,
+        )
+        serving -= gift
+        assert serving >= used
+        if not taken and not gift:
+            break
+    assert rollout <= budget
+    assert serving >= min(FLOOR.floor_slabs, serving_at_first)
+    assert rollout >= min(missing, allowed)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +237,7 @@ def test_rollout_returns_slabs_that_cache_nothing_but_those_wanted_and_a_spare(
         {"headroom_slabs": 20, "high_watermark": 1.5},
         {"headroom_slabs": 20, "cut_factor": 1},
         {"headroom_slabs": 20, "min_slabs": 101},
+        {"headroom_slabs": 20, "floor_slabs": 100},
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, int]) -> None:
@@ -181,8 +251,10 @@ def test_peak_holds_for_the_window_after_the_level_fell() -> None:
     peak.update(5, 0.0)
     assert peak.peak(100.0) == 5
     peak.update(2, 100.0)
+    assert peak.falls_at_s(100.0) == 110.0
     assert peak.peak(109.9) == 5
     assert peak.peak(110.0) == 2
+    assert peak.falls_at_s(110.0) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=40), st.integers(1, 8))

@@ -16,6 +16,7 @@ from rose.arguments import BAD_INPUT_STATUS
 from rose.engine.hooks.compatibility import check_arguments, check_config, resolve_deployment
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import BoardError, ConfigError, PoolError
+from rose.memory.pool.pool_memory import PoolSize
 from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
 
@@ -138,7 +139,9 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     if settings.role is Role.ROLLOUT:
         engine_args.weight_transfer_config = WeightTransferConfig(backend="rose")
     if settings.pool is not None:
-        engine_args.kv_cache_memory_bytes = _bytes_per_rank(settings.pool, num_ranks, backend)
+        size = _pool_for(settings.pool, num_ranks, backend)
+        settings.check_floor(size.num_slabs)
+        engine_args.kv_cache_memory_bytes = size.num_slabs * size.slab_bytes
         if settings.role is Role.ROLLOUT:
             # The gate fits steps of this size into serving's slack. A dedicated engine has no such limit.
             given = engine_args.max_num_batched_tokens
@@ -180,8 +183,8 @@ def _platform() -> tuple[str, BackendKind]:
     )
 
 
-def _bytes_per_rank(pool: str, num_ranks: int, backend: BackendKind) -> int:
-    """Returns the bytes of KV memory that each rank may address.
+def _pool_for(pool: str, num_ranks: int, backend: BackendKind) -> PoolSize:
+    """Returns the size of the pool that an engine names.
 
     Raises: ConfigError for a pool that doesn't fit the engine, BoardError for a pool of another ROSE version.
     """
@@ -197,4 +200,4 @@ def _bytes_per_rank(pool: str, num_ranks: int, backend: BackendKind) -> int:
             f"pool {pool} has {size.backend} slabs, this engine computes on {backend} memory: start the pool "
             f"with --backend {backend}"
         )
-    return size.num_slabs * size.slab_bytes
+    return size

@@ -7,7 +7,7 @@ out: it is *parked*, that is out of the free queue and with a reference that nob
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -26,10 +26,14 @@ PINNED_POSITION = 0
 
 
 class IdleListener(Protocol):
-    """Is told when the last block of a position falls idle, and when an idle position is used again."""
+    """Is told when the last block of a position falls idle, when an idle position is used again, and when a
+    request finds its prefix in the cache."""
 
-    def position_idle(self, position: int) -> None: ...
+    def positions_idle(self, positions: Sequence[int]) -> None:
+        """Their last blocks were freed together, in this order: the end of a context first."""
+
     def position_busy(self, position: int) -> None: ...
+    def positions_hit(self, positions: Iterable[int]) -> None: ...
 
 
 class SlabBlockPool(BlockPool):
@@ -47,6 +51,9 @@ class SlabBlockPool(BlockPool):
     num_free_cached: int
     """The number of blocks that nobody uses and that hold prefix cache."""
     listener: IdleListener | None
+    eviction_order: Callable[[], Iterable[int]] | None
+    """The idle positions in the order in which they lose their cache to new blocks; None for vLLM's own
+    order, which is of blocks and strews a request's over many slabs."""
 
     @classmethod
     def adopt(
@@ -72,6 +79,7 @@ class SlabBlockPool(BlockPool):
         pool.num_hashed = np.zeros(num_positions, dtype=np.int32)
         pool.num_free_cached = 0
         pool.listener = None
+        pool.eviction_order = None
         # Ids in the gaps between positions name no block. They share one object; large pools have millions.
         gap = KVCacheBlock(-1, ref_cnt=1, pool=pool)
         for block in list(pool.blocks):
@@ -151,8 +159,8 @@ class SlabBlockPool(BlockPool):
     def _bring_forward(self, num_blocks: int) -> None:
         """Moves the blocks that the spread prefers to the head of the free queue, where vLLM takes blocks.
 
-        Only free blocks without cache are moved. If they don't suffice, vLLM's own order decides which cache
-        is evicted.
+        Free blocks without cache come first, then the slabs of the eviction order. If these don't suffice,
+        vLLM's own order decides which cache is evicted.
         """
         positions = preferred_positions(
             self.spread,
@@ -163,9 +171,23 @@ class SlabBlockPool(BlockPool):
         )
         spare = (block for position in positions for block in self._spare_blocks(position))
         chosen = list(islice(spare, num_blocks))
+        if len(chosen) < num_blocks and self.eviction_order is not None:
+            chosen += self._evict_slabs(self.eviction_order(), num_blocks - len(chosen))
         for block in chosen:
             self.free_block_queue.remove(block)
         self.free_block_queue.prepend_n(chosen)
+
+    def _evict_slabs(self, positions: Iterable[int], num_blocks: int) -> list[KVCacheBlock]:
+        """Drops the cache of idle slabs, each as a whole, until they yield ``num_blocks`` blocks or end."""
+        evicted: list[KVCacheBlock] = []
+        for position in positions:
+            if len(evicted) >= num_blocks:
+                break
+            for block in self.blocks_at(position):
+                if block.block_hash is not None:
+                    self._maybe_evict_cached_block(block)
+                    evicted.append(block)
+        return evicted[:num_blocks]
 
     def _spare_blocks(self, position: int) -> list[KVCacheBlock]:
         if self.slab_of[position] is None:
@@ -203,13 +225,20 @@ class SlabBlockPool(BlockPool):
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._count_used([block for block in blocks if block.ref_cnt == 0 and not block.is_null])
         super().touch(blocks)
+        if self.listener is not None:
+            found = (self.layout.position_of(block.block_id) for block in blocks if not block.is_null)
+            self.listener.positions_hit(dict.fromkeys(found))
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         blocks = list(ordered_blocks)
         super().free_blocks(blocks)
-        for block in blocks:
-            if block.ref_cnt == 0 and not block.is_null:
-                self._count_idle(block)
+        idle = [
+            position
+            for block in blocks
+            if block.ref_cnt == 0 and not block.is_null and (position := self._count_idle(block)) is not None
+        ]
+        if idle and self.listener is not None:
+            self.listener.positions_idle(idle)
 
     def _count_used(self, blocks: Iterable[KVCacheBlock]) -> None:
         for block in blocks:
@@ -219,12 +248,12 @@ class SlabBlockPool(BlockPool):
             if self.num_used[position] == 1 and self.listener is not None:
                 self.listener.position_busy(position)
 
-    def _count_idle(self, block: KVCacheBlock) -> None:
+    def _count_idle(self, block: KVCacheBlock) -> int | None:
+        """Returns the position if this was its last block in use."""
         position = self.layout.position_of(block.block_id)
         self.num_used[position] -= 1
         self.num_free_cached += block.block_hash is not None
-        if self.num_used[position] == 0 and self.listener is not None:
-            self.listener.position_idle(position)
+        return position if self.num_used[position] == 0 else None
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the counts disagree with the blocks."""

@@ -44,7 +44,7 @@ class RolloutMemory:
         ledger = self._tenant.ledger
         budget = ledger.policy.rollout_budget_slabs
         if not self._policy.has_headroom_lent(budget):
-            budget = self._policy.begin_step(ledger.serving_recent_peak_slabs)
+            budget = self._policy.begin_step(ledger.serving_reserve_slabs)
         ledger.begin_rl_step(step, budget)
         logger.info("rl step=%d budget=%d", step, budget)
 
@@ -65,14 +65,16 @@ class RolloutMemory:
         self._shrink(now, unfinished)
         wanted = self._tenant.blocks_wanted(running, waiting)
         missing = self._tenant.missing_slabs(wanted)
+        self._grow(missing, has_work=bool(running or waiting))
         if missing:
-            self._grow(missing)
-        elif self._return_empty(wanted):
+            return self._leases.next_expiry()
+        if self._return_empty(wanted):
             return now + RETURN_RETRY_S
         return self._leases.next_expiry()
 
     def give_everything_back(self) -> None:
         """Returns every slab but the pinned one, and drops the prefix cache. No request may hold a block."""
+        self._tenant.ledger.rollout_wanted_slabs = 0
         if idle := self._tenant.idle_positions():
             self._tenant.give_back(idle)
             logger.info("everything given back slabs=%d", len(idle))
@@ -97,15 +99,19 @@ class RolloutMemory:
         tenant.give_back(idle)
         logger.info("budget cut slabs=%d aborted=%d", len(idle), len(plan.aborted_requests))
 
-    def _grow(self, missing: int) -> None:
+    def _grow(self, missing: int, *, has_work: bool) -> None:
+        """Takes the free ones of the missing slabs, and tells serving how many it should give. That is a few
+        more than are missing, because a request that finds none free is preempted."""
         tenant, ledger = self._tenant, self._tenant.ledger
+        owned = tenant.num_owned
         allowed = self._policy.rollout_growth(
-            free=ledger.num_free,
             serving_used=ledger.serving_used_slabs,
-            rollout_owned=tenant.num_owned,
+            rollout_owned=owned,
             budget=ledger.policy.rollout_budget_slabs,
         )
+        ahead = self._policy.rollout_spare(owned) - len(tenant.pool.empty_positions()) if has_work else 0
         tenant.grow(min(missing, allowed))
+        ledger.rollout_wanted_slabs = owned + min(missing + max(0, ahead), allowed)
 
     def _return_empty(self, wanted_blocks: int) -> int:
         """Returns slabs whose last request left no cache, or that a prompt hit in the cache made needless."""

@@ -1,5 +1,6 @@
 """The serving engine's side of the memory policy (ROSE §4.1): it takes the slabs it needs, cuts rollout's
-budget under pressure, returns slabs it no longer needs, and lends its headroom while it is out of service.
+budget under pressure, gives rollouts the least valuable of its prefix cache when they want memory, and lends
+its headroom while it is out of service.
 
 Owns when a serving engine acts; rose.memory.policy.budget owns the rules. Never touches a rollout request: it
 changes the budget in the ledger, and the rollout engine obeys at its next step boundary.
@@ -13,16 +14,13 @@ from dataclasses import replace
 
 from vllm.v1.request import Request
 
-from rose.engine.memory.tenant import Tenant
+from rose.engine.memory.tenant import Shortage, Tenant
 from rose.memory.ledger.ledger_words import Word
 from rose.memory.ledger.policy_word import Pressure
 from rose.memory.policy.budget import BudgetEvent, BudgetPolicy, RecentPeak
 from rose.types import Role
 
 logger = logging.getLogger(__name__)
-
-RETURN_RETRY_S = 0.05
-"""Pause of an idle engine between two returns of slabs."""
 
 
 class ServingMemory:
@@ -34,17 +32,15 @@ class ServingMemory:
         policy: BudgetPolicy,
         *,
         window_s: float,
-        keep_s: float,
         lend_idle_s: float | None,
         now: float,
     ) -> None:
-        """``window_s`` is the window of the peak usage that rollout budgets set aside for the next burst, and
-        ``keep_s`` that of the peak usage that stays mapped. ``lend_idle_s`` is the time without a slab in use
-        after which the headroom is lent; None never lends it."""
+        """``window_s`` is the window of the peak usage that rollout budgets set aside for the next burst.
+        ``lend_idle_s`` is the time without a slab in use after which the headroom is lent; None never lends
+        it."""
         self._tenant = tenant
         self._policy = policy
         self._window_s = window_s
-        self._keep_s = min(keep_s, window_s)
         self._lend_idle_s = lend_idle_s
         self._busy_at_s = now
         self.forget_peak()
@@ -57,23 +53,46 @@ class ServingMemory:
     def forget_peak(self) -> None:
         """Forgets the usage so far, as after a profiling run, whose traffic says nothing about users'."""
         self._peak = RecentPeak(self._window_s)
-        self._kept = RecentPeak(self._keep_s)
 
     def tick(self, now: float, running: Sequence[Request], waiting: Sequence[Request]) -> float | None:
-        """Watches for pressure, then acquires or returns slabs. Returns the time at which an idle engine must
+        """Watches for pressure, then takes slabs or gives some. Returns the time at which an idle engine must
         look again, or None."""
         tenant = self._tenant
-        missing = tenant.missing_slabs(tenant.blocks_wanted(running, waiting))
-        used = tenant.pool.num_positions_in_use() + missing
+        shortage = tenant.shortage(running, waiting)
+        used = tenant.pool.num_positions_in_use() + shortage.keeping_cache
         self._publish(used, now)
         self._watch_pressure(used)
         if used:
             self._busy_at_s = now
-        if missing:
-            tenant.grow(missing)
-            return None
-        next_looks = (self._return_surplus(used, now), self._lend_headroom(now))
+        if shortage.keeping_cache:
+            self._grow(shortage)
+        if self._give(used, now):
+            return now
+        next_looks = (self._peak.falls_at_s(now), self._lend_headroom(now))
         return min((at_s for at_s in next_looks if at_s is not None), default=None)
+
+    def _grow(self, shortage: Shortage) -> None:
+        tenant, ledger = self._tenant, self._tenant.ledger
+        growth = self._policy.serving_growth(
+            missing=shortage.keeping_cache,
+            must=shortage.evicting_cache,
+            owned=tenant.num_owned,
+            free=ledger.num_free,
+            rollout_lacks=ledger.rollout_lacks,
+        )
+        tenant.grow(growth)
+
+    def _give(self, used: int, now: float) -> int:
+        """Gives rollouts slabs that they lack, those that cost serving least first; returns how many."""
+        tenant, ledger = self._tenant, self._tenant.ledger
+        count = self._policy.serving_gift(
+            owned=tenant.num_owned,
+            used=used,
+            budget=ledger.policy.rollout_budget_slabs,
+            available=ledger.num_free + ledger.num_draining,
+            rollout_lacks=ledger.rollout_lacks,
+        )
+        return tenant.give_back(tenant.least_valuable(count, now)) if count else 0
 
     def _lend_headroom(self, now: float) -> float | None:
         """Raises the budget to the whole pool once serving has been idle for long enough. Returns the time at
@@ -91,10 +110,9 @@ class ServingMemory:
 
     def _publish(self, used: int, now: float) -> None:
         self._peak.update(used, now)
-        self._kept.update(used, now)
         ledger = self._tenant.ledger
         ledger.serving_used_slabs = used
-        ledger.serving_recent_peak_slabs = self._peak.peak(now)
+        ledger.serving_reserve_slabs = self._policy.reserve(self._peak.peak(now))
 
     def _watch_pressure(self, used: int) -> None:
         ledger = self._tenant.ledger
@@ -120,14 +138,3 @@ class ServingMemory:
                 decision.budget,
                 used,
             )
-
-    def _return_surplus(self, used: int, now: float) -> float | None:
-        tenant = self._tenant
-        surplus = self._policy.serving_release(
-            owned=tenant.num_owned, used=used, recent_peak=self._kept.peak(now)
-        )
-        idle = tenant.idle_positions()
-        idle.sort(key=tenant.pool.is_caching)
-        returned = tenant.give_back(idle[:surplus])
-        has_more_later = tenant.num_owned > max(used, self._policy.min_slabs)
-        return now + RETURN_RETRY_S if returned or has_more_later else None

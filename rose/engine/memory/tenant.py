@@ -9,21 +9,35 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, SlabKVCacheManager
 from rose.engine.memory.kv_layout import place_on_slabs
 from rose.engine.memory.kv_range import SlabOps, pinned_slab
+from rose.memory.policy.cached import CacheTable
 from rose.memory.policy.leases import LeaseTable
 from rose.memory.policy.spread import Spread
 from rose.memory.policy.victims import PositionUse
 from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
 from rose.types import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """How many slabs an engine lacks for its next steps."""
+
+    keeping_cache: int
+    """If none of its prefix cache is evicted."""
+    evicting_cache: int
+    """If all of it is, but what the requests themselves hit."""
 
 
 class Tenant:
@@ -40,7 +54,7 @@ class Tenant:
         lease_s: float | None = None,
     ) -> None:
         """Attaches to the pool and rewrites ``config`` in place. A serving engine has no leases: its
-        ``lease_s`` is None."""
+        ``lease_s`` is None, and its cache stays until rollouts want the memory."""
         self.client = PoolClient.attach(
             name, role=role, engine_id=engine_id, kind=Kind.SCHEDULER, world_size=world_size
         )
@@ -49,6 +63,7 @@ class Tenant:
             config, slab_bytes=self.client.slab_bytes, num_positions=self.client.num_slabs
         )
         self.leases = LeaseTable(lease_s) if lease_s is not None else None
+        self.cache = CacheTable()
         self._world_size = world_size
         self._ops = SlabOps()
         self._pool: SlabBlockPool | None = None
@@ -56,6 +71,7 @@ class Tenant:
     def adopt(self, manager: KVCacheManager) -> None:
         """Takes over vLLM's block pool. Call once, right after the scheduler was made."""
         SlabKVCacheManager.adopt(manager)
+        self._coordinator = manager.coordinator
         self._groups = manager.coordinator.single_type_managers
         self._pool = SlabBlockPool.adopt(
             manager.block_pool,
@@ -65,6 +81,8 @@ class Tenant:
             Spread.DENSE if self.leases is None else Spread.AFFINE,
         )
         self._pool.listener = self
+        if self.leases is None:
+            self._pool.eviction_order = self.cache.oldest
 
     @property
     def pool(self) -> SlabBlockPool:
@@ -112,6 +130,27 @@ class Tenant:
             free -= self.pool.num_free_cached
         return self.slabs_for(max(0, num_blocks - free))
 
+    def shortage(self, running: Sequence[Request], waiting: Sequence[Request]) -> Shortage:
+        """Returns how many slabs the next steps lack. Prefixes that are cached need no new blocks."""
+        pool, wanted = self.pool, self.blocks_wanted(running, waiting)
+        free = pool.get_num_free_blocks()
+        uncached = free - pool.num_free_cached
+        if wanted <= uncached:
+            return Shortage(keeping_cache=0, evicting_cache=0)
+        hits = [block for request in waiting for block in self._cached_prefix(request)]
+        wanted -= len(hits)
+        free -= len({block.block_id for block in hits if block.ref_cnt == 0})
+        return Shortage(
+            keeping_cache=self.slabs_for(max(0, wanted - uncached)),
+            evicting_cache=self.slabs_for(max(0, wanted - free)),
+        )
+
+    def _cached_prefix(self, request: Request) -> list[KVCacheBlock]:
+        if any(request.request_id in group.req_to_blocks for group in self._groups):
+            return []
+        groups = self._coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0]
+        return [block for group in groups for block in group if not block.is_null]
+
     def grow(self, num_slabs: int) -> int:
         """Acquires up to ``num_slabs`` slabs from the pool; returns how many it got."""
         slabs = self.ledger.acquire(self.client.slot, num_slabs)
@@ -119,7 +158,8 @@ class Tenant:
             position = self.pool.back(slab)
             self._ops.map.append((position, slab))
             # It may turn out not to be needed, if the prefix was cached, and must then go back as well.
-            self.position_idle(position)
+            if self.leases is not None:
+                self.leases.start(position, time.monotonic())
         return len(slabs)
 
     def give_back(self, positions: Iterable[int]) -> int:
@@ -136,9 +176,18 @@ class Tenant:
         self.ledger.drain([slab for _, slab in mapped], self._world_size)
         self._ops.unmap += mapped
         for position, _ in given:
+            self.cache.forget(position)
             if self.leases is not None:
                 self.leases.cancel(position)
         return len(given)
+
+    def least_valuable(self, count: int, now: float) -> list[int]:
+        """Returns up to ``count`` idle positions whose loss costs least: those that hold nothing, then
+        serving's prefix cache by its value."""
+        hashed = self.pool.num_hashed
+        cached = self.cache.least_valuable(lambda position: int(hashed[position]), now)
+        movable = (position for position in cached if position != PINNED_POSITION)
+        return list(islice(chain(self.pool.empty_positions(), movable), count))
 
     def idle_positions(self) -> list[int]:
         return [
@@ -181,13 +230,25 @@ class Tenant:
 
     # The block pool's IdleListener ----------------------------------------------------------------
 
-    def position_idle(self, position: int) -> None:
-        if self.leases is not None and position != PINNED_POSITION:
-            self.leases.start(position, time.monotonic())
+    def positions_idle(self, positions: Sequence[int]) -> None:
+        now = time.monotonic()
+        if self.leases is None:
+            self.cache.fell_idle(positions, now)
+            return
+        for position in positions:
+            if position != PINNED_POSITION:
+                self.leases.start(position, now)
 
     def position_busy(self, position: int) -> None:
+        self.cache.fell_busy(position)
         if self.leases is not None:
             self.leases.cancel(position)
+
+    def positions_hit(self, positions: Iterable[int]) -> None:
+        if self.leases is None:
+            now = time.monotonic()
+            for position in positions:
+                self.cache.hit(position, now)
 
     def close(self) -> None:
         self.client.close()

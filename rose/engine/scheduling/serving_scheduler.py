@@ -57,7 +57,6 @@ class ServingScheduler(RoseScheduler):
                 self.tenant,
                 self.rose.budget_policy(self.tenant.client),
                 window_s=self.rose.serving_window_s,
-                keep_s=self.rose.serving_keep_s,
                 lend_idle_s=self.rose.lend_idle_s,
                 now=time.monotonic(),
             )

@@ -116,13 +116,31 @@ class Ledger(SlabTable):
         self._words.store(Word.SERVING_USED, value)
 
     @property
-    def serving_recent_peak_slabs(self) -> int:
-        """The maximum of serving_used_slabs over serving's window. Setting it doesn't notify."""
-        return self._words.load(Word.SERVING_RECENT_PEAK)
+    def serving_reserve_slabs(self) -> int:
+        """What rollout budgets leave to serving beside the headroom. Setting it doesn't notify."""
+        return self._words.load(Word.SERVING_RESERVE)
 
-    @serving_recent_peak_slabs.setter
-    def serving_recent_peak_slabs(self, value: int) -> None:
-        self._words.store(Word.SERVING_RECENT_PEAK, value)
+    @serving_reserve_slabs.setter
+    def serving_reserve_slabs(self, value: int) -> None:
+        self._words.store(Word.SERVING_RESERVE, value)
+
+    @property
+    def rollout_wanted_slabs(self) -> int:
+        """How many slabs rollout wants to own, which it may by its budget."""
+        return self._words.load(Word.ROLLOUT_WANTED)
+
+    @rollout_wanted_slabs.setter
+    def rollout_wanted_slabs(self, value: int) -> None:
+        """Notifies if rollout now lacks more slabs than are free or on their way: serving has to give."""
+        is_more = value > self._words.load(Word.ROLLOUT_WANTED)
+        self._words.store(Word.ROLLOUT_WANTED, value)
+        if is_more and self.rollout_lacks > self.num_free + self.num_draining:
+            self.notify()
+
+    @property
+    def rollout_lacks(self) -> int:
+        """How many of the slabs that it wants rollout doesn't own."""
+        return max(0, self.rollout_wanted_slabs - self.num_held(Role.ROLLOUT))
 
     def count(self, counter: Word, increment: int = 1) -> int:
         """Adds to one of ``COUNTERS`` and returns the new value; an increment of 0 reads it."""
@@ -158,10 +176,12 @@ class Ledger(SlabTable):
     def vacate(self, slot: int) -> int:
         """Frees an engine's slabs and its slot; returns how many slabs came free. For the daemon, as
         force_free."""
+        # Nothing else resets them, and each side would leave alone memory that nobody uses.
         if self.engines()[slot].role is Role.SERVING:
-            # Nothing else resets them, and rollout would leave alone memory that nobody uses.
             self.serving_used_slabs = 0
-            self.serving_recent_peak_slabs = 0
+            self.serving_reserve_slabs = 0
+        else:
+            self.rollout_wanted_slabs = 0
         num_freed = len(self.force_free(slot))
         self.count(Word.EXIT_FREED_SLABS, num_freed)
         self.set_engine(slot, None)

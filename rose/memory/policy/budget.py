@@ -1,7 +1,7 @@
 """How many slabs each of two engines may hold: serving first (ROSE §4.1, preemptive memory sharing).
 
-This module has the budget formula, the rule of pressure, cut and freeze, and what serving keeps. It is pure:
-the state lives with the caller, in the ledger's policy words.
+This module has the budget formula, the rule of pressure, cut and freeze, and what serving keeps when rollouts
+want memory. It is pure: the state lives with the caller, in the ledger's policy words.
 
 A GPU's slabs at the start of an RL step, and serving's growth into them:
 
@@ -20,8 +20,8 @@ from itertools import pairwise
 from rose.memory.ledger.policy_word import Pressure
 
 RETURN_PACE_SLABS = 8
-"""Slabs that an engine returns per step outside pressure. Unmapping a populated 2 MiB slab takes 70 us, so
-this takes about 0.6 ms."""
+"""Slabs that an engine returns or gives per step outside pressure. Unmapping a populated 2 MiB slab takes
+70 us, so this takes about 0.6 ms."""
 
 ROLLOUT_SPARE_SHARE = 16
 """Of this many slabs that it owns, rollout keeps one empty for the next turn: turns end and begin all the
@@ -57,7 +57,9 @@ class BudgetPolicy:
     cut_factor: int = 2
     """The budget is divided by this; the default is the paper's."""
     min_slabs: int = 1
-    """The slabs that rollout always keeps: its padding block lives in one."""
+    """The slabs that each engine always keeps: its padding block lives in one."""
+    floor_slabs: int = 0
+    """The slabs that serving keeps, in use or cached, whatever rollouts want."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom_slabs < self.num_slabs:
@@ -70,13 +72,20 @@ class BudgetPolicy:
             raise ValueError(f"cut_factor must be 2 or more, got {self.cut_factor}")
         if not 0 <= self.min_slabs <= self.num_slabs:
             raise ValueError(f"min_slabs must be 0..{self.num_slabs}, got {self.min_slabs}")
+        if not 0 <= self.floor_slabs < self.num_slabs:
+            raise ValueError(f"floor_slabs must be 0..{self.num_slabs - 1}, got {self.floor_slabs}")
 
-    def begin_step(self, serving_recent_peak_slabs: int) -> int:
+    def reserve(self, recent_peak: int) -> int:
+        """Returns the slabs that a rollout budget leaves to serving beside the headroom: its recent peak
+        usage, or what its floor is above the headroom."""
+        return max(recent_peak, self.floor_slabs - self.headroom_slabs)
+
+    def begin_step(self, serving_reserve: int) -> int:
         """Returns the rollout budget of a new RL step, which also ends a freeze (the state becomes NORMAL).
 
-        Source: ROSE §4.1: recent serving usage and a fixed headroom are set aside.
+        Source: ROSE §4.1: recent serving usage and a fixed headroom are set aside. The floor is ours.
         """
-        return max(self.num_slabs - self.headroom_slabs - serving_recent_peak_slabs, self.min_slabs)
+        return max(self.num_slabs - self.headroom_slabs - self.reserve(serving_reserve), self.min_slabs)
 
     def has_headroom_lent(self, budget: int) -> bool:
         """Whether ``budget`` contains slabs of the headroom."""
@@ -120,18 +129,22 @@ class BudgetPolicy:
             return BudgetDecision(budget=budget, state=Pressure.FROZEN, event=BudgetEvent.FROZEN)
         return BudgetDecision(budget=budget, state=state)
 
-    def rollout_growth(self, *, free: int, serving_used: int, rollout_owned: int, budget: int) -> int:
-        """Returns how many more slabs rollout may take now, within its budget and outside the headroom.
+    def rollout_growth(self, *, serving_used: int, rollout_owned: int, budget: int) -> int:
+        """Returns how many more slabs rollout may hold now, within its budget and outside the headroom.
 
         Serving can reach every slab that rollout doesn't hold. Of those, at least the headroom (or the part
-        of it that isn't lent) must stay unused. Up to ``min_slabs`` rollout may always grow.
+        of it that isn't lent) must stay unused. Up to ``min_slabs`` rollout may always grow. Of what it may
+        have, rollout takes what is free, and serving gives the rest from its prefix cache.
 
         Source: ROSE §4.1, second condition of admission.
         """
         headroom = min(self.headroom_slabs, self.num_slabs - budget)
         spare = self.num_slabs - rollout_owned - serving_used - headroom
-        wanted = max(min(budget - rollout_owned, spare), self.min_slabs - rollout_owned)
-        return max(min(wanted, free), 0)
+        return max(min(budget - rollout_owned, spare), self.min_slabs - rollout_owned, 0)
+
+    def rollout_spare(self, owned: int) -> int:
+        """Returns how many slabs rollout wants to find free when its requests grow."""
+        return math.ceil(owned / ROLLOUT_SPARE_SHARE)
 
     def rollout_release(self, *, owned: int, empty: int, wanted: int) -> int:
         """Returns how many of rollout's ``empty`` slabs (idle, caching nothing) should go back in this step.
@@ -139,17 +152,26 @@ class BudgetPolicy:
         They give no prefix hit, so it gains nothing to hold them for a lease. What the next steps want stays,
         and so does a small spare.
         """
-        spare = math.ceil(owned / ROLLOUT_SPARE_SHARE)
-        return max(min(empty - wanted - spare, RETURN_PACE_SLABS), 0)
+        return max(min(empty - wanted - self.rollout_spare(owned), RETURN_PACE_SLABS), 0)
 
-    def serving_target(self, *, used: int, recent_peak: int) -> int:
-        """Returns how many slabs serving should keep mapped; the rest belongs in the pool."""
-        return min(max(used, recent_peak, self.min_slabs), self.num_slabs)
+    def serving_growth(self, *, missing: int, must: int, owned: int, free: int, rollout_lacks: int) -> int:
+        """Returns how many of the ``free`` slabs serving should take.
 
-    def serving_release(self, *, owned: int, used: int, recent_peak: int) -> int:
-        """Returns how many slabs serving should give back in this step."""
-        surplus = owned - self.serving_target(used=used, recent_peak=recent_peak)
-        return max(min(surplus, RETURN_PACE_SLABS), 0)
+        ``missing`` slabs let it keep all of its prefix cache; without ``must`` of them its requests can't
+        run, whatever it evicts. Beyond these and its floor, it leaves rollouts what they lack.
+        """
+        due = max(must, self.floor_slabs - owned)
+        return max(min(missing, free, max(due, free - rollout_lacks)), 0)
+
+    def serving_gift(self, *, owned: int, used: int, budget: int, available: int, rollout_lacks: int) -> int:
+        """Returns how many slabs serving should give to rollouts in this step.
+
+        ``available`` are free or on their way. The floor stays, unless ``budget`` says that it is lent with
+        the headroom.
+        """
+        floor = 0 if self.has_headroom_lent(budget) else self.floor_slabs
+        surplus = owned - max(used, floor, self.min_slabs)
+        return max(min(rollout_lacks - available, surplus, RETURN_PACE_SLABS), 0)
 
 
 class RecentPeak:
@@ -177,6 +199,10 @@ class RecentPeak:
         while self._past and self._past[0][1] <= now - self._window_s:
             self._past.popleft()
         return self._past[0][0] if self._past else self._level
+
+    def falls_at_s(self, now: float) -> float | None:
+        """Returns when the peak falls next if the level stays as it is; None if it doesn't."""
+        return self._past[0][1] + self._window_s if self.peak(now) > self._level else None
 
     def check_integrity(self) -> None:
         """Checks that levels fall strictly and ends rise. Raises: AssertionError."""

@@ -1,5 +1,7 @@
 """vLLM's block pool on slabs: a block without memory is never handed out, whatever the order of calls."""
 
+from collections.abc import Iterable, Sequence
+
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
@@ -24,6 +26,8 @@ class PoolMachine(RuleBasedStateMachine):
     def adopt(self, spread: Spread) -> None:
         self.pool = adopted_pool(spread)
         self.pool.listener = self
+        if spread is Spread.DENSE:
+            self.pool.eviction_order = self.idle
         self.view = CacheView()
         self.busy: set[int] = set()
         self.held: list[list[KVCacheBlock]] = []
@@ -35,8 +39,12 @@ class PoolMachine(RuleBasedStateMachine):
         assert position not in self.busy
         self.busy.add(position)
 
-    def position_idle(self, position: int) -> None:
-        self.busy.remove(position)
+    def positions_idle(self, positions: Sequence[int]) -> None:
+        assert len(set(positions)) == len(positions)
+        self.busy -= set(positions)
+
+    def positions_hit(self, positions: Iterable[int]) -> None:
+        assert set(positions) <= self.busy
 
     def idle(self) -> list[int]:
         return [p for p in self.pool.backed_positions() if p not in self.busy and p != PINNED_POSITION]
@@ -199,4 +207,23 @@ def test_prefix_cache_is_evicted_last() -> None:
     pool.get_new_blocks(1)
     assert sum(block.block_hash is None for block in cached) == 1
     assert len({id(block) for block in fresh}) == len(fresh)
+    pool.check_integrity()
+
+
+def test_evicted_cache_goes_by_whole_slabs_in_the_order_given() -> None:
+    pool = adopted_pool(Spread.DENSE)
+    positions = [pool.back(slab) for slab in range(3)]
+    pool.get_new_blocks(3)  # what the pinned slab has beside block 0
+    for seed, position in enumerate(positions):
+        blocks = pool.get_new_blocks(4)
+        assert set(positions_of(blocks)) == {position}
+        cache(pool, blocks, seed=1000 * seed)
+        pool.free_blocks(reversed(blocks))
+    pool.eviction_order = lambda: [positions[1], positions[2], positions[0]]
+    assert set(positions_of(pool.get_new_blocks(1))) == {positions[1]}
+    assert not pool.is_caching(positions[1])
+    # The rest of that slab comes first, and the others keep all of theirs until it is used up.
+    assert set(positions_of(pool.get_new_blocks(3))) == {positions[1]}
+    assert pool.num_hashed[positions[2]] == pool.num_hashed[positions[0]] == 4
+    assert set(positions_of(pool.get_new_blocks(4))) == {positions[2]}
     pool.check_integrity()

@@ -48,9 +48,9 @@ def test_usage_of_a_serving_engine_is_forgotten_with_it(pool: DaemonHandle, runt
     with observe(runtime_dir) as watcher:
         with attach(runtime_dir, Role.SERVING) as serving:
             serving.ledger.serving_used_slabs = 9
-            serving.ledger.serving_recent_peak_slabs = 12
+            serving.ledger.serving_reserve_slabs = 12
         wait_until(watcher.ledger, lambda: not watcher.ledger.engines())
-        assert (watcher.ledger.serving_used_slabs, watcher.ledger.serving_recent_peak_slabs) == (0, 0)
+        assert (watcher.ledger.serving_used_slabs, watcher.ledger.serving_reserve_slabs) == (0, 0)
 
 
 def test_second_engine_of_a_role_is_refused(
@@ -204,9 +204,11 @@ def test_too_few_open_files_are_refused_with_the_numbers(runtime_dir: Path) -> N
 def test_a_client_of_another_version_is_told_both_versions(
     pool: DaemonHandle, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "VERSION", 4)
+    monkeypatch.setattr(ledger_module, "VERSION", ledger_module.VERSION + 1)
+    theirs = ledger_module.VERSION - 1
     with pytest.raises(
-        PoolError, match=r"version 3, but this rose knows .* version 4: restart the pool daemon"
+        PoolError,
+        match=rf"version {theirs}, but this rose knows .* version {theirs + 1}: restart the pool daemon",
     ):
         attach(runtime_dir)
 

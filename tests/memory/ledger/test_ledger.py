@@ -189,9 +189,9 @@ def test_policy_changes_notify_and_serving_figures_do_not() -> None:
     assert other.change_seq == seen + 2
     seen += 1
     ledger.serving_used_slabs = 4
-    ledger.serving_recent_peak_slabs = 6
+    ledger.serving_reserve_slabs = 6
     assert other.change_seq == seen + 1
-    assert (other.serving_used_slabs, other.serving_recent_peak_slabs) == (4, 6)
+    assert (other.serving_used_slabs, other.serving_reserve_slabs) == (4, 6)
 
 
 def test_a_cut_of_the_last_step_can_not_undo_a_new_steps_budget() -> None:

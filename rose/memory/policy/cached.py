@@ -1,0 +1,94 @@
+"""Which of serving's idle slabs hold the prefix cache that is worth least.
+
+A slab is idle while no request uses a block of it. Serving gives up idle slabs in two cases. Its own requests
+evict in the order of last use, as vLLM's free queue does, but by slabs. For rollouts it gives by value: what
+is cached, times how often and how recently it was used. In both orders the end of a context goes before its
+beginning, because the end can't be found in the cache without the beginning. Pure.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+NUM_HITS = 3
+"""The hits that count beside the last use. A prefix that is shared all the time is then worth four times as
+much as a context of the same age that was used once. With more, what was once popular would outlive what is
+in use now."""
+
+_SHORTEST_AGE_S = 1e-3
+
+
+class CacheTable:
+    """The idle positions of a serving engine and their last uses. ``now`` never goes back."""
+
+    def __init__(self) -> None:
+        # Position -> (context, when it fell idle), in the order of last use, the end of a context first.
+        self._idle: dict[int, tuple[int, float]] = {}
+        self._hits: dict[int, deque[float]] = {}
+        self._num_contexts = 0
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def fell_idle(self, positions: Sequence[int], now: float) -> None:
+        """One request left these positions idle, the end of its context first."""
+        self._num_contexts += 1
+        for position in positions:
+            self._idle.pop(position, None)
+            self._idle[position] = (self._num_contexts, now)
+
+    def hit(self, position: int, now: float) -> None:
+        """A request found a prefix in the cache at this position."""
+        self._hits.setdefault(position, deque(maxlen=NUM_HITS)).append(now)
+
+    def fell_busy(self, position: int) -> None:
+        """A request uses the position again."""
+        self._idle.pop(position, None)
+
+    def forget(self, position: int) -> None:
+        """The position holds no cache any more."""
+        self._idle.pop(position, None)
+        self._hits.pop(position, None)
+
+    def oldest(self) -> Iterator[int]:
+        """Yields the idle positions in the order of last use."""
+        yield from self._idle
+
+    def least_valuable(self, num_cached: Callable[[int], int], now: float) -> Iterator[int]:
+        """Yields the idle positions that cache anything, the least valuable first.
+
+        ``num_cached`` returns how many blocks a position caches, all of which would have to be computed
+        again.
+        """
+        contexts: dict[int, deque[int]] = {}
+        for position, (context, _) in self._idle.items():
+            if num_cached(position):
+                contexts.setdefault(context, deque()).append(position)
+
+        def worth(ends_with: deque[int]) -> tuple[float, int]:
+            position = ends_with[0]
+            return num_cached(position) * self._use_rate(position, now), position
+
+        # Only the end of each context competes; once it has gone, the slab before it does.
+        heap = [(worth(positions), positions) for positions in contexts.values()]
+        heapq.heapify(heap)
+        while heap:
+            _, positions = heap[0]
+            yield positions.popleft()
+            if positions:
+                heapq.heapreplace(heap, (worth(positions), positions))
+            else:
+                heapq.heappop(heap)
+
+    def _use_rate(self, position: int, now: float) -> float:
+        """Returns an estimate of uses per second, from the ages of the last ones."""
+        uses = (self._idle[position][1], *self._hits.get(position, ()))
+        return math.fsum(1 / max(now - used_s, _SHORTEST_AGE_S) for used_s in uses)
+
+    def check_integrity(self) -> None:
+        """Contexts and times never fall along the order of last use. Raises: AssertionError."""
+        entries = list(self._idle.values())
+        assert entries == sorted(entries), entries
+        for position, hits in self._hits.items():
+            assert list(hits) == sorted(hits) and len(hits) <= NUM_HITS, (position, hits)

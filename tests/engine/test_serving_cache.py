@@ -1,0 +1,82 @@
+"""Serving's prefix cache is serving's until a rollout engine wants the memory."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import engine_runs
+from forked_engines import Fork, Reply
+from preloaded import FORKS
+from probes import prompt
+from pytest import mark
+from real_engine import runtime_dir
+from references import ModelDirs
+from tiny_models import BLOCK_TOKENS, SLAB_BYTES
+
+from rose.memory.daemon.daemon import start_daemon
+
+pytestmark = [mark.vllm, mark.slow]
+
+POOL = "cache"
+NUM_SLABS, HEADROOM_SLABS = 24, 4
+# One block of the serving model fills a slab: the chats take 8 slabs, and the others more than are left.
+CHATS = [prompt(f"chat-{index}", 2 * BLOCK_TOKENS + 20) for index in range(4)]
+OTHERS = [prompt(f"other-{index}", 4 * BLOCK_TOKENS + 20) for index in range(5)]
+ROLLOUTS = [prompt(f"wants-{index}", 3 * BLOCK_TOKENS) for index in range(8)]
+ROLLOUT_TOKENS = 40
+
+
+def test_serving_keeps_its_cache_until_rollouts_want_the_memory_and_then_gives_by_value(
+    engines_dir: Path, models: ModelDirs
+) -> None:
+    folder = engines_dir / "serving-cache"
+    folder.mkdir()
+    with ExitStack() as undo:
+        daemon = start_daemon(
+            POOL,
+            num_slabs=NUM_SLABS,
+            slab_bytes=SLAB_BYTES,
+            headroom_slabs=HEADROOM_SLABS,
+            runtime_dir=runtime_dir(folder),
+        )
+        undo.callback(daemon.stop)
+        events = {"is_full": FORKS.Event(), "stop": FORKS.Event()}
+
+        def fork(function: object, **arguments: object) -> Fork:
+            one = Fork(folder, function, **arguments)  # type: ignore[arg-type]
+            undo.callback(one.stop)
+            return one
+
+        serving = fork(
+            engine_runs.serve_from_cache,
+            model=models.serving,
+            pool=POOL,
+            chats=CHATS,
+            others=OTHERS,
+            **events,
+        )
+        rollout = fork(
+            engine_runs.roll_out_where_serving_caches,
+            model=models.untied[0],
+            pool=POOL,
+            prompts=ROLLOUTS,
+            max_tokens=ROLLOUT_TOKENS,
+            **events,
+        )
+        stock_serving = fork(engine_runs.stock_answers, model=models.serving, prompts=CHATS, max_tokens=4)
+        stock_rollout = fork(
+            engine_runs.stock_answers, model=models.untied[0], prompts=ROLLOUTS, max_tokens=ROLLOUT_TOKENS
+        )
+        facts = serving.result()
+        replies: list[Reply] = rollout.result()
+        assert facts["answers"] == stock_serving.result()
+        assert [reply.tokens for reply in replies] == stock_rollout.result()
+
+    whole = [2 * BLOCK_TOKENS] * len(CHATS)
+    assert facts["first"] == [0] * len(CHATS)
+    assert facts["round robin"] == facts["after 2 s"] == whole
+    # Without a rollout engine, serving takes the whole pool, and its own requests evict the oldest cache.
+    assert facts["alone"] == NUM_SLABS
+    # The rollouts got what they wanted, and what was asked for often outlived what was asked for last.
+    assert all(reply.finish_reason == "length" for reply in replies)
+    assert HEADROOM_SLABS <= facts["beside rollouts"] < NUM_SLABS // 2 + HEADROOM_SLABS
+    assert sum(facts["often asked"]) > 0 == sum(facts["last asked"])
