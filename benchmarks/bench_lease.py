@@ -15,8 +15,8 @@ more.
 `resident_over_live`: bytes of the slabs that both engines own over bytes of their blocks that are in use or
 hold prefix cache. Loaded: summed over the windows. Idle: after the last lease and serving's usage window,
 when nothing is live but each engine's padding block, so it is counted in slabs there. Beside it, for each
-engine, and for both the slabs owned over the fewest that could hold the live blocks: serving keeps its recent
-peak mapped.
+engine, and for both the slabs owned over the fewest that could hold the live blocks: serving keeps empty
+slabs until rollouts want them.
 
 ROSE Table 4 (Qwen3-8B, H800; another model, machine and gate, hence only here): P99 of TTFT/TPOT with leases
 of 10, 20, 50, 100 s: 338.1/136.1, 334.7/135.3, 371.1/140.7, 491.9/148.1 ms; rollout time 492 to 502 s in all.
@@ -56,7 +56,7 @@ LEASES_S = (2.0, 10.0, 20.0, 50.0, 100.0)
 """ROSE Table 4's, and a shorter one."""
 QUICK_LEASES_S = (2.0, 10.0)
 SERVING_WINDOW_S = 10.0
-"""How long serving keeps its recent peak mapped; shorter than the default, as windows here are short."""
+"""How long rollout budgets leave serving its recent peak; short, as windows here are."""
 CONCURRENCY = 12
 NUM_SESSIONS = 12
 TASK_TOKENS = 256

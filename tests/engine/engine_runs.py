@@ -396,14 +396,21 @@ def refusals_by_another_version(version: str, cases: list[dict[str, Any]]) -> li
 
 
 def serve_from_cache(
-    model: Path, pool: str, chats: Prompts, others: Prompts, is_full: Event, stop: Event
+    model: Path,
+    pool: str,
+    chats: Prompts,
+    others: Prompts,
+    floor_slabs: int,
+    is_full: Event,
+    stop: Event,
 ) -> dict[str, Any]:
     """A serving engine that is alone in its pool at first. ``chats`` and ``others`` fill the pool; then
     rollouts come, and leave when they are done. The chats are asked often, each of the others once, the last
     of them after the chats.
 
     Returns the tokens that were found in the cache at each moment, and slabs held."""
-    driver = Driver(make_engine(model, {"role": "serving", "pool": pool, "serving_window_s": WINDOW_S}))
+    settings = {"role": "serving", "pool": pool, "serving_window_s": WINDOW_S, "floor_slabs": floor_slabs}
+    driver = Driver(make_engine(model, settings))
     tenant, facts, answers = _tenant(driver), dict[str, Any](), list[list[int]]()
 
     def cached_tokens(prompts: Prompts) -> list[int]:

@@ -65,6 +65,19 @@ def test_only_a_rollout_engine_in_a_pool_has_a_lower_token_limit_per_step(
     assert args.max_num_batched_tokens == expected
 
 
+def test_a_floor_larger_than_the_pool_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="rose-test-") as folder:
+        monkeypatch.setenv("ROSE_RUNTIME_DIR", folder)
+        with start_daemon("p", num_slabs=8, slab_bytes=1 << 20, headroom_slabs=1, runtime_dir=Path(folder)):
+            serving = EngineSettings(role=Role.SERVING, pool="p", floor_slabs=8)
+            with pytest.raises(
+                ConfigError, match=r"floor_slabs 8: pool p has 8 slabs, .* at least 1: use 7 or fewer"
+            ):
+                patches._apply(serving, EngineArgs(folder, additional_config={}))
+            fits = serving.model_copy(update={"floor_slabs": 7})
+            patches._apply(fits, EngineArgs(folder, additional_config={}))
+
+
 @pytest.mark.parametrize("role", Role)
 def test_both_roles_have_a_scheduler_class_that_loads(role: Role) -> None:
     assert issubclass(resolve_obj_by_qualname(patches._scheduler(role)), Scheduler)

@@ -90,6 +90,14 @@ def test_milliseconds_stay_at_the_edge() -> None:
             {"role": "rollout", "pool": "gpu0", "lend_idle_s": 30},
             "'rose': lend_idle_s: only a serving engine with a pool has anything to lend",
         ),
+        (
+            {"role": "rollout", "pool": "gpu0", "floor_slabs": 30},
+            "'rose': floor_slabs: only a serving engine with a pool keeps slabs from rollouts",
+        ),
+        (
+            {"role": "serving", "pool": "gpu0", "floor_slabs": -1},
+            "rose.floor_slabs': Input should be greater",
+        ),
     ],
 )
 def test_a_bad_value_gives_one_line_with_key_and_fix(rose: Any, message: str) -> None:
