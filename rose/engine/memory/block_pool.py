@@ -26,14 +26,15 @@ PINNED_POSITION = 0
 
 
 class IdleListener(Protocol):
-    """Is told when the last block of a position falls idle, when an idle position is used again, and when a
-    request finds its prefix in the cache."""
+    """Is told when the last block of a position falls idle, when an idle position is used again, when a
+    request finds its prefix in the cache, and when a position has no cache any more."""
 
     def positions_idle(self, positions: Sequence[int]) -> None:
         """Their last blocks were freed together, in this order: the end of a context first."""
 
     def position_busy(self, position: int) -> None: ...
     def positions_hit(self, positions: Iterable[int]) -> None: ...
+    def position_cleared(self, position: int) -> None: ...
 
 
 class SlabBlockPool(BlockPool):
@@ -209,8 +210,11 @@ class SlabBlockPool(BlockPool):
         was_hashed = block.block_hash is not None
         removed = super()._remove_cached_block_hashes(block)
         if was_hashed and block.block_hash is None:
-            self.num_hashed[self.layout.position_of(block.block_id)] -= 1
+            position = self.layout.position_of(block.block_id)
+            self.num_hashed[position] -= 1
             self.num_free_cached -= block.ref_cnt == 0
+            if self.num_hashed[position] == 0 and self.listener is not None:
+                self.listener.position_cleared(position)
         return removed
 
     def reset_prefix_cache(self) -> bool:

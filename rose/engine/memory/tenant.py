@@ -29,6 +29,10 @@ from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
 from rose.types import Role
 
+MAX_LOOKUPS = 16
+"""Waiting requests whose prefixes are looked up per pass; the others count as if nothing of them was cached.
+A long queue must not cost milliseconds in every step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
@@ -137,7 +141,7 @@ class Tenant:
         uncached = free - pool.num_free_cached
         if wanted <= uncached:
             return Shortage(keeping_cache=0, evicting_cache=0)
-        hits = [block for request in waiting for block in self._cached_prefix(request)]
+        hits = [block for request in waiting[:MAX_LOOKUPS] for block in self._cached_prefix(request)]
         wanted -= len(hits)
         free -= len({block.block_id for block in hits if block.ref_cnt == 0})
         return Shortage(
@@ -249,6 +253,9 @@ class Tenant:
             now = time.monotonic()
             for position in positions:
                 self.cache.hit(position, now)
+
+    def position_cleared(self, position: int) -> None:
+        self.cache.cleared(position)
 
     def close(self) -> None:
         self.client.close()

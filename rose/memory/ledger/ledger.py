@@ -140,7 +140,8 @@ class Ledger(SlabTable):
     @property
     def rollout_lacks(self) -> int:
         """How many of the slabs that it wants rollout doesn't own."""
-        return max(0, self.rollout_wanted_slabs - self.num_held(Role.ROLLOUT))
+        wanted = self.rollout_wanted_slabs
+        return max(0, wanted - self.num_held(Role.ROLLOUT)) if wanted else 0
 
     def count(self, counter: Word, increment: int = 1) -> int:
         """Adds to one of ``COUNTERS`` and returns the new value; an increment of 0 reads it."""

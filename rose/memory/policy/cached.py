@@ -46,8 +46,12 @@ class CacheTable:
         """A request uses the position again."""
         self._idle.pop(position, None)
 
+    def cleared(self, position: int) -> None:
+        """The position holds no cache any more; what comes there next has had no hits."""
+        self._hits.pop(position, None)
+
     def forget(self, position: int) -> None:
-        """The position holds no cache any more."""
+        """The position has no slab any more."""
         self._idle.pop(position, None)
         self._hits.pop(position, None)
 

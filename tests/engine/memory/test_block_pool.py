@@ -43,6 +43,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(set(positions)) == len(positions)
         self.busy -= set(positions)
 
+    def position_cleared(self, position: int) -> None:
+        assert not self.pool.is_caching(position)
+
     def positions_hit(self, positions: Iterable[int]) -> None:
         assert set(positions) <= self.busy
 

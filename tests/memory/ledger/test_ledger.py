@@ -194,6 +194,20 @@ def test_policy_changes_notify_and_serving_figures_do_not() -> None:
     assert (other.serving_used_slabs, other.serving_reserve_slabs) == (4, 6)
 
 
+def test_serving_is_told_when_rollouts_lack_more_than_is_free_and_a_dead_engine_wants_nothing() -> None:
+    ledger, memory = make_ledger()
+    other = Ledger(memory)
+    ledger.set_engine(2, EngineSlot(role=Role.ROLLOUT, pid=1, world_size=1))
+    ledger.acquire(2, 3)
+    seen = ledger.change_seq
+    ledger.rollout_wanted_slabs = 3 + ledger.num_free
+    assert (other.rollout_lacks, other.change_seq) == (ledger.num_free, seen)
+    ledger.rollout_wanted_slabs += 1
+    assert (other.rollout_lacks, other.change_seq) == (ledger.num_free + 1, seen + 1)
+    ledger.vacate(2)
+    assert (other.rollout_wanted_slabs, other.rollout_lacks) == (0, 0)
+
+
 def test_a_cut_of_the_last_step_can_not_undo_a_new_steps_budget() -> None:
     ledger, memory = make_ledger()
     ledger.begin_rl_step(1, 6)

@@ -72,6 +72,15 @@ def test_positions_that_cache_nothing_are_not_among_the_valuable() -> None:
     assert list(table.oldest()) == [3, 2] and len(table) == 2
 
 
+def test_what_comes_where_cache_was_evicted_has_had_no_hits() -> None:
+    table = CacheTable()
+    table.hit(1, 1.0)
+    table.cleared(1)
+    table.fell_idle([1], now=2.0)
+    table.fell_idle([2], now=2.5)
+    assert list(table.least_valuable(full, now=10.0)) == [1, 2]
+
+
 class TableMachine(RuleBasedStateMachine):
     """Requests come and go over six positions."""
 
