@@ -123,17 +123,18 @@ class Admin:
         return web.json_response({"jobs": self._plane.job_status()})
 
     async def change_job(self, request: web.Request) -> web.Response:
-        """Sets a job's key, run, model and limits."""
-        name, spec = request.match_info["job"], await _read(request, JobSpec)
+        """Sets those of a job's key, run, model and limits that the body names; null takes one away."""
+        name, given = request.match_info["job"], await _read(request, JobSpec)
         try:
-            job = self._plane.jobs.change(name, spec, time.monotonic())
+            job = self._plane.jobs.change(name, given, time.monotonic())
         except ValueError as error:
             raise Conflict(str(error)) from error
         self._plane.dispatcher.pump()
         return web.json_response({name: job.as_json(0)})
 
     async def forget_job(self, request: web.Request) -> web.Response:
-        """Closes a job's account, which frees its serving GPUs at once."""
+        """Closes a job's account, which frees its serving GPUs at once, and undoes its changes: what the
+        router's file says of the job holds again."""
         name = request.match_info["job"]
         try:
             self._plane.jobs.forget(name)

@@ -95,6 +95,8 @@ class JobAccounts:
         self._by_key: Mapping[bytes, str] = {}
         """The jobs' names by the digests of their keys: a look-up takes as long for a wrong key."""
         self._run_id = config.run_id
+        self._declared = config.jobs
+        """What the router's file says of the jobs."""
         self._take_specs(config.jobs)
         self._jobs: dict[str, JobAccount] = {}
         self.revision = 0
@@ -168,32 +170,39 @@ class JobAccounts:
         specs = self._specs.items()
         return next((name for name, spec in specs if spec.key is not None and spec.run_id == run_id), None)
 
-    def change(self, name: str, spec: JobSpec, now: float) -> JobAccount:
-        """Sets a job's key, run, model and limits, which outlast its idle times.
+    def change(self, name: str, given: JobSpec, now: float) -> JobAccount:
+        """Sets those of a job's key, run, model and limits that were given. They outlast its idle times.
 
         Raises: ValueError if it contradicts another job or the router's run.
         """
-        specs = {**self._specs, name: spec}
-        if (problem := contradiction(specs, self._run_id)) is not None:
-            raise ValueError(problem)
-        self._take_specs(specs)
+        spec = JobSpec(**{**self.spec(name).model_dump(), **given.model_dump(exclude_unset=True)})
+        self._take_specs({**self._specs, name: spec})
         job = self.get(name, now)
         job.spec = spec
         self.revision += 1
         return job
 
     def forget(self, name: str) -> None:
-        """Closes an account and drops its limits. Raises: KeyError; ValueError while the job has requests."""
-        job = self._jobs[name]
-        if job.in_flight or job.aborts:
+        """Closes an account and drops what was changed: what the router's file says of the job holds again.
+
+        Raises: KeyError; ValueError while the job has requests, or if the file contradicts another job.
+        """
+        job = self._jobs.get(name)
+        if job is None and name not in self._specs:
+            raise KeyError(name)
+        if job is not None and (job.in_flight or job.aborts):
             raise ValueError(
                 f"job {name} has {max(job.in_flight, len(job.aborts))} requests; abort them first"
             )
-        del self._jobs[name]
+        others = {other: spec for other, spec in self._specs.items() if other != name}
+        declared = {name: self._declared[name]} if name in self._declared else {}
+        self._take_specs({**others, **declared})
+        self._jobs.pop(name, None)
         self.revision += 1
-        self._take_specs({other: spec for other, spec in self._specs.items() if other != name})
 
     def _take_specs(self, specs: Mapping[str, JobSpec]) -> None:
+        if (problem := contradiction(specs, self._run_id)) is not None:
+            raise ValueError(problem)
         self._specs = dict(specs)
         self._by_key = {_digest(s.key): name for name, s in specs.items() if s.key is not None}
 

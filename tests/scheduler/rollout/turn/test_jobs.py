@@ -83,6 +83,50 @@ async def test_a_jobs_limits_hold_and_can_be_changed(start_router: StartRouter) 
             assert await put(client, "/admin/jobs/a", {"weight": 0}) == 400
 
 
+async def test_a_change_of_one_setting_keeps_the_others_and_delete_restores_the_file(
+    start_router: StartRouter,
+) -> None:
+    declared = JobSpec(key="k", run_id="r", model="scripted", max_queued=9)
+    async with (
+        ScriptedWorker() as worker,
+        start_router(worker, jobs={"a": declared}, admin_key="adm") as client,
+    ):
+        url, admin = f"{client.router.url}/admin/jobs/a", {"Authorization": "Bearer adm"}
+
+        async def change(method: str, **fields: object) -> int:
+            async with client.http.request(method, url, json=fields, headers=admin) as response:
+                return response.status
+
+        async def answers() -> list[int]:
+            # To a client with the job's key, and to one without.
+            return [
+                (await client.post("/v1/completions", BODY, **key))[0]
+                for key in ({"Authorization": "Bearer k"}, {"X_Rose_Job": "a"})
+            ]
+
+        jobs = client.router.plane.jobs
+        assert await change("PUT", weight=2) == 200
+        assert jobs.spec("a") == declared.model_copy(update={"weight": 2.0})
+        assert await answers() == [200, 401]
+        assert await change("PUT", weight=None) == 400
+        assert await change("PUT", key=None, model=None) == 200
+        assert jobs.spec("a") == JobSpec(run_id="r", weight=2.0, max_queued=9)
+        assert (await answers())[1] == 200
+        assert await change("DELETE") == 200
+        assert jobs.spec("a") == declared
+        assert await answers() == [200, 401]
+
+
+async def test_delete_gives_no_two_jobs_one_key(start_router: StartRouter) -> None:
+    async with start_router(jobs={"a": JobSpec(key="k")}) as client:
+        jobs = client.router.plane.jobs
+        jobs.change("a", JobSpec(key="new"), 0.0)
+        jobs.change("b", JobSpec(key="k"), 0.0)
+        with pytest.raises(ValueError, match="has the same key"):
+            jobs.forget("a")
+        assert [jobs.holder(key) for key in ("new", "k")] == ["a", "b"]
+
+
 async def test_each_serving_gpu_works_for_one_job_and_the_idlest_go_first(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker(serving_kv_usage=0.7) as busy,
