@@ -42,10 +42,12 @@ class Rerouting:
         self._counters.reroutes[ending.kind.value] += 1
         logger.info("rerouting cause=%s worker=%s session=%s", ending.kind.value, worker.id, journey.session)
         journey.avoid_until[worker.id] = now + self._config.avoid_s
-        if ending.kind in _WORKERS_FAULT:
-            worker.suspect(now, self._config)
-        if ending.kind in _SERVING_NEEDS_IT:
+        # Steps that serving lets through one by one may make tokens too seldom for the router's own clock.
+        is_held = ending.kind is EndKind.STALLED and worker.is_held_by_serving
+        if ending.kind in _SERVING_NEEDS_IT or is_held:
             worker.yielded()
+        elif ending.kind in _WORKERS_FAULT:
+            worker.suspect(now, self._config)
         if ending.kind is EndKind.DEACTIVATED:
             worker.deactivated()
         if ending.kind in _COUNTED_FAILURES:

@@ -65,6 +65,8 @@ class Worker:
         self.cooldown_until = 0.0
         self.status: RoutingStatus | None = None
         self.weight_version: WeightVersion | None = None
+        self.is_held_by_serving = False
+        """Whether its gate has declined steps lately: it runs, and waits for serving."""
         self.is_gate_declining = False
         self.has_yielded = False
         self.problem: str | None = None
@@ -246,12 +248,10 @@ class Worker:
         self._change()
         self._take_weights(status, now)
         before, gate = self.status.gate if self.status is not None else None, status.gate
-        self.is_gate_declining = (
-            before is not None
-            and gate is not None
-            and gate.declined_steps > before.declined_steps
-            and gate.admitted_steps == before.admitted_steps
-        )
+        self.is_held_by_serving = self.is_gate_declining = False
+        if before is not None and gate is not None:
+            self.is_held_by_serving = gate.declined_steps > before.declined_steps
+            self.is_gate_declining = self.is_held_by_serving and gate.admitted_steps == before.admitted_steps
         self.has_yielded = False
         if status.is_active != self.is_active:
             logger.info("worker active=%s worker=%s", status.is_active, self.id)

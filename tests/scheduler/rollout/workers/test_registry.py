@@ -1,15 +1,22 @@
 """How a status, a token and a loss change a worker's view."""
 
+import math
+
 import pytest
 
 from rose.errors import WorkerError
 from rose.messages import RoutingGate, RoutingStatus, parse_version
 from rose.scheduler.rollout.placing.views import NOBODY, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind
+from rose.scheduler.rollout.turn.counters import Counters
+from rose.scheduler.rollout.turn.journey import Journey, Route
+from rose.scheduler.rollout.turn.rerouting import Rerouting
 from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import WeightVersion
 
 CONFIG = RouterConfig()
+JOURNEY = Journey(session="s", route=Route(job="j", explicit_session=None, run_id=None, deadline=math.inf))
 
 
 def worker() -> Worker:
@@ -80,6 +87,22 @@ def test_a_suspect_is_on_probation_until_it_makes_a_token() -> None:
     assert (one.view().cap, one.view().not_before) == (1, 10.0 + CONFIG.avoid_s)
     one.made_tokens(1, 12.0, None)
     assert one.view().cap == CONFIG.turns_per_gpu
+
+
+@pytest.mark.parametrize(
+    ("later", "is_held"), [(status(5, 9), True), (status(6, 9), True), (status(6, 5), False)]
+)
+def test_silence_while_serving_holds_a_workers_steps_back_is_no_fault(
+    later: RoutingStatus, is_held: bool
+) -> None:
+    one, rerouting = worker(), Rerouting(CONFIG, Counters())
+    for each in (status(5, 5), later):
+        one.take_status(each, 0.0)
+    rerouting.after(Ending(kind=EndKind.STALLED), one, JOURNEY)
+    assert (one.view().cap > 1, one.view().not_before == 0, one.has_yielded) == (is_held,) * 3
+    one.take_status(later, 1.0)  # no step was declined since, so the next silence has another reason
+    rerouting.after(Ending(kind=EndKind.STALLED), one, JOURNEY)
+    assert one.view().cap == 1
 
 
 @pytest.mark.parametrize(
