@@ -1,8 +1,8 @@
 """Which rollout requests have stood still for too long.
 
-A request's clock runs while it has an engine slot and no step of the engine runs, because the gate or memory
-refuses it. The caller reports the ids and the steps; nothing is aborted here. Source: ROSE §4.1, no progress
-for a fixed timeout.
+A request's clock runs while it has an engine slot, and either no step of the engine runs, because the gate
+refuses it, or memory refuses the request while others step. The caller reports the ids and the steps; nothing
+is aborted here. Source: ROSE §4.1, no progress for a fixed timeout.
 """
 
 from collections.abc import Collection
@@ -21,22 +21,24 @@ class StallTracker:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         self._timeout_s = timeout_s
-        self._slotted_at: dict[str, float] = {}  # in active seconds, like all that follow
-        self._stepped_at = 0.0
+        self._since: dict[str, float] = {}  # in active seconds, like all that follow; oldest slots first
         self._inactive_s = 0.0
         self._deactivated_at: float | None = None
 
     def observe(self, slotted: Collection[str], now: float) -> None:
         """Sets which ids have a slot now: new ones start their clocks, and absent ones are forgotten."""
         at = self._active_s(now)
-        for gone in self._slotted_at.keys() - set(slotted):
-            del self._slotted_at[gone]
+        for gone in self._since.keys() - set(slotted):
+            del self._since[gone]
         for request_id in slotted:
-            self._slotted_at.setdefault(request_id, at)
+            self._since.setdefault(request_id, at)
 
-    def stepped(self, now: float) -> None:
-        """Restarts all clocks at the end of a step that computed tokens of any request."""
-        self._stepped_at = self._active_s(now)
+    def stepped(self, now: float, refused: Collection[str] = ()) -> None:
+        """Restarts the clocks at the end of a step that computed tokens of any request, but not those of the
+        requests that memory refused: they were not in line for a step."""
+        at = self._active_s(now)
+        for request_id in self._since.keys() - set(refused):
+            self._since[request_id] = at
 
     def deactivate(self, now: float) -> None:
         """Stops all clocks until activate()."""
@@ -50,12 +52,10 @@ class StallTracker:
             self._deactivated_at = None
 
     def stalled(self, now: float) -> tuple[str, ...]:
-        """Returns the ids whose clocks have reached the timeout, those with the oldest slots first."""
+        """Returns the ids whose clocks have reached the timeout, those that wait longest first."""
         at = self._active_s(now)
-        if at - self._stepped_at < self._timeout_s:
-            return ()
-        late = [(since, rid) for rid, since in self._slotted_at.items() if at - since >= self._timeout_s]
-        return tuple(rid for _, rid in sorted(late))
+        late = [rid for rid, since in self._since.items() if at - since >= self._timeout_s]
+        return tuple(sorted(late, key=self._since.__getitem__))
 
     def _active_s(self, now: float) -> float:
         until = now if self._deactivated_at is None else self._deactivated_at

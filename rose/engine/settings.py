@@ -57,7 +57,8 @@ class EngineSettings(BaseModel):
     chunk_tokens: int = Field(default=512, gt=0, le=512)
     """The most tokens of a rollout step, 512 at most."""
     stall_s: float = Field(default=2.0, gt=0)
-    """How long a rollout request may hold a place while no step runs before it ends as stalled."""
+    """How long a rollout request may hold a place while no step runs, or while memory refuses it, before it
+    ends as stalled."""
     lease_s: float = Field(default=10.0, gt=0)
     """How long an idle rollout slab keeps its prefix cache."""
     high_watermark: float = Field(default=0.5, gt=0, le=1)

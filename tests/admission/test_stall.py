@@ -33,13 +33,28 @@ def test_waiting_for_a_slot_does_not_count() -> None:
     assert set(tracker.stalled(7.0)) == {"running", "queued"}
 
 
-def test_a_preempted_request_starts_anew_with_its_next_slot() -> None:
+def test_a_request_starts_anew_with_its_next_slot() -> None:
     tracker = StallTracker(2.0)
     tracker.observe({"a"}, 0.0)
     tracker.observe(set(), 1.9)
     tracker.observe({"a"}, 5.0)
     assert tracker.stalled(6.9) == ()
     assert tracker.stalled(7.0) == ("a",)
+
+
+def test_a_request_that_memory_refuses_stalls_while_others_step() -> None:
+    tracker = StallTracker(2.0)
+    tracker.observe(["stepping", "preempted", "without blocks"], 0.0)
+    tracker.stepped(1.0, refused=["preempted"])
+    refused = ["preempted", "without blocks"]
+    tracker.stepped(1.9, refused)
+    assert tracker.stalled(1.9) == ()
+    tracker.stepped(2.0, refused)
+    assert tracker.stalled(2.0) == ("preempted",)
+    tracker.stepped(3.0, refused)
+    assert tracker.stalled(3.0) == ("preempted", "without blocks")
+    tracker.stepped(3.1)  # there is memory again
+    assert tracker.stalled(3.1) == ()
 
 
 def test_deactivated_time_does_not_count() -> None:

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
 from rose.admission.gate import (
     GateDecision,
@@ -49,6 +50,8 @@ class RolloutScheduler(RoseScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stalls = StallTracker(self.rose.stall_s)
+        self._refused: list[str] = []
+        """The requests that memory kept out of the last step."""
         self._rl_step = 0
         self._memory: RolloutMemory | None = None
         if self.tenant is not None:
@@ -135,17 +138,30 @@ class RolloutScheduler(RoseScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._side is None or self._gate.settings.mode is GateMode.OFF:
-            return super().schedule(throttle_prefills)
+            return self._schedule(throttle_prefills)
         limit = self._ask_for_grant(self._side)
         most, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, limit
         try:
-            output = super().schedule(throttle_prefills)
+            output = self._schedule(throttle_prefills)
         finally:
             self.max_num_scheduled_tokens = most
         if self._is_stepping and output.total_num_scheduled_tokens == 0:
             self._end_grant(0)
             self._starved, self._starved_until_s = self._memory_state(), time.monotonic() + STARVED_RETRY_S
         return output
+
+    def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
+        output = super().schedule(throttle_prefills)
+        if self._memory is not None:
+            has_tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
+            self._refused = self._refused_by_memory(has_tokens_left)
+        return output
+
+    def _refused_by_memory(self, has_tokens_left: bool) -> list[str]:
+        """Returns the waiting requests without memory: the preempted, and all others if a step with tokens
+        left did not take them. Without a pool they wait for other rollouts alone, and keep their places."""
+        refused = {RequestStatus.PREEMPTED, *([RequestStatus.WAITING] if has_tokens_left else [])}
+        return [request.request_id for request in self.waiting_requests() if request.status in refused]
 
     def _ask_for_grant(self, side: RolloutSide) -> int:
         """Returns the token limit of a step that has a grant, or 0 without one. It sleeps while nothing else
@@ -232,7 +248,7 @@ class RolloutScheduler(RoseScheduler):
         if self._is_stepping:
             self._end_grant(scheduler_output.total_num_scheduled_tokens)
         if scheduler_output.total_num_scheduled_tokens > 0:
-            self._stalls.stepped(time.monotonic())
+            self._stalls.stepped(time.monotonic(), self._refused)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _end_grant(self, num_tokens: int) -> None:

@@ -274,6 +274,32 @@ def test_a_paused_engine_stalls_nobody_and_asks_for_no_grant(rollout: Any) -> No
     assert rollout._stalls.stalled(time.monotonic() + 1001) == ("a",)
 
 
+def test_a_request_that_memory_refuses_is_told_apart_from_one_behind_anothers_prefill(
+    rollout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step() -> list[str]:
+        rollout.schedule()
+        refused: list[str] = rollout._refused
+        return refused
+
+    def ask(name: str) -> None:
+        rollout.add_request(Request(name, [1] * 9, SamplingParams(max_tokens=4), None))
+
+    monkeypatch.setattr(rollout, "max_num_scheduled_tokens", 5)
+    rollout.set_gate(rollout.rose.gate_settings(GateMode.OFF))
+    ask("first")
+    ask("behind it")
+    assert step() == []
+    monkeypatch.setattr(rollout, "max_num_scheduled_tokens", 512)
+    monkeypatch.setattr(rollout._memory, "tick", lambda *_: None)
+    blocks = rollout.kv_cache_manager.block_pool
+    blocks.get_new_blocks(blocks.get_num_free_blocks())
+    assert step() == ["behind it"]
+    monkeypatch.setattr(rollout, "max_num_scheduled_tokens", 1)
+    rollout._preempt_request(rollout.running.pop(), 0.0)
+    assert "first" in step()
+
+
 def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_grants(rollout: Any) -> None:
     rollout._side.set_want(True)
     rollout.set_gate(rollout.rose.gate_settings(GateMode.OFF))
