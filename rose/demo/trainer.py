@@ -92,7 +92,12 @@ def _training_config(args: argparse.Namespace) -> TrainingConfig:
 def _train(args: argparse.Namespace, config: TrainingConfig) -> None:
     settings = Settings.from_environment()
     model, tokenizer = load_master(config.model_dir)
-    announce = None if args.no_rl_step else router_announcer(args.endpoint, settings.admin_key)
+    publisher: WeightPublisher | None = None
+    announce = None
+    if not args.no_rl_step:
+        announce = router_announcer(
+            args.endpoint, settings.admin_key, lambda: publisher.version if publisher is not None else None
+        )
     endpoint = TurnEndpoint(args.endpoint, args.served_model)
     rollouts = FrozenLakeRollouts(config, tokenizer, endpoint, announce)
     with ExitStack() as stack:

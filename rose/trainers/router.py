@@ -19,8 +19,9 @@ def router_announcer(
     """Returns a function to call at the start of each RL step, so that frozen budgets grow back (ROSE §4.1).
 
     ``published`` returns the newest weights that were published, such as ``lambda: publisher.version``: a
-    worker that reports newer ones then makes no other worker's weights too old. The function raises a
-    WorkerError if the router refuses or does not answer.
+    worker that reports newer ones then makes no other worker's weights too old. ``admin_key``: the router's
+    ROSE_ROUTER_ADMIN_KEY, which a router with any key asks for. The function raises a WorkerError, with the
+    router's reason, if the router refuses or does not answer.
     """
     url = router_url.rstrip("/") + "/admin/rl_step"
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
@@ -31,10 +32,11 @@ def router_announcer(
         if version is not None:
             body["version"] = str(version)
         try:
-            httpx.post(
-                url, json=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False
-            ).raise_for_status()
+            answer = httpx.post(url, json=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
         except httpx.HTTPError as error:
             raise WorkerError(f"{url}: RL step {step} could not be announced: {error}") from error
+        if not answer.is_success:
+            said = f"{answer.status_code} {answer.text[:500]}"
+            raise WorkerError(f"{url}: RL step {step} could not be announced: {said}")
 
     return announce

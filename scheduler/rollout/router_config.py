@@ -150,7 +150,7 @@ class RouterConfig(_Settings):
     api_key: str | None = Field(default=None, description="key that clients must send")
     admin_key: str | None = Field(
         default=None,
-        description="key that /admin and /workers require; needed to change workers if any key is set",
+        description="key that /admin and /workers require; needed to change anything there if any key is set",
     )
     worker_api_key: str | None = Field(
         default=None, description="key sent to workers on /v1 (their --api-key)"

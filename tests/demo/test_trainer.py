@@ -39,6 +39,7 @@ class ScriptedServer:
     def __init__(self) -> None:
         self.requests: defaultdict[str, list[tuple[Json, list[int]]]] = defaultdict(list)
         self.rl_steps: list[int] = []
+        self.announced: list[str | None] = []
         self.num_to_refuse = 0
         self.num_to_abort = 0
         self.hangs = threading.Event()
@@ -68,7 +69,9 @@ class ScriptedServer:
         self._loop.close()
 
     async def _rl_step(self, request: web.Request) -> web.Response:
-        self.rl_steps.append((await request.json())["step"])
+        body: Json = await request.json()
+        self.rl_steps.append(body["step"])
+        self.announced.append(body.get("version"))
         return web.json_response({"step": self.rl_steps[-1], "workers": {}})
 
     async def _complete(self, request: web.Request) -> web.Response:
@@ -255,6 +258,7 @@ def test_the_relay_ends_up_with_the_last_steps_weights(
     assert main(trainer_command(server.url, model_dir, events, *extra)) == 0
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     assert server.rl_steps == [1, 2]
+    assert server.announced == ["test-run/0", "test-run/1"]
     assert [line["publish"]["version"] for line in lines] == ["test-run/1", "test-run/2"]
     assert all(line["publish"]["num_changed"] > 0 for line in lines)
     relay = open_relay(relay_url)

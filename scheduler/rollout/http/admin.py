@@ -206,7 +206,7 @@ class Admin:
         except WorkerError as error:
             raise BadRequest(f"version: {error}") from error
         if version is not None:
-            self._plane.registry.newest.announced(version)
+            self._plane.registry.newest.announced(version, time.monotonic())
         self._plane.dispatcher.lend_anew()
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
         results = await asyncio.gather(*(self._send_step(worker, step) for worker in workers))

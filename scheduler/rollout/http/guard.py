@@ -1,8 +1,9 @@
 """What stands before every route: keys, draining, and errors as answers.
 
 Owns: the middleware, and the answers to requests that are not valid HTTP.
-Promises: where any key is set, only the holder of the admin key changes the workers and the jobs. Every
-refusal and every error has OpenAI's shape; a bug in the router is logged with its traceback and answered 500.
+Promises: where any key is set, only the holder of the admin key changes anything under /admin and /workers.
+Every refusal and every error has OpenAI's shape; a bug in the router is logged with its traceback and
+answered 500.
 No answer names a library or its version.
 Never does: know what a route does.
 """
@@ -29,12 +30,10 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN_PATHS = ("/health", "/metrics")
-_WORKERS_PATH = "/workers"
-_ADMIN_PATHS = ("/admin", _WORKERS_PATH)
-_MEMBER_PATHS = (_WORKERS_PATH, "/admin/jobs")
+_ADMIN_PATHS = ("/admin", "/workers")
 _NO_ADMIN_KEY = (
-    "workers and jobs can't be changed without an admin key, because the router would send its other keys to"
-    " workers, and a job could be given another key; set admin_key (ROSE_ROUTER_ADMIN_KEY)"
+    "this router has keys but no admin key, without which /admin and /workers only show: set admin_key"
+    " (ROSE_ROUTER_ADMIN_KEY) at the router, and send that key; trainers take it from the same variable"
 )
 
 
@@ -52,7 +51,7 @@ class Guard:
             return error_response(400, "a header is not text in UTF-8")
         if not self._is_allowed(request):
             return error_response(401, "the key in the Authorization header is missing or wrong")
-        if self._is_membership_closed(request):
+        if self._is_closed(request):
             return error_response(403, _NO_ADMIN_KEY)
         if self.is_draining and request.method == "POST" and not request.path.startswith(_ADMIN_PATHS):
             return error_response(503, "the router is shutting down")
@@ -82,12 +81,12 @@ class Guard:
         key = self._config.admin_key
         return key is None or hmac.compare_digest(bearer(request).encode(), key.encode())
 
-    def _is_membership_closed(self, request: web.Request) -> bool:
+    def _is_closed(self, request: web.Request) -> bool:
         """Whether a stranger could add a worker, to which the router would send its keys and turns, or give a
-        job another key."""
+        job another key, announce weights, end turns."""
         config = self._config
         has_keys = self._callers.have_keys or config.worker_api_key is not None or config.rose_key is not None
-        is_change = request.path.startswith(_MEMBER_PATHS) and request.method != "GET"
+        is_change = request.path.startswith(_ADMIN_PATHS) and request.method != "GET"
         return is_change and has_keys and config.admin_key is None
 
     async def drain(self) -> None:

@@ -5,6 +5,7 @@ Promises: a version that no worker holds any more is an error, never an endless 
 Never does: choose among the workers that it admits (policy.py).
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,6 +14,12 @@ from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.fleet import Cohort
 from rose.scheduler.rollout.placing.views import TurnView, Wants, of_model
 from rose.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+_ANNOUNCED_S = 600.0
+"""What was announced longer ago bounds nothing once a worker has newer weights: the trainer has published
+them without a word."""
 
 
 class VersionGone(NoWorkerError):
@@ -38,6 +45,7 @@ class NewestVersions:
         self._numbers: dict[str, int] = {}
         self._by_model: dict[str, dict[str, int]] = {}
         self._announced: dict[str, int] = {}
+        self._announced_at: dict[str, float] = {}
         self._unnamed: dict[str, int] = {}
         """The versions of workers that don't say what they serve. `_by_model` holds these as well."""
 
@@ -50,8 +58,9 @@ class NewestVersions:
         """Returns the newest numbers among the workers that serve a model; None: among all workers."""
         return self._numbers if model is None else self._by_model.get(model, self._unnamed)
 
-    def heard(self, version: WeightVersion, models: Iterable[str] | None = None) -> None:
+    def heard(self, version: WeightVersion, models: Iterable[str] | None = None, *, now: float) -> None:
         """Notes a worker's version. `models`: what the worker serves; None if it does not say."""
+        self._drop_old_bound(version, now)
         version = WeightVersion(run_id=version.run_id, number=self.counted(version))
         _grow(self._numbers, version)
         if models is None:
@@ -61,13 +70,24 @@ class NewestVersions:
             for model in models:
                 _grow(self._by_model.setdefault(model, dict(self._unnamed)), version)
 
-    def announced(self, version: WeightVersion) -> None:
+    def announced(self, version: WeightVersion, now: float) -> None:
         """Notes what the run's publisher has published. No worker's version counts as a newer one."""
         run_id = version.run_id
-        _grow(self._announced, version)
+        self._announced[run_id], self._announced_at[run_id] = version.number, now
         for numbers in (self._numbers, self._unnamed, *self._by_model.values()):
             if run_id in numbers:
-                numbers[run_id] = min(numbers[run_id], self._announced[run_id])
+                numbers[run_id] = min(numbers[run_id], version.number)
+
+    def _drop_old_bound(self, version: WeightVersion, now: float) -> None:
+        run_id, bound = version.run_id, self._announced.get(version.run_id)
+        if bound is None or version.number <= bound or now - self._announced_at[run_id] <= _ANNOUNCED_S:
+            return
+        del self._announced[run_id]
+        logger.warning(
+            "run %s: version %d was announced more than %g s ago, and a worker has %s. From now on workers'"
+            " versions count; pass router_announcer what is published, or leave it out",
+            *(run_id, bound, _ANNOUNCED_S, version),
+        )
 
     def counted(self, version: WeightVersion) -> int:
         """Returns the number as which a worker's version counts: at most what was announced."""

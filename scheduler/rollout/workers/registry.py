@@ -113,7 +113,7 @@ class Registry:
             worker.seen(time.monotonic())
             # While this worker changes its weights, others may go on with the previous version.
             if worker.weight_version is not None and worker.view().alive:
-                self.newest.heard(worker.weight_version, worker.models)
+                self.newest.heard(worker.weight_version, worker.models, now=time.monotonic())
             if time.monotonic() - worker.models_asked_at > _MODELS_EVERY_S:
                 await self._refresh(worker)
         except (aiohttp.ClientError, TimeoutError, ValueError, WorkerError) as error:

@@ -54,13 +54,14 @@ def train(router_url: str, relay_url: str, model_dir: str, scratch_dir: str) -> 
         report_to="none",
         disable_tqdm=True,
     )
+    announce = router_announcer(router_url, None, lambda: publisher.version)
     trainer = GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(model_dir),
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6", "w7 w8 w9"]}),
         reward_funcs=even_tokens,
-        rollout_func=RouterRollouts(router_url, router_announcer(router_url, admin_key=None)),
+        rollout_func=RouterRollouts(router_url, announce),
         callbacks=[PublishWeights(publisher)],
     )
     trainer.train()

@@ -8,7 +8,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rose.errors import WorkerError
 from rose.scheduler.rollout.router_config import RouterConfig
+from rose.trainers.router import router_announcer
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
@@ -278,12 +280,20 @@ async def test_nobody_without_the_admin_key_adds_a_worker_to_a_router_that_has_k
             for header in ({}, {"Authorization": "Bearer secret"}):
                 status, answer = await client.post("/workers", {"url": stranger.url}, **header)
                 assert (status, "ROSE_ROUTER_ADMIN_KEY" in answer["error"]["message"]) == (403, True)
-            assert (await client.post(f"/workers/{worker.id}/drain", {}))[0] == 403
+            for path in (f"/workers/{worker.id}/drain", "/admin/rl_step", "/admin/drain", "/admin/abort"):
+                assert (await client.post(path, {}))[0] == 403
+            with pytest.raises(
+                WorkerError, match=r"RL step 1 could not be announced: 403 .*ROUTER_ADMIN_KEY"
+            ):
+                await asyncio.to_thread(router_announcer(client.router.url, None), 1)
+            assert worker.steps == []
             assert [w.id for w in client.router.plane.registry.workers()] == [worker.id]
         async with start_router(worker, admin_key="adm", **{key: "secret"}) as client:
             assert (await client.post("/workers", {"url": stranger.url}))[0] == 401
             added = await client.post("/workers", {"url": stranger.url}, Authorization="Bearer adm")
             assert added[0] == 201
+            await asyncio.to_thread(router_announcer(client.router.url, "adm"), 1)
+            assert worker.steps == [1]
 
 
 @pytest.mark.asyncio

@@ -65,7 +65,7 @@ def turns(draw: st.DrawFn) -> TurnView:
 def rules(draw: st.DrawFn) -> VersionRule:
     known = NewestVersions()
     for version in draw(st.lists(VERSIONS, max_size=2)):
-        known.heard(version, draw(st.none() | st.frozensets(MODELS)))
+        known.heard(version, draw(st.none() | st.frozensets(MODELS)), now=NOW)
     return VersionRule(mode=draw(st.sampled_from(VersionMode)), max_lag=draw(st.integers(0, 2)), known=known)
 
 

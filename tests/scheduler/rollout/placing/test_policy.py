@@ -40,7 +40,7 @@ def admits(rule: VersionRule, turn: TurnView, workers: list[WorkerView]) -> list
 def heard(numbers: dict[str, int], models: list[str] | None = None) -> NewestVersions:
     newest = NewestVersions()
     for run_id, number in numbers.items():
-        newest.heard(version(number, run_id), models)
+        newest.heard(version(number, run_id), models, now=NOW)
     return newest
 
 
@@ -145,10 +145,10 @@ def test_the_newest_version_outlives_its_workers_and_counts_for_its_own_run_alon
 def test_the_newest_version_never_goes_back_until_its_run_is_forgotten() -> None:
     newest = NewestVersions()
     for number, run_id in ((7, "run"), (5, "run"), (0, "next")):
-        newest.heard(version(number, run_id))
+        newest.heard(version(number, run_id), now=NOW)
     assert newest.numbers == {"run": 7, "next": 0}
     newest.forget("run")
-    newest.heard(version(1))
+    newest.heard(version(1), now=NOW)
     assert newest.numbers == {"run": 1, "next": 0}
 
 
@@ -161,26 +161,46 @@ def test_no_workers_version_counts_as_newer_than_what_was_announced() -> None:
         dedicated("v6", weight_version=version(6)),
     ]
     newest = heard({"run": 999_999})
-    newest.announced(version(7))
-    newest.heard(absurd, ["a"])
+    newest.announced(version(7), NOW)
+    newest.heard(absurd, ["a"], now=NOW)
     assert (newest.numbers, newest.of("a")) == ({"run": 7}, {"run": 7})
     turn = TurnView(session="t", run_id="run")
     assert admits(VersionRule(known=newest), turn, workers) == ["v7", "v8", "absurd"]
-    newest.announced(next_one)
-    newest.announced(version(5))
+    newest.announced(next_one, NOW)
     assert admits(VersionRule(known=newest), turn, workers) == ["v8", "absurd"]
+    newest.announced(absurd, NOW)
+    newest.heard(absurd, now=NOW)
+    newest.announced(version(7), NOW)  # what is said last counts, so that a mistake does not last
+    assert admits(VersionRule(known=newest), turn, workers) == ["v7", "v8", "absurd"]
     newest.forget("run")
-    newest.heard(absurd)
+    newest.heard(absurd, now=NOW)
     assert newest.numbers == {"run": 999_999}
+
+
+def test_an_old_announcement_bounds_no_worker_that_has_newer_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    newest = heard({"run": 7})
+    newest.announced(version(7), NOW)
+    newest.heard(version(8), now=NOW + 600)
+    newest.heard(version(7), now=NOW + 3600)  # an old one does no harm while nobody has newer weights
+    assert (newest.numbers, caplog.messages) == ({"run": 7}, [])
+    for number in (9, 10):
+        newest.heard(version(number), now=NOW + 3600)
+        assert newest.numbers == {"run": number}
+    (message,) = caplog.messages
+    assert "version 7 was announced more than 600 s ago, and a worker has run/9" in message
+    newest.announced(version(9), NOW + 3600)
+    assert newest.numbers == {"run": 9}
 
 
 def test_the_newest_version_is_that_of_the_turns_model() -> None:
     newest = heard({"run": 7}, ["a", "both"])
-    newest.heard(version(3), ["b", "both"])
+    newest.heard(version(3), ["b", "both"], now=NOW)
     assert [newest.of(model) for model in ("a", "b", "both", "c")] == [{"run": 7}, {"run": 3}, {"run": 7}, {}]
-    newest.heard(version(2, "next"))  # of a worker that does not say what it serves
+    newest.heard(version(2, "next"), now=NOW)  # of a worker that does not say what it serves
     assert [newest.of(model) for model in ("b", "c")] == [{"run": 3, "next": 2}, {"next": 2}]
-    newest.heard(version(1), ["d"])
+    newest.heard(version(1), ["d"], now=NOW)
     assert newest.of("d") == {"run": 1, "next": 2}
     newest.forget("run")
     assert [newest.of(model) for model in ("a", "d", None)] == [{"next": 2}] * 3
