@@ -49,6 +49,8 @@ class SlabBlockPool(BlockPool):
     num_used: npt.NDArray[np.int32]
     num_hashed: npt.NDArray[np.int32]
     """The number of blocks at each position that hold prefix cache, in use or not."""
+    num_spare: npt.NDArray[np.int32]
+    """The number of blocks at each position that nobody uses and that hold no prefix cache."""
     num_free_cached: int
     """The number of blocks that nobody uses and that hold prefix cache."""
     listener: IdleListener | None
@@ -78,6 +80,7 @@ class SlabBlockPool(BlockPool):
         pool.slab_of = [None] * num_positions
         pool.num_used = np.zeros(num_positions, dtype=np.int32)
         pool.num_hashed = np.zeros(num_positions, dtype=np.int32)
+        pool.num_spare = np.zeros(num_positions, dtype=np.int32)
         pool.num_free_cached = 0
         pool.listener = None
         pool.eviction_order = None
@@ -110,6 +113,7 @@ class SlabBlockPool(BlockPool):
             self._maybe_evict_cached_block(block)
             self.free_block_queue.remove(block)
             block.ref_cnt = 1
+        self.num_spare[position] = 0
         self.slab_of[position] = None
         self.num_gpu_blocks -= len(blocks)
         return slab
@@ -136,8 +140,9 @@ class SlabBlockPool(BlockPool):
 
     def empty_positions(self) -> list[int]:
         """Returns the backed positions without used or cached blocks, ascending, but the pinned one."""
-        holds_nothing = np.flatnonzero((self.num_used == 0) & (self.num_hashed == 0)).tolist()
-        return [p for p in holds_nothing if p != PINNED_POSITION and self.slab_of[p] is not None]
+        # The pinned position never has all its blocks to spare: block 0 is vLLM's.
+        empty: list[int] = np.flatnonzero(self.num_spare == self.layout.blocks_per_slab).tolist()
+        return empty
 
     def _unpark(self, position: int, slab: int) -> None:
         blocks = self.blocks_at(position)
@@ -145,6 +150,7 @@ class SlabBlockPool(BlockPool):
             assert block.ref_cnt == 1 and block.block_hash is None
             block.ref_cnt = 0
         self.free_block_queue.append_n(blocks)
+        self.num_spare[position] = len(blocks)
         self.slab_of[position] = slab
         self.num_gpu_blocks += len(blocks)
 
@@ -165,9 +171,9 @@ class SlabBlockPool(BlockPool):
         """
         positions = preferred_positions(
             self.spread,
+            num_spare=self.num_spare,
             num_used=self.num_used,
             num_hashed=self.num_hashed,
-            blocks_per_slab=self.layout.blocks_per_slab,
             beside=self.beside,
         )
         spare = (block for position in positions for block in self._spare_blocks(position))
@@ -184,6 +190,8 @@ class SlabBlockPool(BlockPool):
         for position in positions:
             if len(evicted) >= num_blocks:
                 break
+            if not self.num_hashed[position]:
+                continue
             for block in self.blocks_at(position):
                 if block.block_hash is not None:
                     self._maybe_evict_cached_block(block)
@@ -191,8 +199,6 @@ class SlabBlockPool(BlockPool):
         return evicted[:num_blocks]
 
     def _spare_blocks(self, position: int) -> list[KVCacheBlock]:
-        if self.slab_of[position] is None:
-            return []
         return [b for b in self.blocks_at(position) if b.ref_cnt == 0 and b.block_hash is None]
 
     # Cache counts: every way in which a block's prefix cache comes and goes ---------------------------
@@ -203,8 +209,11 @@ class SlabBlockPool(BlockPool):
         was_hashed = block.block_hash is not None
         super()._insert_block_hash(block_hash_with_group_id, block, num_tokens)
         if not was_hashed and block.block_hash is not None:
-            self.num_hashed[self.layout.position_of(block.block_id)] += 1
-            self.num_free_cached += block.ref_cnt == 0
+            position = self.layout.position_of(block.block_id)
+            self.num_hashed[position] += 1
+            if block.ref_cnt == 0:
+                self.num_free_cached += 1
+                self.num_spare[position] -= 1
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
         was_hashed = block.block_hash is not None
@@ -212,7 +221,9 @@ class SlabBlockPool(BlockPool):
         if was_hashed and block.block_hash is None:
             position = self.layout.position_of(block.block_id)
             self.num_hashed[position] -= 1
-            self.num_free_cached -= block.ref_cnt == 0
+            if block.ref_cnt == 0:
+                self.num_free_cached -= 1
+                self.num_spare[position] += 1
             if self.num_hashed[position] == 0 and self.listener is not None:
                 self.listener.position_cleared(position)
         return removed
@@ -220,6 +231,7 @@ class SlabBlockPool(BlockPool):
     def reset_prefix_cache(self) -> bool:
         is_done = super().reset_prefix_cache()
         if is_done:
+            self.num_spare += self.num_hashed  # no block is in use
             self.num_hashed[:] = 0
             self.num_free_cached = 0
         return is_done
@@ -248,7 +260,7 @@ class SlabBlockPool(BlockPool):
         for block in blocks:
             position = self.layout.position_of(block.block_id)
             self.num_used[position] += 1
-            self.num_free_cached -= block.block_hash is not None
+            self._count_free(block, position, -1)
             if self.num_used[position] == 1 and self.listener is not None:
                 self.listener.position_busy(position)
 
@@ -256,14 +268,21 @@ class SlabBlockPool(BlockPool):
         """Returns the position if this was its last block in use."""
         position = self.layout.position_of(block.block_id)
         self.num_used[position] -= 1
-        self.num_free_cached += block.block_hash is not None
+        self._count_free(block, position, 1)
         return position if self.num_used[position] == 0 else None
+
+    def _count_free(self, block: KVCacheBlock, position: int, change: int) -> None:
+        if block.block_hash is not None:
+            self.num_free_cached += change
+        else:
+            self.num_spare[position] += change
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the counts disagree with the blocks."""
         num_backed, num_free_cached = 1, 0
         for position, slab in enumerate(self.slab_of):
             blocks = self.blocks_at(position)
+            assert self.num_spare[position] == len(self._spare_blocks(position)), position
             if slab is None:
                 assert all(b.ref_cnt == 1 and b.block_hash is None for b in blocks), position
                 continue

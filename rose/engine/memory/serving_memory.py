@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from vllm.v1.request import Request
@@ -59,14 +60,14 @@ class ServingMemory:
         look again, or None."""
         tenant = self._tenant
         shortage = tenant.shortage(running, waiting)
-        used = tenant.pool.num_positions_in_use() + shortage.keeping_cache
+        used = tenant.pool.num_positions_in_use() + len(shortage.hit_positions) + shortage.keeping_cache
         self._publish(used, now)
         self._watch_pressure(used)
         if used:
             self._busy_at_s = now
         if shortage.keeping_cache:
             self._grow(shortage)
-        if self._give(used, now):
+        if self._give(used, shortage.hit_positions, now):
             return now
         next_looks = (self._peak.falls_at_s(now), self._lend_headroom(now))
         return min((at_s for at_s in next_looks if at_s is not None), default=None)
@@ -82,8 +83,9 @@ class ServingMemory:
         )
         tenant.grow(growth)
 
-    def _give(self, used: int, now: float) -> int:
-        """Gives rollouts slabs that they lack, those that cost serving least first; returns how many."""
+    def _give(self, used: int, keep: AbstractSet[int], now: float) -> int:
+        """Gives rollouts slabs that they lack, those that cost serving least first and none of ``keep``;
+        returns how many."""
         tenant, ledger = self._tenant, self._tenant.ledger
         count = self._policy.serving_gift(
             owned=tenant.num_owned,
@@ -92,7 +94,7 @@ class ServingMemory:
             available=ledger.num_free + ledger.num_draining,
             rollout_lacks=ledger.rollout_lacks,
         )
-        return tenant.give_back(tenant.least_valuable(count, now)) if count else 0
+        return tenant.give_back(tenant.least_valuable(count, keep, now)) if count else 0
 
     def _lend_headroom(self, now: float) -> float | None:
         """Raises the budget to the whole pool once serving has been idle for long enough. Returns the time at

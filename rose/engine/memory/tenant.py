@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import chain, islice
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -29,9 +29,9 @@ from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
 from rose.types import Role
 
-MAX_LOOKUPS = 16
-"""Waiting requests whose prefixes are looked up per pass; the others count as if nothing of them was cached.
-A long queue must not cost milliseconds in every step."""
+MAX_LOOKUP_BLOCKS = 2048
+"""The prefixes of waiting requests are looked up until these have that many block hashes together; of the
+others the same share counts as cached. A long queue must not cost milliseconds in every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,8 @@ class Shortage:
     """If none of its prefix cache is evicted."""
     evicting_cache: int
     """If all of it is, but what the requests themselves hit."""
+    hit_positions: frozenset[int]
+    """The idle positions that waiting requests hit."""
 
 
 class Tenant:
@@ -136,22 +138,46 @@ class Tenant:
 
     def shortage(self, running: Sequence[Request], waiting: Sequence[Request]) -> Shortage:
         """Returns how many slabs the next steps lack. Prefixes that are cached need no new blocks."""
-        pool, wanted = self.pool, self.blocks_wanted(running, waiting)
+        pool = self.pool
+        num_hits, free_hits = self._hits(waiting)
+        wanted = self.blocks_wanted(running, waiting) - num_hits
         free = pool.get_num_free_blocks()
         uncached = free - pool.num_free_cached
-        if wanted <= uncached:
-            return Shortage(keeping_cache=0, evicting_cache=0)
-        hits = [block for request in waiting[:MAX_LOOKUPS] for block in self._cached_prefix(request)]
-        wanted -= len(hits)
-        free -= len({block.block_id for block in hits if block.ref_cnt == 0})
+        positions = {self.layout.position_of(block_id) for block_id in free_hits}
         return Shortage(
             keeping_cache=self.slabs_for(max(0, wanted - uncached)),
-            evicting_cache=self.slabs_for(max(0, wanted - free)),
+            evicting_cache=self.slabs_for(max(0, wanted - (free - len(free_hits)))),
+            hit_positions=frozenset(position for position in positions if pool.num_used[position] == 0),
         )
 
+    def _hits(self, waiting: Sequence[Request]) -> tuple[int, set[int]]:
+        """Returns how many blocks the waiting requests hit, and the ids of those hit that nobody uses.
+
+        The number is extrapolated from the requests that are looked up, and the ids are of these alone.
+        """
+        readers = [request for request in waiting if self._reads_cache(request)]
+        hits: list[KVCacheBlock] = []
+        num_looked_up = num_hashes = 0
+        for request in readers:
+            if num_hashes >= MAX_LOOKUP_BLOCKS:
+                break
+            hits += self._cached_prefix(request)
+            num_looked_up += 1
+            num_hashes += len(request.block_hashes)
+        num_hits = len(hits)
+        if num_hits and num_looked_up < len(readers):
+            sample = self.blocks_wanted((), readers[:num_looked_up])
+            num_hits += num_hits * self.blocks_wanted((), readers[num_looked_up:]) // sample
+        return num_hits, {block.block_id for block in hits if block.ref_cnt == 0}
+
+    def _reads_cache(self, request: Request) -> bool:
+        """Whether vLLM will look the request up. It doesn't if the prompt's log probabilities are wanted."""
+        if not self.pool.enable_caching or request.skip_reading_prefix_cache:
+            return False
+        holds_blocks = any(request.request_id in group.req_to_blocks for group in self._groups)
+        return bool(request.block_hashes) and not holds_blocks
+
     def _cached_prefix(self, request: Request) -> list[KVCacheBlock]:
-        if any(request.request_id in group.req_to_blocks for group in self._groups):
-            return []
         groups = self._coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0]
         return [block for group in groups for block in group if not block.is_null]
 
@@ -185,13 +211,13 @@ class Tenant:
                 self.leases.cancel(position)
         return len(given)
 
-    def least_valuable(self, count: int, now: float) -> list[int]:
+    def least_valuable(self, count: int, keep: AbstractSet[int], now: float) -> list[int]:
         """Returns up to ``count`` idle positions whose loss costs least: those that hold nothing, then
-        serving's prefix cache by its value."""
-        hashed = self.pool.num_hashed
-        cached = self.cache.least_valuable(lambda position: int(hashed[position]), now)
-        movable = (position for position in cached if position != PINNED_POSITION)
-        return list(islice(chain(self.pool.empty_positions(), movable), count))
+        serving's prefix cache by its value, without ``keep``."""
+        empty = self.pool.empty_positions()[:count]
+        return empty + self.cache.draw_least_valuable(
+            count - len(empty), self.pool.num_hashed.item, now, keep | {PINNED_POSITION}
+        )
 
     def idle_positions(self) -> list[int]:
         return [

@@ -10,6 +10,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import islice
 
 NUM_HITS = 3
 """The hits that count beside the last use. A prefix that is shared all the time is then worth four times as
@@ -27,6 +29,8 @@ class CacheTable:
         self._idle: dict[int, tuple[int, float]] = {}
         self._hits: dict[int, deque[float]] = {}
         self._num_contexts = 0
+        self._ranking: Iterator[int] = iter(())
+        self._num_draws = 0
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -59,29 +63,58 @@ class CacheTable:
         """Yields the idle positions in the order of last use."""
         yield from self._idle
 
+    def draw_least_valuable(
+        self, count: int, num_cached: Callable[[int], int], now: float, keep: AbstractSet[int]
+    ) -> list[int]:
+        """Returns up to ``count`` positions, the least valuable first and none of ``keep``, for the caller to
+        give up.
+
+        A ranking takes time in proportion to the idle positions, so it is kept until half of it was drawn.
+        What fell idle meanwhile has been used more recently than all that is left in it.
+        """
+        drawn = self._draw(min(count, self._num_draws), keep)
+        if len(drawn) < count:
+            self._ranking = self.least_valuable(num_cached, now)
+            self._num_draws = max(count, len(self._idle) // 2)
+            drawn += self._draw(count - len(drawn), keep | set(drawn))
+        return drawn
+
+    def _draw(self, count: int, keep: AbstractSet[int]) -> list[int]:
+        drawn = list(islice((position for position in self._ranking if position not in keep), count))
+        self._num_draws -= len(drawn)
+        return drawn
+
     def least_valuable(self, num_cached: Callable[[int], int], now: float) -> Iterator[int]:
         """Yields the idle positions that cache anything, the least valuable first.
 
         ``num_cached`` returns how many blocks a position caches, all of which would have to be computed
-        again.
+        again. Between two positions others may be used: they are left out then.
         """
         contexts: dict[int, deque[int]] = {}
         for position, (context, _) in self._idle.items():
             if num_cached(position):
                 contexts.setdefault(context, deque()).append(position)
 
-        def worth(ends_with: deque[int]) -> tuple[float, int]:
-            position = ends_with[0]
-            return num_cached(position) * self._use_rate(position, now), position
+        def worth(position: int) -> float:
+            return num_cached(position) * self._use_rate(position, now)
+
+        def is_left(position: int, context: int) -> bool:
+            entry = self._idle.get(position)
+            return entry is not None and entry[0] == context and num_cached(position) > 0
 
         # Only the end of each context competes; once it has gone, the slab before it does.
-        heap = [(worth(positions), positions) for positions in contexts.values()]
+        heap = [(worth(positions[0]), positions[0], context) for context, positions in contexts.items()]
         heapq.heapify(heap)
         while heap:
-            _, positions = heap[0]
-            yield positions.popleft()
-            if positions:
-                heapq.heapreplace(heap, (worth(positions), positions))
+            _, position, context = heap[0]
+            if is_left(position, context):
+                yield position
+            before = contexts[context]
+            before.popleft()
+            while before and not is_left(before[0], context):
+                before.popleft()
+            if before:
+                heapq.heapreplace(heap, (worth(before[0]), before[0], context))
             else:
                 heapq.heappop(heap)
 

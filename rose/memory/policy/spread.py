@@ -24,28 +24,29 @@ class Spread(StrEnum):
 def preferred_positions(
     spread: Spread,
     *,
+    num_spare: npt.NDArray[np.int32],
     num_used: npt.NDArray[np.int32],
     num_hashed: npt.NDArray[np.int32],
-    blocks_per_slab: int,
     beside: int | None,
 ) -> Iterator[int]:
-    """Yields positions that may have spare blocks, best first, each at most once.
+    """Yields the positions that have spare blocks, best first, each once.
 
-    ``num_used`` and ``num_hashed`` count each position's blocks in use and with prefix cache. ``beside`` is
-    the position of the request's last block. Positions without memory may be among them: they have no spare
-    blocks.
+    The arrays count each position's spare blocks, those in use and those with prefix cache. ``beside`` is the
+    position of the request's last block.
     """
-    if beside is not None:
+    if beside is not None and num_spare[beside]:
         yield beside
-    is_idle = num_used == 0
-    clean = np.flatnonzero(is_idle & (num_hashed == 0))
-    caching = np.flatnonzero(is_idle & (num_hashed > 0) & (num_hashed < blocks_per_slab))
-    shared = np.flatnonzero(~is_idle & (num_used < blocks_per_slab))
+    # Most positions of a full pool have no spare blocks.
+    spare = np.flatnonzero(num_spare)
+    is_idle, is_caching = num_used[spare] == 0, num_hashed[spare] > 0
+    clean = spare[is_idle & ~is_caching]
+    caching = spare[is_idle & is_caching]
+    shared = spare[~is_idle]
     by_use = shared[np.argsort(num_used[shared], kind="stable")]
     # For rollout a slab that only caches is next best: in a slab in use, two requests would end together.
     is_affine = spread is Spread.AFFINE
     order = (clean, caching, by_use) if is_affine else (by_use[::-1], clean, caching)
     for positions in order:
-        for position in positions.tolist():
+        for position in map(int, positions):
             if position != beside:
                 yield position

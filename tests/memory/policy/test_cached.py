@@ -72,6 +72,33 @@ def test_positions_that_cache_nothing_are_not_among_the_valuable() -> None:
     assert list(table.oldest()) == [3, 2] and len(table) == 2
 
 
+def test_a_ranking_lasts_until_half_of_it_was_drawn_and_leaves_out_what_is_used_again_or_kept() -> None:
+    table, looked_at = CacheTable(), []
+
+    def num_cached(position: int) -> int:
+        looked_at.append(position)
+        return 4
+
+    def give(count: int, keep: frozenset[int] = frozenset()) -> list[int]:
+        looked_at.clear()
+        drawn = table.draw_least_valuable(count, num_cached, 200.0, keep)
+        for position in drawn:
+            table.forget(position)
+        return drawn
+
+    for position in range(100):
+        table.fell_idle([position], now=float(position))
+    assert give(3, frozenset({1})) == [0, 2, 3]
+    table.fell_busy(4)
+    table.fell_busy(5)
+    table.fell_idle([5], now=101.0)
+    assert give(3) == [6, 7, 8]
+    assert set(looked_at) == {6, 7, 8}
+    assert give(44) == list(range(9, 53))
+    assert give(2) == [1, 53]
+    assert len(set(looked_at)) == len(table) + 2
+
+
 def test_what_comes_where_cache_was_evicted_has_had_no_hits() -> None:
     table = CacheTable()
     table.hit(1, 1.0)
@@ -124,6 +151,17 @@ class TableMachine(RuleBasedStateMachine):
         self.table.forget(position)
         self.hits.pop(position, None)
         self.busy.add(position)  # another slab comes there one day
+
+    @rule(count=st.integers(0, 4), keep=st.frozensets(st.integers(0, 5)))
+    def draw(self, count: int, keep: frozenset[int]) -> None:
+        drawn = self.table.draw_least_valuable(count, full, self.now, keep)
+        allowed = set(self.idle) - keep
+        assert len(drawn) == len(set(drawn)) == min(count, len(allowed)) and set(drawn) <= allowed
+        for position in drawn:
+            self.leave(position)
+            self.table.forget(position)
+            self.hits.pop(position, None)
+            self.busy.add(position)
 
     def leave(self, position: int) -> None:
         del self.idle[position]

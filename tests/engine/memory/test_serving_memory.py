@@ -1,0 +1,101 @@
+"""Serving's side of the memory policy, on a scheduler and a pool without a worker."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+from lone_schedulers import BLOCK_TOKENS, pooled_scheduler
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from rose.engine.memory.block_pool import PINNED_POSITION
+from rose.engine.memory.serving_memory import ServingMemory
+from rose.engine.memory.tenant import MAX_LOOKUP_BLOCKS, Tenant
+from rose.memory.policy.budget import BudgetPolicy
+from rose.types import Role
+
+NUM_SLABS = 8
+
+
+@pytest.fixture
+def tenant(runtime_dir: Path, tmp_path: Path) -> Iterator[Tenant]:
+    """Serving's, which holds all slabs, and whose pinned slab has one block to spare."""
+    init_none_hash(sha256)
+    with pooled_scheduler(tmp_path, Role.SERVING) as scheduler:
+        tenant: Tenant = scheduler.tenant
+        pinned = tenant.pool.get_new_blocks(tenant.pool.get_num_free_blocks())
+        tenant.pool.free_blocks(pinned[:1])
+        assert tenant.grow(NUM_SLABS) == NUM_SLABS - 1
+        yield tenant
+
+
+def request(name: str, tokens: list[int], **sampling: Any) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1, **sampling),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
+    )
+
+
+def prompt(seed: int, num_blocks: int) -> list[int]:
+    return [seed] * (num_blocks * BLOCK_TOKENS)
+
+
+def cache(tenant: Tenant, tokens: list[int]) -> set[int]:
+    """Computes a prompt and leaves it in the cache; returns where."""
+    pool, num_blocks = tenant.pool, len(tokens) // BLOCK_TOKENS
+    blocks = pool.get_new_blocks(num_blocks)
+    pool.cache_full_blocks(request("ended", tokens), blocks, 0, num_blocks, BLOCK_TOKENS, 0)
+    pool.free_blocks(reversed(blocks))
+    return {tenant.layout.position_of(block.block_id) for block in blocks} - {PINNED_POSITION}
+
+
+def test_serving_keeps_the_prefix_that_a_waiting_request_hits(tenant: Tenant) -> None:
+    size = tenant.layout.blocks_per_slab
+    cache(tenant, prompt(0, 1))  # the spare block of the pinned slab
+    oldest, *_ = [cache(tenant, prompt(seed, size)) for seed in range(1, NUM_SLABS)]
+    waiting = [request("again", [*prompt(1, size), 7])]
+    assert tenant.shortage([], waiting).hit_positions == oldest
+    tenant.ledger.rollout_wanted_slabs = NUM_SLABS - 1
+    policy = BudgetPolicy(num_slabs=NUM_SLABS, headroom_slabs=1)
+    memory = ServingMemory(tenant, policy, window_s=1.0, lend_idle_s=None, now=time.monotonic())
+    for _ in range(3):
+        memory.tick(time.monotonic(), [], waiting)
+    # The pinned slab, the hits, and one for the block that is not cached.
+    assert tenant.num_owned == 3
+    assert tenant.ledger.serving_used_slabs == 3
+    assert tenant.shortage([], waiting).hit_positions == oldest
+    tenant.pool.check_integrity()
+
+
+def test_a_long_queue_behind_one_system_prompt_lacks_only_what_differs(tenant: Tenant) -> None:
+    system, num_requests = prompt(1, 100), 100
+    cache(tenant, system)
+    waiting = [request(f"r{index}", [*system, index]) for index in range(num_requests)]
+    assert num_requests * 100 > 2 * MAX_LOOKUP_BLOCKS
+    shortage = tenant.shortage([], waiting)
+    assert shortage.keeping_cache == shortage.evicting_cache == 0
+    more = [request(f"m{index}", [*system, *prompt(1000 + index, 4), 7]) for index in range(num_requests)]
+    free = tenant.pool.get_num_free_blocks() - 100
+    assert tenant.shortage([], more).evicting_cache == tenant.slabs_for(num_requests * 5 - free)
+
+
+def test_a_request_that_wants_logprobs_of_its_prompt_hits_nothing(tenant: Tenant) -> None:
+    system = prompt(1, 100)
+    positions = cache(tenant, system)
+    plain, skips = request("plain", [*system, 7]), request("skips", [*system, 7], prompt_logprobs=1)
+    assert skips.skip_reading_prefix_cache
+    assert tenant.shortage([], [plain]).hit_positions == positions
+    assert tenant.shortage([], [skips]).hit_positions == frozenset()
+    tenant.pool.get_new_blocks(tenant.pool.get_num_free_blocks() - 100)  # all but the cache
+    assert tenant.shortage([], [plain]).keeping_cache == tenant.slabs_for(1)
+    assert tenant.shortage([], [skips]).keeping_cache == tenant.slabs_for(101)
