@@ -11,10 +11,8 @@ take_back_ahead(). Pure: no relay, no files, no clock. One thread at a time.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rose.errors import FrameError
-from rose.transfer.format.codec import Codec, Patch, decode
+from rose.transfer.format.codec import Patch, decode, dense_bits
 from rose.transfer.format.frame import Frame
 from rose.transfer.format.layout import Bucket, Layout
 from rose.transfer.format.manifest import BucketEntry, Manifest
@@ -87,9 +85,7 @@ class WeightMirror:
             frame = Frame.unpack(fetch(entry))
             frame.check_place(bucket, layout.digest)
             frame.check_version(manifest.run_id, frame.base, manifest.version)
-            bits = np.frombuffer(frame.payload, bits_dtype(bucket.dtype))
-            if frame.codec is not Codec.DENSE or bits.size != bucket.num_elements:
-                raise FrameError(f"bucket {bucket.index} of snapshot {manifest.version} is not dense")
+            bits = dense_bits(frame.codec, frame.payload, bits_dtype(bucket.dtype), bucket.num_elements)
             planes.fill(bucket, bits)
         self.adopt(manifest, planes)
 

@@ -146,6 +146,16 @@ def dense_payload(bits: NewBits) -> bytes:
     return b"".join(piece.tobytes() for piece in pieces_of(bits))
 
 
+def dense_bits(
+    codec: Codec, payload: bytes, dtype: np.dtype[np.unsignedinteger[Any]], num_elements: int
+) -> Bits:
+    """Returns the bits of a bucket that needs no base. Raises: FrameError unless the payload holds them."""
+    num_bytes = num_elements * dtype.itemsize
+    if codec is not Codec.DENSE or len(payload) != num_bytes:
+        raise FrameError(f"{codec.name} payload of {len(payload)} bytes is not a dense one of {num_bytes}")
+    return np.frombuffer(payload, dtype)
+
+
 def compare(old: Bits, new: NewBits, first_index: int) -> tuple[SparsePatch, StateHash]:
     """Returns the difference from `old` to `new`, of equal length and width, and its effect on the state
     hash.

@@ -146,7 +146,7 @@ class VersionChain:
         self._coming = None
         self._head = (version, state_hash)
         if self._snapshots[-1] == version:
-            self._folding, self._chain_bytes = None, 0  # the trainer sent it
+            self._folding, self._is_fold_due, self._chain_bytes = None, False, 0  # the trainer sent it
         self.make_room()
         if not self.is_announced:
             self._relay.upsert(keys.HEAD_RUN_KEY, pack_body(HeadRun(run_id=self._run_id)))
@@ -202,7 +202,15 @@ class VersionChain:
             self._relay.upsert(keys.head_key(self._run_id), pack_body(head))
             for number, base in list(self._objects):
                 if (base if base is not None else number) < self._oldest_base:
-                    self._relay.remove(self._objects.pop((number, base)))
+                    self._remove(number, base)
+
+    def _remove(self, number: int, base: int | None) -> None:
+        self._relay.remove(self._objects[number, base])
+        if base is None:
+            # The relay may have folded a snapshot that was not waited for. FOLD is gone now, so it removes
+            # what it still makes.
+            self._relay.remove(self._relay.keys(keys.version_prefix(self._run_id, number, None)))
+        del self._objects[number, base]
 
     def acks(self) -> dict[str, Ack]:
         """Returns the last acknowledgement of each worker of this run. Raises: RelayError."""

@@ -1,7 +1,7 @@
 """Work that a relay's own process does in a thread beside it, again whenever objects were written.
 
-Owns the thread, and when it looks. A failure is logged once and tried again. Never reads or writes an object
-itself.
+Owns the thread, and when it looks. A failure is logged once and tried again; none ends the thread. Never
+reads or writes an object itself.
 """
 
 import logging
@@ -54,9 +54,15 @@ class BesideRelay(ABC):
                 is_late = False
                 if changes.keys is None:
                     self.closing.wait(self._look_every_s)
-            except RoseError as error:
+            except Exception as error:  # a thread that ended would leave all runs without it
                 if not is_late:  # the other store may be gone for hours: warn once
-                    logger.warning("%s failed beside the relay, tries again: %s", self._what, error)
+                    is_known = isinstance(error, RoseError)
+                    logger.warning(
+                        "%s failed beside the relay, tries again: %s",
+                        self._what,
+                        error,
+                        exc_info=not is_known,
+                    )
                 is_late = True
                 self.closing.wait(_RETRY_S)
 

@@ -2,20 +2,21 @@
 
 Owns what a Fold asks for: the frames of the snapshot, bucket by bucket, and then its manifest. A bucket's
 deltas are checked and applied as a follower would do it, so the snapshot has the published bits or is not
-made; a wrong chain is given up and logged, and the trainer sends a snapshot instead. Needs memory for one
-bucket beside the objects. The bytes depend on the deltas alone: copies of a relay make the same ones, and a
-process that was killed in between goes on. Never moves HEAD, never removes what a trainer put.
+made. A wrong chain is given up and logged, and the trainer sends a snapshot instead. What fails otherwise,
+because the store is full or an object has not arrived yet, is tried again after growing pauses, and holds up
+no other snapshot. Needs memory for one bucket beside the objects. The bytes depend on the deltas alone:
+copies of a relay make the same ones, and a process that was killed in between goes on. Never moves HEAD,
+never removes what a trainer put.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rose.errors import FrameError, RelayError, RelayFull
 from rose.transfer.format import manifest as keys
-from rose.transfer.format.codec import Codec, decode
+from rose.transfer.format.codec import Codec, decode, dense_bits
 from rose.transfer.format.frame import Frame
 from rose.transfer.format.layout import Bucket, Layout
 from rose.transfer.format.manifest import (
@@ -36,10 +37,24 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
 """Where the store can't tell of changes: each look lists its keys, and a snapshot is in no hurry."""
+_FIRST_RETRY_S = 0.5
+_LAST_RETRY_S = 60.0
 
 
 class _Gone(RelayError):
-    """An object of the chain is not there: the run ended, or the trainer sent a snapshot itself."""
+    """An object is not there: the trainer gave the snapshot up, or has yet to repair this copy."""
+
+
+@dataclass(slots=True)
+class _Retry:
+    """When a snapshot that could not be made is tried again."""
+
+    at_s: float = 0.0
+    pause_s: float = _FIRST_RETRY_S
+
+    def put_off(self) -> None:
+        self.at_s = time.monotonic() + self.pause_s
+        self.pause_s = min(2 * self.pause_s, _LAST_RETRY_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,42 +86,78 @@ class SnapshotFolder(BesideRelay):
     def __init__(self, relay: Relay) -> None:
         super().__init__(relay, "folding", _LOOK_EVERY_S)
         self._relay = relay
-        self._asked: set[str] = set()
+        self._asked: dict[str, _Retry] = {}
+        self._refused: dict[str, bytes | None] = {}
+        """The Folds of wrong chains, which are not tried again while they are the same."""
 
     def step(self, written: Sequence[str] | None) -> int:
-        """Makes the snapshots that were asked for; returns how many. Raises: RelayError, and tries again."""
-        names = written if written is not None else self._relay.keys(PREFIX)
-        self._asked |= {key for key in names if keys.fold_of(key) is not None}
-        num_made = 0
-        for key in sorted(self._asked):
-            try:
-                num_made += self._fold(key)
-            except (FrameError, _Gone) as error:
-                logger.warning("can't fold: key=%s error=%s", key, error)
-            self._asked.remove(key)
-        return num_made
+        """Makes the snapshots that were asked for and returns how many. Those that fail are tried later.
 
-    def _fold(self, key: str) -> bool:
-        """Returns whether it made the snapshot that the object under this key asks for."""
+        Raises: RelayError when the store can't list its keys.
+        """
+        self._hear(written)
+        now_s = time.monotonic()
+        due = sorted(key for key, retry in self._asked.items() if retry.at_s <= now_s)
+        return sum(self._try(key) for key in due if not self.closing.is_set())
+
+    def _hear(self, written: Sequence[str] | None) -> None:
+        names = written if written is not None else self._relay.keys(PREFIX)
+        folds = {key for key in names if keys.fold_of(key) is not None}
+        if written is None:  # they may be the objects that are known already
+            self._refused = {key: data for key, data in self._refused.items() if key in folds}
+            self._asked = {key: _Retry() for key in folds} | self._asked
+        else:
+            self._refused = {key: data for key, data in self._refused.items() if key not in folds}
+            self._asked |= {key: _Retry() for key in folds}
+
+    def _try(self, key: str) -> bool:
+        """Returns whether it made the snapshot. One that it may be able to make later stays asked for."""
+        data: bytes | None = None
+        is_made = False
+        try:
+            data = self._relay.get(key)
+            if data is not None and data != self._refused.get(key):
+                is_made = self._fold(key, data)
+        except FrameError as error:
+            logger.warning("can't fold: key=%s error=%s", key, error)
+            self._refused[key] = data
+        except Exception as error:  # one run's chain never ends the thread, which serves all runs
+            retry, is_known = self._asked[key], isinstance(error, RelayError)
+            logger.warning(
+                "can't fold, tries again in %.1f s: key=%s error=%s",
+                retry.pause_s,
+                key,
+                error,
+                exc_info=not is_known,
+            )
+            retry.put_off()
+            return False
+        del self._asked[key]
+        return is_made
+
+    def _fold(self, key: str, data: bytes) -> bool:
+        """Returns whether it made the snapshot that this Fold asks for."""
         found = keys.fold_of(key)
-        data = self._relay.get(key)
-        if found is None or data is None:
+        if found is None:
             return False
         run_id, version = found
         manifest_key = keys.manifest_key(run_id, version, None)
         if self._relay.get(manifest_key) is not None:
             return False
-        chain = self._chain(run_id, unpack_body(data, Fold, key).snapshot, version)
+        snapshot = unpack_body(data, Fold, key).snapshot
+        if not snapshot < version:
+            raise FrameError(f"{key} names snapshot {snapshot}, which is not older")
+        chain = self._chain(run_id, snapshot, version)
         try:
             entries = [self._fold_bucket(chain, bucket) for bucket in chain.layout.buckets]
             whole = sum((StateHash.from_hex(entry.change) for entry in entries), StateHash())
             if str(whole) != chain.end.state_hash:
                 raise FrameError(f"{run_id}/{version} hashes to {whole}, not {chain.end.state_hash}")
             self._put_same(manifest_key, pack_body(_snapshot_of(chain, entries)))
+            self._object(key)  # a trainer that gave the snapshot up may have looked for frames too early
         except (FrameError, RelayFull, _Gone):
-            self._relay.remove(
-                keys.bucket_key(run_id, version, None, bucket.index) for bucket in chain.layout.buckets
-            )
+            frames = [keys.bucket_key(run_id, version, None, bucket.index) for bucket in chain.layout.buckets]
+            self._relay.remove([manifest_key, *frames])
             raise
         logger.info("folded: version=%s/%s from=%s", run_id, version, chain.start.version)
         return True
@@ -121,6 +172,8 @@ class SnapshotFolder(BesideRelay):
             ],
         )
         chain.check()
+        if len(chain.start.buckets) != len(chain.layout.buckets):
+            raise FrameError(f"snapshot {run_id}/{snapshot} has {len(chain.start.buckets)} buckets")
         return chain
 
     def _fold_bucket(self, chain: _Chain, bucket: Bucket) -> BucketEntry:
@@ -136,7 +189,7 @@ class SnapshotFolder(BesideRelay):
             if last.codec is Codec.DENSE:
                 return steps[-1][1].model_copy(update={"change": str(last.new_hash)})
         first = self._frame(chain.layout, bucket, chain.start, chain.start.buckets[bucket.index])
-        bits = np.frombuffer(first.payload, bits_dtype(bucket.dtype)).copy()
+        bits = dense_bits(first.codec, first.payload, bits_dtype(bucket.dtype), bucket.num_elements).copy()
         at = first.new_hash
         for delta, entry in steps:
             frame = self._frame(chain.layout, bucket, delta, entry)

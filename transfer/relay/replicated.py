@@ -113,7 +113,10 @@ class ReplicatedRelay(Relay):
             with suppress(RelayUnreachable):
                 missing = wanted - names
                 fetched = {name for name in missing if self._fetches(copy, name)}
-                for name in sorted(missing - fetched):
+                # A relay folds when FOLD arrives, so the frames have to be there first.
+                for name in sorted(
+                    missing - fetched, key=lambda name: (manifest.fold_of(name) is not None, name)
+                ):
                     self._give(copy, name, self.get(name))
                 surplus = sorted(name for name in names - wanted if not name.startswith(spared))
                 copy.call(lambda relay, surplus=surplus: relay.remove(surplus))  # type: ignore[misc]

@@ -245,3 +245,16 @@ def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair, victim):
     finally:
         os.kill(pair[victim].process.pid, signal.SIGCONT)
     relay.close()
+
+
+def test_a_copy_gets_the_wish_for_a_snapshot_after_the_frames(pair):
+    first, second = (open_relay(each.url) for each in pair[:2])
+    frames = [keys.bucket_key("run", number, number - 1, 0) for number in (1, 2)]
+    for key in (keys.fold_key("run", 10), *frames):
+        first.put(key, b"x")
+    seen = second.wait(["rose/"], None, 0.0).seen
+    both = open_relay(pair[2])
+    both.repair("rose/run/", [keys.fold_key("run", 10), *frames], frames)
+    assert second.wait(["rose/"], seen, 0.0).keys == [*frames, keys.fold_key("run", 10)]
+    for relay in (both, first, second):
+        relay.close()
