@@ -8,6 +8,7 @@ writes does no harm. Never talks to a worker, never sleeps except in wait().
 """
 
 import logging
+import time
 from pathlib import Path
 
 from rose.errors import FrameError, RelayError
@@ -153,7 +154,8 @@ class Follower:
     def _current_run(self) -> str | None:
         if self._choice is None:
             return self._run_id
-        return self._choice.choose(self.mirror.version.run_id if self.mirror.version is not None else None)
+        current = self.mirror.version.run_id if self.mirror.version is not None else None
+        return self._choice.choose(current, time.monotonic())
 
     def _is_at(self, run_id: str, head: Head) -> bool:
         version = self.mirror.version

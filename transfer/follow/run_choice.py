@@ -1,12 +1,11 @@
 """Which run a follower of "auto" follows: the only one whose trainer is alive.
 
-Owns the signs of life of all runs in a relay. A follower leaves its run only when that run's trainer is
-gone, and never goes back to a run that it left. Where no trainer is alive, the run that was opened last is
-followed.
+Owns the signs of life of all runs in a relay. A follower leaves its run only when that run's trainer said
+that it ended, or was silent for ten minutes, because it never goes back to a run that it left. Where no
+trainer is alive, the run that was opened last is followed.
 """
 
 import logging
-import time
 
 from rose.errors import RelayError
 from rose.transfer.format import leases
@@ -16,6 +15,8 @@ from rose.transfer.relay.protocol import Relay
 
 logger = logging.getLogger(__name__)
 
+_NAME_IT = "name its run (`--run`, or `run:` in a node's file)"
+
 
 class RunChoice:
     """The runs of one relay."""
@@ -23,31 +24,32 @@ class RunChoice:
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._leases = leases.Leases(leases.RUN_LEASE_S)
+        self._gone = leases.Leases(leases.RUN_GONE_S)
         self._left: set[str] = set()
-        self._warned: list[str] = []
+        self._warned: tuple[bool, list[str]] = (False, [])
 
-    def choose(self, current: str | None) -> str | None:
+    def choose(self, current: str | None, now_s: float) -> str | None:
         """Returns the run to follow; the current one while it is not known which others are alive.
 
         Raises: RelayError naming the runs when several are alive and none is followed.
         """
-        now_s = time.monotonic()
         signs = self._signs()
-        self._leases.look({run: sign.beat for run, sign in signs.items()}, now_s)
+        for each in (self._leases, self._gone):
+            each.look({run: sign.beat for run, sign in signs.items()}, now_s)
         ended = {run for run, sign in signs.items() if sign.is_ended}
         others = [
             run
             for run in sorted(signs)
             if run not in ended | self._left | {current} and not self._leases.is_dead(run, now_s)
         ]
-        if current is not None and current not in ended and not self._leases.is_dead(current, now_s):
-            self._warn([run for run in others if self._leases.is_live(run, now_s)], current)
-            return current
         live = [run for run in others if self._leases.is_live(run, now_s)]
+        if current is not None and current not in ended and not self._gone.is_dead(current, now_s):
+            self._warn(live, current, is_silent=self._leases.is_dead(current, now_s))
+            return current
         if len(live) > 1:
             raise RelayError(
                 f"{len(live)} runs are live in this relay: {', '.join(live)}; "
-                f"the run auto needs a relay with one live run: name the run to follow with --run"
+                f"an engine without a run follows the only live one; {_NAME_IT}"
             )
         if len(others) > 1:
             return current  # some of them may be dead: their signs have to be watched for a while
@@ -67,7 +69,15 @@ class RunChoice:
         newest = unpack_body(data, HeadRun, keys.HEAD_RUN_KEY).run_id if data is not None else None
         return current if newest is None or newest in self._left else newest
 
-    def _warn(self, live: list[str], current: str) -> None:
-        if live and live != self._warned:
-            logger.warning("other runs are live in this relay: following=%s others=%s", current, live)
-        self._warned = live
+    def _warn(self, live: list[str], current: str, *, is_silent: bool) -> None:
+        if live and (is_silent, live) != self._warned:
+            stays = f"silent, left if it ends or after {leases.RUN_GONE_S:.0f} s" if is_silent else "live"
+            logger.log(
+                logging.ERROR if is_silent else logging.WARNING,
+                "other runs are live in this relay: following=%s (%s) others=%s; %s",
+                current,
+                stays,
+                ", ".join(live),
+                _NAME_IT,
+            )
+        self._warned = (is_silent, live)

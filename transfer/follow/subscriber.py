@@ -42,8 +42,8 @@ STATUS_EVERY_S = 2.0
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A worker answers only when it runs the weights: it may first finish a step and load gigabytes.
-_WORKER_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
+WORKER_TIMEOUT_S = 600.0
+"""A worker answers only when it runs the weights: it may first finish a step and load gigabytes."""
 
 
 class WeightUpdate(BaseModel):
@@ -71,7 +71,7 @@ class Worker:
     """The worker that this subscriber feeds, over HTTP."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        self._http = http_client(url, key=key, timeout=_WORKER_TIMEOUT)
+        self._http = http_client(url, key=key, timeout=httpx.Timeout(WORKER_TIMEOUT_S, connect=5.0))
 
     def load(self, update: WeightUpdate) -> None:
         """Returns when the worker runs the update. Raises: WorkerError."""

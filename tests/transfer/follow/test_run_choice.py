@@ -7,6 +7,7 @@ from training_steps import step
 from rose.errors import RelayError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.follow.run_choice import RunChoice
 from rose.transfer.format import leases
 from rose.transfer.format.leases import Leases
 from rose.transfer.format.manifest import RunSign, pack_body, run_sign_key
@@ -52,7 +53,9 @@ def test_auto_with_two_live_runs_is_refused_with_both_names(publish, relay, monk
     publish("first")
     publish("second")
     follower = Follower(relay, "auto", WeightMirror())
-    with pytest.raises(RelayError, match=r"2 runs are live in this relay: first, second; .* --run"):
+    with pytest.raises(
+        RelayError, match=r"2 runs are live in this relay: first, second; .* \(`--run`, or `run:`"
+    ):
         while not follower.advance():
             pass
     named = Follower(relay, "second", WeightMirror())
@@ -71,8 +74,8 @@ def test_a_run_whose_trainer_died_does_not_block_auto(publish, relay, monkeypatc
     assert follower.mirror.version.run_id == "alive"
 
 
-def test_a_follower_of_a_dead_run_moves_to_the_live_one(publish, relay, monkeypatch):
-    monkeypatch.setattr(leases, "RUN_LEASE_S", 1.0)
+def test_a_follower_of_a_run_that_is_silent_for_long_moves_to_the_live_one(publish, relay, monkeypatch):
+    monkeypatch.setattr(leases, "RUN_GONE_S", 1.0)
     monkeypatch.setattr(leases, "BEAT_S", 1e6)
     publish("first")
     follower = Follower(relay, "auto", WeightMirror())
@@ -82,6 +85,32 @@ def test_a_follower_of_a_dead_run_moves_to_the_live_one(publish, relay, monkeypa
     while not follower.advance():
         pass
     assert follower.mirror.version.run_id == "second"
+
+
+def test_a_trainer_that_hangs_keeps_its_followers(relay, caplog):
+    def sign(run_id, beat):
+        relay.upsert(run_sign_key(run_id), pack_body(RunSign(beat=beat, is_ended=False)))
+
+    choice = RunChoice(relay)
+    sign("hangs", 1)
+    for now_s in (0, 10, 20, 30):
+        sign("other", now_s)
+        assert choice.choose("hangs", now_s) == "hangs"
+    (error,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert "following=hangs (silent" in error and "others=other; name its run (`--run`" in error
+    sign("hangs", 2)
+    for now_s, followed in ((605, "hangs"), (1200, "hangs"), (1206, "other")):
+        sign("other", now_s)
+        assert choice.choose("hangs", now_s) == followed
+
+
+def test_a_follower_leaves_a_run_that_said_it_ended_at_once(publish, relay):
+    first = publish("first")[1]
+    follower = Follower(relay, "auto", WeightMirror())
+    assert follower.advance()
+    first.close()
+    publish("second")
+    assert follower.advance() and follower.mirror.version.run_id == "second"
 
 
 def test_without_a_live_run_the_newest_one_is_followed(publish, relay):
@@ -101,3 +130,11 @@ def test_a_sign_is_live_when_it_changed_and_dead_when_it_stood_still():
     assert signs.is_dead("b", 10.1)
     signs.look({}, 12.0)
     assert not signs.is_dead("a", 15.0), "a relay that came back empty ends no run"
+
+
+def test_signs_that_are_gone_for_two_leases_are_forgotten():
+    signs = Leases(lease_s=10.0)
+    signs.look({"a": 1, "b": 1}, 0.0)
+    signs.look({"b": 1}, 20.1)
+    signs.look({"a": 2, "b": 2}, 20.2)
+    assert signs.is_live("b", 20.2) and not signs.is_live("a", 20.2), "a is seen for the first time"

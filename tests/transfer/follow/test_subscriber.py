@@ -19,7 +19,7 @@ from rose.transfer.follow import subscriber
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format.checkpoint import checkpoint_state_hash
-from rose.transfer.format.leases import ACK_EVERY_S
+from rose.transfer.format.leases import ACK_EVERY_S, ACK_LEASE_S
 from rose.transfer.format.manifest import worker_name
 from rose.transfer.format.shard_plan import Box
 from rose.transfer.publish.publisher import WeightPublisher
@@ -271,6 +271,10 @@ def test_a_bad_option_is_one_clear_line_and_status_2(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_worker_that_loads_for_as_long_as_it_may_is_not_taken_for_gone():
+    assert subscriber.WORKER_TIMEOUT_S + ACK_EVERY_S < ACK_LEASE_S
 
 
 def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
