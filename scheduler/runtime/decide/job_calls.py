@@ -104,6 +104,7 @@ class JobCalls:
         if host is None:
             return
         record.started(now, self._state.clock)
+        self._state.groups.touch(record.group)  # the time without a process has cost it some of its bank
         self._state.event("started", name, attempt=record.attempt, iteration=record.num_done, host=host)
         self._state.order(
             Start(

@@ -1,8 +1,8 @@
 """A job's record: what the scheduler knows of the job and keeps across its own restarts, as JSON.
 
-Owns the account of the time that the job has used, in the form that the policies read. Only completed
-iterations count. A job banks the time that its SLO allowed and that it did not use, and a job that used more
-may not be slowed at all.
+Owns the account of the time that the job has used, in the form that the policies read. Completed iterations
+count, and what the present one has taken beyond its SLO. A job banks the time that its SLO allowed and that
+it did not use, and a job that used more may not be slowed at all.
 """
 
 from enum import StrEnum
@@ -147,6 +147,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
         """Returns the job as of ``now``. A job that is being moved has the pause of the move before it."""
         work_s = job.solo_s * max(0, job.num_iterations - self.num_done)
         bank_s = job.slo * job.solo_s * self.num_done - self.spent_s
+        if self.since_s is not None:  # what crashes and missing nodes have cost is lost before it ends
+            bank_s -= max(0.0, now - self.since_s - job.slo * job.solo_s)
         is_free = may_move and self.next_place is None and self.state is JobState.RUNNING
         found = Resident(
             job=job,

@@ -241,13 +241,14 @@ class State:
     def certify(self, group: Group, now: float) -> Certificate:
         """Certifies the order in which the members would follow each other. Raises: CertificateError.
 
-        Where fast iterations may pay for slow ones, the limit is the policies' own.
+        Where fast iterations may pay for slow ones, the limit is the policies' own, with the members' times.
         """
-        left_s = {
-            job.name: self.resident(job.name, now).limit_s
-            for job in (member.job for member in group.members)
-            if job.slo_kind is SloKind.LIFETIME and job.name in self.jobs and self.jobs[job.name].num_done
-        }
+        left_s = {}
+        for job in (member.job for member in group.members):
+            record = self.jobs.get(job.name)  # may be that of an earlier job of this name, which is over
+            if job.slo_kind is SloKind.LIFETIME and record is not None and record.state.is_placed:
+                work_s = job.solo_s * max(0, job.num_iterations - record.num_done)
+                left_s[job.name] = replace(self.resident(job.name, now), job=job, work_s=work_s).limit_s
         return certify(group, self.permits_in(group.name).order_for(group), left_s)
 
     def reserve(self, job: str, group: Group, certificate: Certificate, why: str, now: float) -> None:

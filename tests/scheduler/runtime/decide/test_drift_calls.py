@@ -13,11 +13,12 @@ NUM_HOLDS = 3
 class Drifting:
     """a and b in one group; the phases of a take as long as a test says."""
 
-    def __init__(self, slo: float, group: str | None = None) -> None:
+    def __init__(self, slo: float, group: str | None = None, of_a: dict[str, Any] | None = None) -> None:
         self.scheduler = Scheduler(groups={"main": {}} if group is not None else {})
         self.scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
-        for name in ("a", "b"):
-            reply = only(Answer, self.scheduler.submit(name, **long_job(name, slo=slo, group=group)))
+        for name, fields in (("a", of_a), ("b", None)):
+            job = long_job(name, **{"slo": slo, "group": group, **(fields or {})})
+            reply = only(Answer, self.scheduler.submit(name, **job))
             assert reply.error is None
         self.first_group = self.group("a")
         assert self.group("b") == self.first_group
@@ -62,6 +63,12 @@ def test_a_group_with_room_is_certified_with_the_times_that_were_measured() -> N
     drifting.iterate(NUM_HOLDS, NUM_HOLDS, 1.6 * HOUR_S)
     assert "5760" in drifting.note("a"), "the new times are its file's now, and not too short"
     assert drifting.note("b") == ""
+
+
+def test_what_is_left_of_a_lifetimes_slo_is_that_of_the_measured_times() -> None:
+    drifting = Drifting(slo=5.0, of_a={"slo": 1.2, "slo_kind": "lifetime"})
+    assert drifting.iterate(0, NUM_HOLDS, 1.6 * HOUR_S)["group"] == drifting.first_group
+    assert "certified anew in group-1" in drifting.note("a"), "2.6 h are within 1.2 x 2.6 h"
 
 
 def test_a_group_without_room_is_left_by_the_job_that_drifted_alone() -> None:

@@ -209,6 +209,39 @@ def test_what_a_job_has_saved_of_its_lifetimes_slo_lets_another_in_beside_it() -
     assert group["problem"] is None and group["cycle_s"] == 360.0
 
 
+@pytest.mark.parametrize(("num_done", "lost_s", "late_s"), [(60, 6300.0, 180.0), (0, 20_000.0, 120.0)])
+def test_time_without_a_process_uses_up_what_a_job_has_saved(
+    num_done: int, lost_s: float, late_s: float
+) -> None:
+    scheduler = Scheduler(policy="lifetime-static", groups={})
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.submit("a", group=None, **banked("a", 100.0))
+    for iteration in range(num_done):
+        scheduler.now += 200.0
+        scheduler.call(Completed, job="a", attempt=1, iteration=iteration)
+    scheduler.now += lost_s
+    scheduler.call(Exited, job="a", attempt=1, exit_status=1, client="runner")
+    late = only(Answer, scheduler.submit("late", group=None, **banked("late", late_s))).body
+    assert late["group"] == "group-2" and "isolated provisioning" in late["why"]
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_job_inherits_nothing_from_an_earlier_one_of_its_name(is_restarted: bool) -> None:
+    scheduler = Scheduler()
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.submit("a", group="main", **banked("a", 100.0))
+    for iteration in range(60):
+        scheduler.now += 200.0
+        scheduler.call(Completed, job="a", attempt=1, iteration=iteration)
+    scheduler.call(Cancel, job="a")
+    scheduler.call(Exited, job="a", attempt=1, exit_status=-15, client="runner")
+    scheduler.submit("b", group="main", **{**banked("b", 180.0), "slo": 2.0})
+    if is_restarted:
+        scheduler.restart(scheduler.now, "clock 1")
+    again = only(Answer, scheduler.submit("a", group="main", **banked("a", 100.0))).body
+    assert again["state"] == "queued" and "its SLO is 300 s" in again["why"]
+
+
 def test_status_shows_all_jobs_that_are_not_over_and_the_last_of_those_that_are() -> None:
     full = Full(num_nodes=2)
     full.submit("first")
