@@ -70,8 +70,8 @@ class HostCalls:
     def lose(self, host: str, now: float) -> None:
         """A host has been silent for its lease.
 
-        A job with all its nodes there continues on other hosts, or waits for nodes. Any other has nodes on
-        living hosts, and keeps them until its process is known to have ended.
+        A job with all its nodes there continues on other hosts, or waits for nodes. Any other may use nodes
+        of living hosts, and keeps them until its process is known to have ended.
         """
         hosts = self._state.hosts.by_name
         homes = {name: self._homes(name) for name in self._state.live}
@@ -83,8 +83,10 @@ class HostCalls:
         logger.warning("host lost name=%s jobs=%s", host, ",".join(lost))
         why = f"host {host} fell silent"
         for name in lost:
-            runner = self._state.jobs[name].host
-            if not any(hosts[home].is_alive for home in homes[name]):
+            record = self._state.jobs[name]
+            runner = record.host
+            # The process of a fenced job may use nodes that have no home or another one by now.
+            if not record.is_fenced and not any(hosts[home].is_alive for home in homes[name]):
                 self._jobs.bury(name, why, now)
             elif runner is not None and hosts[runner].is_alive:
                 self._jobs.fence(name, why, now)
@@ -111,4 +113,6 @@ class HostCalls:
         record = self._state.jobs[name]
         if record.host is None or not record.state.is_placed:
             return set()
-        return {record.host, *(self._state.hosts_of(record.group, record.rollout_nodes) or ())}
+        own = {f"rollout-{node}" for node in record.rollout_nodes}
+        homes = self._state.hosts.homes.get(record.group, {})
+        return {record.host, *(homes[node] for node in homes if node in own or node.startswith("train"))}

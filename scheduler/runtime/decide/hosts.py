@@ -39,7 +39,7 @@ class Hosts:
     unsettled: set[str] = field(default_factory=set)
     """Groups of which some nodes in use have no home."""
     has_room: bool = False
-    """Nodes have come free since the unsettled groups were last looked at."""
+    """Nodes have come free, or an unsettled group has got homes, since waiting jobs were last looked at."""
     _num_used: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Nodes with homes, by host and pool."""
 
@@ -76,9 +76,12 @@ class Hosts:
         self._set(name, homes)
         if missing := [node for node in wanted if node not in homes]:
             self._set(name, {**homes, **self._homes_for(missing, set(homes.values()))})
+        was_unsettled = name in self.unsettled
         self.unsettled.discard(name)
         if len(self.homes.get(name, {})) < len(wanted):
             self.unsettled.add(name)
+        elif was_unsettled:  # its jobs have waited for this
+            self.has_room = True
         return self.homes.get(name, {}) != before
 
     def restore(self, name: str, homes: dict[str, str]) -> None:

@@ -156,6 +156,45 @@ def test_a_waiting_job_gets_the_nodes_of_one_that_ends() -> None:
     assert only(Start, answers).job == "a" and scheduler.job("a")["host"] == "two"
 
 
+def test_a_job_gets_the_nodes_that_its_group_does_not_need_any_more() -> None:
+    scheduler = Scheduler(groups={}, host_lease_s=LEASE_S, lease_s=1e6)
+    offer = {"rollout": 2, "train": 1}
+    scheduler.call(Hello, client="one", host="one", num_nodes=offer, running={}, log_folder="/logs")
+    phases = {"rollout": {"seconds": 3600.0}, "train": {"seconds": 1.0, "memory_gb": 1}}
+    for name in "ab":
+        scheduler.submit(name, **{**long_job(name, 1.01), "phases": phases})
+    assert [scheduler.job(name)["group"] for name in "ab"] == ["group-1", "group-1"]
+    hello(scheduler, "two")
+    silence_of(scheduler, "one", "two")
+    assert [scheduler.job(name)["host"] for name in "ab"] == [None, None], "two has one rollout node"
+    scheduler.call(Cancel, job="b")
+    assert only(Start, scheduler.wait(0.5)).job == "a"
+    assert scheduler.job("a")["host"] == "two"
+
+
+@pytest.mark.parametrize("others", [["three"], []])
+def test_a_job_that_lost_a_host_keeps_its_nodes_when_that_of_its_process_falls_silent(
+    others: list[str],
+) -> None:
+    scheduler = Scheduler(policy="solo", groups={}, host_lease_s=LEASE_S, lease_s=1e6)
+    for host, nodes in (("one", (1, 0)), ("two", (1, 0)), ("three", (0, 1))):
+        offer = {"rollout": nodes[0], "train": nodes[1]}
+        scheduler.call(Hello, client=host, host=host, num_nodes=offer, running={}, log_folder="/logs")
+    phases = {"rollout": {"seconds": 1.0, "nodes": 2}, "train": {"seconds": 1.0}}
+    scheduler.submit("a", group=None, phases=phases)
+    assert scheduler.job("a")["host"] == "one"
+    silence_of(scheduler, "two", "one", "three")
+    for _ in range(int(LEASE_S) + 1):
+        for other in others:
+            scheduler.call(Alive, client=other, host=other)
+        assert not [each for each in scheduler.wait(1.0) if isinstance(each, Start)]
+    answers = hello(scheduler, "four", 2)
+    assert not [each for each in answers if isinstance(each, Start)]
+    job = scheduler.job("a")
+    assert (job["host"], job["attempt"], job["restarts"]) == ("one", 1, 0)
+    assert only(Start, scheduler.call(Dead, host="one")).attempt == 2
+
+
 def test_a_host_that_comes_back_ends_what_it_should_not_run() -> None:
     scheduler = two_hosts()
     silence_of(scheduler, "one", "two")
