@@ -231,6 +231,7 @@ class ClusterScheduler:
         drained = set(self._state.groups.drained.get(call.group, []))
         drained = drained - {call.node} if call.undo else drained | {call.node}
         self._state.groups.drain(call.group, sorted(drained))
+        self._state.would_fit.clear()
         self._state.has_new_room |= call.undo
         self._state.keep(f"drained:{call.group}", msgspec.json.encode(sorted(drained)))
         users = [

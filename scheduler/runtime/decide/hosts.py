@@ -57,12 +57,18 @@ class Hosts:
         """Whether the host is the scheduler's own machine: processes there end with their runner."""
         return name is not None and self.by_name[name].num_nodes is None
 
-    def total(self, kind: Phase, *, with_dead: bool = False) -> int | None:
-        """Returns the nodes that living hosts offer; None if they are unlimited or no host is known yet."""
+    def totals(self, *, with_dead: bool = False) -> dict[str, int | None]:
+        """Returns the nodes of each pool that living hosts offer.
+
+        None: they are unlimited, or no host is known yet.
+        """
         alive = [host for host in self.by_name.values() if host.is_alive or with_dead]
         if not self.by_name or any(host.num_nodes is None for host in alive):
-            return None
-        return sum(host.num_nodes[kind] for host in alive if host.num_nodes is not None)
+            return dict.fromkeys(POOL_PHASES)
+        return {
+            kind: sum(host.num_nodes[kind] for host in alive if host.num_nodes is not None)
+            for kind in POOL_PHASES
+        }
 
     def settle(self, name: str, group: Group | None) -> bool:
         """Finds homes for a group's nodes in use, where there is room. Returns whether anything changed.

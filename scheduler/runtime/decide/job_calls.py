@@ -5,8 +5,7 @@ in a group whose order is certified, and a job that ends returns its nodes and m
 runners are told to start processes.
 """
 
-from rose.errors import JobRefused
-from rose.scheduler.cluster.model import POOL_PHASES
+from rose.errors import ConfigError, JobRefused, PoolsFull
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.group.order import round_robin
 from rose.scheduler.runtime.channel.messages import Cancel, Exited, Start, Stop
@@ -48,9 +47,7 @@ class JobCalls:
         if spec.group is not None and spec.group not in self._state.cluster.groups:
             self.place(spec, now)  # a group that was formed for other jobs ends with them
             return
-        offered: dict[str, int | None] = {
-            kind: self._state.hosts.total(kind, with_dead=True) for kind in POOL_PHASES
-        }
+        offered = self._state.hosts.totals(with_dead=True)
         for kind, num_nodes in offered.items():
             wanted = spec.phases[kind].nodes
             if num_nodes is not None and wanted > num_nodes:
@@ -62,6 +59,16 @@ class JobCalls:
         empty.offered = offered
         group = empty.place(spec, now).group
         certify(group, round_robin(group))
+
+    def is_possible_now(self, spec: RunSpec, now: float) -> bool:
+        """Whether the job has a place if no job runs on the nodes of living hosts that are not drained."""
+        try:
+            empty = self._state.groups.without_jobs(self._state.hosts.totals(), spec.group)
+            group = empty.place(spec, now).group
+            certify(group, round_robin(group))
+        except (ConfigError, PoolsFull, CertificateError):
+            return False
+        return True
 
     def admit(self, name: str, placed: Placed, certificate: Certificate, now: float) -> None:
         """Gives a waiting job its place, and starts it."""

@@ -137,6 +137,21 @@ class Groups:
             left = change.groups[-1].name
         return Moves(targets=tuple(targets), leave=left, gain_dollars=change.gain_dollars)
 
+    def without_jobs(self, offered: Mapping[str, int | None], pinned: str | None) -> "Groups":
+        """Returns what a job pinned to this group would find if no job ran, on so many nodes.
+
+        Groups with drained nodes keep their nodes as long as they have jobs.
+        """
+        empty = Groups(self._spec, self._resident_of)
+        empty.offered = offered
+        names = {*self.drained, pinned} if pinned is not None else {*self.drained}
+        for name in names & self.by_name.keys():
+            nodes = self.drained.get(name, [])
+            stays = nodes and name != pinned
+            empty.put(self.by_name[name] if stays else replace(self.by_name[name], members=()))
+            empty.drain(name, nodes)
+        return empty
+
     def put(self, group: Group) -> None:
         """Replaces the group of this name."""
         self._count(self.by_name.get(group.name), -1)

@@ -4,7 +4,7 @@ Owns the answers to those who submit, hold and release jobs. A job that finds no
 with the reason, and one that would find none in the empty cluster is refused. Whenever there may be new room,
 queued jobs are tried by priority, then in the order of submission, and each that fits is placed. A job is
 overtaken at most `MAX_OVERTAKEN` times: after that, no job behind it that could use the same nodes is placed
-before it. Pure: takes ``now``.
+before it, unless it would not fit now even if no job ran. Pure: takes ``now``.
 """
 
 from rose.config import parse_config
@@ -101,15 +101,27 @@ class QueueCalls:
     def _find(self, spec: RunSpec, ahead: list[str], now: float) -> _Found | str:
         """Returns a place for the job, or why it must wait."""
         for name in ahead:
-            is_rival = None in (spec.group, self._state.specs[name].group) or (
-                spec.group == self._state.specs[name].group
-            )
-            if is_rival and self._state.jobs[name].num_overtaken >= MAX_OVERTAKEN:
+            is_next = self._state.jobs[name].num_overtaken >= MAX_OVERTAKEN
+            if is_next and self._are_rivals(spec, name) and self._is_possible(name, now):
                 return f"behind {name}, which {MAX_OVERTAKEN} jobs have overtaken"
         try:
             return self._jobs.place(spec, now)
         except (ConfigError, PoolsFull, CertificateError) as error:
             return str(error).removeprefix(f"job {spec.name} ").removeprefix(f"{spec.name}: ")
+
+    def _are_rivals(self, spec: RunSpec, queued: str) -> bool:
+        """Whether the job and a queued one could use the same nodes."""
+        groups = {spec.group, self._state.specs[queued].group}
+        return None in groups or len(groups) == 1
+
+    def _is_possible(self, name: str, now: float) -> bool:
+        """Whether the queued job would have a place now if no job ran."""
+        spec, known = self._state.specs[name], self._state.would_fit
+        if spec.group is not None and spec.group not in self._state.groups.by_name:
+            return False
+        if name not in known:
+            known[name] = self._jobs.is_possible_now(spec, now)
+        return known[name]
 
     def _wants(self, spec: RunSpec) -> tuple[object, ...]:
         """Returns what decides where a job fits: jobs that are alike fit in the same places."""
@@ -124,8 +136,9 @@ class QueueCalls:
 
     def _place(self, spec: RunSpec, found: _Found, ahead: list[str], now: float) -> None:
         for name in ahead:
-            self._state.jobs[name].num_overtaken += 1
-            self._state.changed(name)
+            if self._are_rivals(spec, name):
+                self._state.jobs[name].num_overtaken += 1
+                self._state.changed(name)
         self._jobs.admit(spec.name, *found, now)
 
     def _change(self, client: str, call: HoldJob | ReleaseJob, state: JobState, event: str) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from rose.config import parse_config
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import POOL_PHASES, Group, Job, Member, SloKind
+from rose.scheduler.cluster.model import Group, Job, Member, SloKind
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate, certify
 from rose.scheduler.runtime.channel.messages import Answer, Message, Start, Stop, encode
@@ -58,6 +58,8 @@ class State:
         """Groups whose permits have changed since the scheduler last looked when they are due."""
         self.queue: list[str] = []
         """Queued jobs in the order in which they are tried: by priority, then as they were submitted."""
+        self.would_fit: dict[str, bool] = {}
+        """Whether a queued job would have a place if no job ran; cleared when hosts or drains change."""
         self.num_submitted = 0
         self.has_new_room = True
         """Something has changed since the queue was last tried that may let a queued job in."""
@@ -164,6 +166,7 @@ class State:
         record.number = self.num_submitted
         self.jobs[spec.name] = record
         self.learn(spec.name, spec)
+        self.would_fit.pop(spec.name, None)
         self._enter(spec.name)
         self.meter.forget(spec.name)
         self.forget_past(spec.name)
@@ -216,7 +219,8 @@ class State:
 
     def settle_all(self) -> None:
         """A host has come or gone: gives hosts to the nodes that groups use."""
-        self.groups.offered = {kind: self.hosts.total(kind) for kind in POOL_PHASES}
+        self.groups.offered = self.hosts.totals()
+        self.would_fit.clear()
         self.hosts.has_room = True
         for name in [*self.groups.by_name, *self.hosts.homes.keys() - self.groups.by_name.keys()]:
             self.settle(name)
@@ -231,6 +235,8 @@ class State:
         """Removes a job from a group, and frees the nodes that only it used."""
         rest = self.groups.remove(job, group)
         self.settle(group)
+        if self.groups.drained.get(group):
+            self.would_fit.clear()
         self.has_new_room = True
         return rest
 

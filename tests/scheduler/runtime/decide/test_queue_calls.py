@@ -7,6 +7,7 @@ from lone_scheduler import Scheduler, error_of, only, spec_of
 
 from rose.scheduler.dashboard.view import state_view
 from rose.scheduler.runtime.channel.messages import (
+    Alive,
     Answer,
     Cancel,
     Completed,
@@ -103,6 +104,69 @@ def test_small_jobs_overtake_a_large_one_only_so_often() -> None:
     full.scheduler.restart(0.0)
     assert full.end("first") == ["big"], "the scheduler's restart has forgotten nothing"
     assert full.end("big") == ["late"]
+
+
+def test_a_job_is_overtaken_only_by_those_that_could_use_its_nodes() -> None:
+    full = Full(groups={"main": {}, "other": {}}, pools={"max_residents": 1})
+    full.submit("first", group="main")
+    assert full.submit("waits", group="main")["state"] == "queued"
+    for number in range(2):
+        full.submit(f"job-{number}", group="other")
+        full.end(f"job-{number}")
+    assert full.scheduler.job("waits")["num_overtaken"] == 0
+    full.submit("anywhere")
+    assert full.scheduler.job("waits")["num_overtaken"] == 1
+
+
+@pytest.mark.parametrize("is_overtaken_first", [False, True])
+def test_a_job_whose_group_is_drained_keeps_nobody_waiting(is_overtaken_first: bool) -> None:
+    full = Full(groups={"main": {}}, pools={"max_residents": 1})
+    full.submit("first", group="main")
+    if not is_overtaken_first:
+        full.scheduler.call(Drain, group="main", node="train")
+    full.submit("stuck", group="main")
+    for number in range(MAX_OVERTAKEN):
+        assert full.submit(f"job-{number}")["state"] == "running"
+        full.end(f"job-{number}")
+    if is_overtaken_first:
+        assert full.submit("late")["state"] == "queued"
+        full.scheduler.call(Drain, group="main", node="train")
+    assert full.submit("last")["state"] == "running"
+    full.scheduler.call(Drain, group="main", node="train", undo=True)
+    assert "behind stuck" in full.submit("later")["why"]
+
+
+def test_a_job_whose_hosts_are_silent_keeps_nobody_waiting_until_they_are_back() -> None:
+    full = Full()
+    full.scheduler = Scheduler(policy="solo", groups={}, host_lease_s=5.0, lease_s=1e6)
+    hello: dict[str, Any] = {"num_nodes": {"rollout": 1, "train": 1}, "running": {}, "log_folder": "/logs"}
+    for host in ("one", "two"):
+        full.scheduler.call(Hello, client=host, host=host, **hello)
+    for _ in range(3):
+        full.scheduler.wait(2.0)
+        full.scheduler.call(Alive, client="one", host="one")
+    full.submit("big", num_nodes=2)
+    for number in range(MAX_OVERTAKEN + 1):
+        assert full.submit(f"job-{number}")["state"] == "running"
+        if number < MAX_OVERTAKEN:
+            full.end(f"job-{number}")
+    full.scheduler.call(Hello, client="two", host="two", **hello)
+    assert "behind big" in full.submit("late")["why"]
+    assert full.end(f"job-{MAX_OVERTAKEN}") == ["big"]
+
+
+def test_a_job_that_needs_the_nodes_of_a_drained_group_keeps_nobody_waiting_until_they_are_free() -> None:
+    full = Full(num_nodes=2)
+    full.submit("first")
+    full.scheduler.call(Drain, group="group-1", node="train")
+    full.submit("big", num_nodes=2)
+    for number in range(MAX_OVERTAKEN + 1):
+        assert full.submit(f"job-{number}")["state"] == "running"
+        if number < MAX_OVERTAKEN:
+            full.end(f"job-{number}")
+    assert full.end("first") == []
+    assert "behind big" in full.submit("late")["why"]
+    assert full.end(f"job-{MAX_OVERTAKEN}") == ["big"]
 
 
 def test_a_held_job_lets_others_by_and_keeps_its_turn() -> None:
