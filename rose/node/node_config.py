@@ -58,7 +58,7 @@ class EngineConfig(EngineSettings):
     """CPUs for the whole engine; ``compute_cpus`` pins the model's thread alone."""
     relay: str | None = None
     run: str | None = None
-    """The trainer's run whose weights a rollout engine follows over ``relay``; None for the newest."""
+    """The trainer's run whose weights a rollout engine follows over ``relay``; None: the only live run."""
     staging: str | None = None
     """The folder for checkpoints from the relay; None for one in memory, which is removed at the end."""
 

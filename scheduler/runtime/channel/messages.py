@@ -61,7 +61,7 @@ class HoldJob(Call, frozen=True, kw_only=True):
 
 
 class ReleaseJob(Call, frozen=True, kw_only=True):
-    """Lets a held job start again when its turn comes."""
+    """Puts a held job back where it was in the queue."""
 
     job: str
 

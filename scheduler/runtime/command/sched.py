@@ -37,7 +37,9 @@ SUBCOMMANDS = (
     Subcommand(name="events", module=_JOBS, function="events", summary="print what has happened, as JSON"),
     Subcommand(name="cancel", module=_JOBS, function="cancel", summary="end a job"),
     Subcommand(name="hold", module=_JOBS, function="hold", summary="keep a queued job from starting"),
-    Subcommand(name="release", module=_JOBS, function="release", summary="let a held job start again"),
+    Subcommand(
+        name="release", module=_JOBS, function="release", summary="put a held job back into the queue"
+    ),
     Subcommand(name="logs", module=_JOBS, function="logs", summary="print a job's output"),
     Subcommand(name="drain", module=_JOBS, function="drain", summary="place no more jobs on a node"),
     Subcommand(name="host-dead", module=_JOBS, function="host_dead", summary="say that a host is off"),

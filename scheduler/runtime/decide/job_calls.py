@@ -107,7 +107,7 @@ class JobCalls:
         (self._state.hostless.add if host is None else self._state.hostless.discard)(name)
         if host is None and record.attempt == 0:
             return
-        record.attempt += 1  # also without a host: what may still run of the last attempt is nobody's
+        record.attempt += 1  # also without a host, so that calls of the last attempt's process are refused
         if host is None:
             return
         record.started(now, self._state.clock)
