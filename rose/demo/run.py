@@ -334,6 +334,8 @@ def _parse(argv: Sequence[str]) -> tuple[DemoOptions, argparse.Namespace]:
     if args.trace is not None and not args.trace.is_file():
         raise ConfigError(f"--trace {args.trace}: no such file")
     out = args.out if args.out is not None else Path(f"rose-demo-{datetime.now():%Y%m%d-%H%M%S}")
+    if (out / "logs").exists():
+        raise ConfigError(f"--out {out}: holds an earlier run; name another folder, or remove this one")
     options = DemoOptions(
         out_dir=out.absolute(), quick=args.quick, seed=args.seed, trace=args.trace, relay=args.relay
     )

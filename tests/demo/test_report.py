@@ -18,6 +18,8 @@ from rose.demo.records import (
     SyncPoint,
 )
 from rose.demo.report import print_summary, write_report
+from rose.demo.run import main
+from rose.errors import ConfigError
 from rose.measure.environment import Environment
 from rose.measure.records import RequestRecord, Window
 from rose.types import SLO
@@ -137,3 +139,9 @@ def test_line_leaves_out_what_is_unknown() -> None:
     assert line(LiveState(rewards=[0.1, 0.25], weight_version="demo/2")) == (
         "reward 0.25 after 2 steps | weights demo/2"
     )
+
+
+def test_a_folder_that_holds_an_earlier_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(ConfigError, match="holds an earlier run; name another folder"):
+        main(["--out", str(tmp_path)])
