@@ -64,7 +64,8 @@ class HarmStatus(BaseModel):
     """Whether rollouts are shut out for longer than measuring takes, because the harm was above its bound."""
     note: str | None = None
     """Why nothing is known, if so."""
-    minute: HarmWindow | None = None
+    recent: HarmWindow | None = None
+    """What the share of closed slices goes by."""
     hours: list[HarmWindow] = []
     """The last hour first; up to 24."""
 

@@ -30,7 +30,7 @@ class GateMode(StrEnum):
     TTFT_ONLY = "ttft-only"
     TPOT_ONLY = "tpot-only"
     IDLE = "idle"
-    """Serving's default: steps only while it has no work at all, so that nobody notices."""
+    """Serving's default: steps only while it has no work at all."""
     ALTERNATE = "alternate"
     """One rollout step for each serving step, without equations: the strong baseline."""
     EQUATIONS = "equations"

@@ -12,6 +12,7 @@ from rose.admission.gate import GateSettings
 from rose.admission.harm import (
     MEASURING_SHARE,
     HarmControl,
+    HarmReport,
     RequestDelay,
     SliceTime,
     estimate_harm,
@@ -102,15 +103,14 @@ class HarmedServing:
         while next_arrival < len(self._arrivals) or self._running:
             if not self._running:
                 now = max(now, self._arrivals[next_arrival][0])
-                now += self._wait_for_rollout(now)
+                waited_s = self._wait_for_rollout(now)
+                now += waited_s
+                self._books.waited(waited_s, now)
             while next_arrival < len(self._arrivals) and self._arrivals[next_arrival][0] <= now:
                 at_s, prompt, output = self._arrivals[next_arrival]
                 name = str(next_arrival)
                 self._books.arrived(name, at_s, prompt)
                 self._running[name] = _Request(prompt, output)
-                if self._pending_wait_s:
-                    self._books.waited(self._pending_wait_s)
-                    self._pending_wait_s = 0.0
                 next_arrival += 1
             now = self._step(now)
             self._look(now)
@@ -118,14 +118,11 @@ class HarmedServing:
             requests=self._books.ended, slices=list(self._slices.values()), closed_shares=self._shares
         )
 
-    _pending_wait_s = 0.0
-
     def _wait_for_rollout(self, now: float) -> float:
         """A rollout step that was running when a request came to the idle engine is waited for."""
         if not self._has_rollouts or self._is_closed(now):
             return 0.0
-        self._pending_wait_s = self._phase.uniform(0, ROLLOUT_STEP_S)
-        return self._pending_wait_s
+        return self._phase.uniform(0, ROLLOUT_STEP_S)
 
     def _is_closed(self, now: float) -> bool:
         return ClosedSlices(share=self._share).is_closed(now + self._shift_s)
@@ -163,10 +160,14 @@ class HarmedServing:
         if self._control is None or not self._has_rollouts or now - self._looked_s < CONTROL_EVERY_S:
             return
         self._looked_s = now
-        since_s = self._control.window_start(now)
-        first = slice_number(since_s + self._shift_s)
-        recent = [one for one in self._books.ended[-2000:] if one.at_s >= since_s]
-        slices = [one for number, one in list(self._slices.items())[-400:] if number >= first]
-        self._control.update(estimate_harm(recent, slices), now)
+        report = HarmReport.nothing()
+        for since_s in self._control.window_starts(now):
+            first = slice_number(since_s + self._shift_s)
+            recent = [one for one in self._books.ended[-4000:] if one.at_s >= since_s]
+            slices = [one for number, one in list(self._slices.items())[-4000:] if number >= first]
+            report = estimate_harm(recent, slices)
+            if report.latencies:
+                break
+        self._control.update(report, now)
         self._share = self._control.closed_share
         self._shares.append((now, self._share))

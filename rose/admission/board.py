@@ -169,7 +169,9 @@ def set_closed_share(words: Words, share: float) -> None:
 
 
 def closed_slices(words: Words) -> ClosedSlices:
-    """Returns the slices of time in which no rollout step may start."""
+    """Returns the slices of time in which no rollout step may start; none where nobody serves."""
+    if words.load(Word.S_IDENTITY) == NOBODY:
+        return ClosedSlices(share=0.0)
     return ClosedSlices(share=words.load(Word.CLOSED_SHARE) / CLOSED_UNIT)
 
 

@@ -4,6 +4,7 @@ They keep the token times that vLLM's scheduler does not have. A publication tak
 a decode's next due time is computed once per token. One thread uses them, the engine core's.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -46,6 +47,7 @@ class _TokenTimes:
     __slots__ = (
         "due_s",
         "first_token_s",
+        "is_measured",
         "last_token_s",
         "num_output_tokens",
         "tpot_s",
@@ -55,7 +57,8 @@ class _TokenTimes:
     )
 
     def __init__(self, now: float, tpot_s: float | None) -> None:
-        self.ttft_s = 0.0  # unknown
+        self.is_measured = False
+        self.ttft_s = 0.0
         self.ttft_waited_s = 0.0
         self.waited_mark_s = 0.0
         self.first_token_s = now
@@ -98,6 +101,8 @@ class ServingDeadlines:
         """All waits for rollout steps so far; a request's own wait is a difference of two of its values."""
         self._queue_waited_s = 0.0
         """Waits since the queue of prefills was last empty: they delay whoever joins it."""
+        self._waits: deque[tuple[float, float]] = deque(maxlen=64)
+        """When the last waits ended, and how long they were: a request may have come during one."""
         self._arrivals: dict[str, tuple[float, float]] = {}
         """The time of a pending request's arrival, and ``_waited_s`` less the waits it joined."""
         self.ended: list[RequestDelay] = []
@@ -126,7 +131,8 @@ class ServingDeadlines:
             return
         if not self._pending:
             self._queue_waited_s = 0.0
-        self._arrivals[request_id] = (now, self._waited_s - self._queue_waited_s)
+        during_s = sum(min(seconds, end_s - now) for end_s, seconds in self._waits if end_s > now)
+        self._arrivals[request_id] = (now, self._waited_s - max(self._queue_waited_s, during_s))
         self._pending[request_id] = PendingPrefill(
             arrival_s=now,
             remaining_tokens=prompt_tokens,
@@ -143,15 +149,23 @@ class ServingDeadlines:
         """
         tpot_s = own_slo.tpot_s if own_slo is not None else None
         times = self._decodes[request_id] = _TokenTimes(now, tpot_s)
+        times.is_measured, times.waited_mark_s = True, self._waited_s
         times.num_output_tokens = 1  # the prefiller's
         times.due_s = token_due(now, now, 1, *self._target_and_cap(tpot_s))
         self._due_s = None
 
-    def waited(self, seconds: float) -> None:
-        """Says that serving waited for a rollout step: everything that it has in hand was delayed."""
+    def waited(self, seconds: float, now: float) -> None:
+        """Says that serving waited for a rollout step until now, and all that it has in hand with it."""
         self._waited_s += seconds
+        self._waits.append((now, seconds))
         if self._pending:
             self._queue_waited_s += seconds
+
+    def leave_out_present(self) -> None:
+        """Says that the requests in hand came before these books: their latencies are not measured."""
+        self._arrivals.clear()
+        for times in self._decodes.values():
+            times.is_measured = False
 
     def expect_more_like(self, own_slo: SLO, now: float) -> None:
         """Says that a request with this SLO came: the next may find an idle GPU with a rollout step on it."""
@@ -200,6 +214,7 @@ class ServingDeadlines:
     def _first_token(self, request_id: str, now: float) -> _TokenTimes:
         self._pending.pop(request_id, None)
         times = _TokenTimes(now, self._own_tpot_s.pop(request_id, None))
+        times.is_measured = request_id in self._arrivals
         arrival_s, mark_s = self._arrivals.pop(request_id, (now, self._waited_s))
         times.ttft_s = now - arrival_s
         times.ttft_waited_s, times.waited_mark_s = self._waited_s - mark_s, self._waited_s
@@ -216,7 +231,7 @@ class ServingDeadlines:
                 continue
             if times.due_s == self._due_s:
                 self._due_s = None
-            if times.ttft_s > 0:
+            if times.is_measured:
                 self.ended.append(self._delay(times))
 
     def _delay(self, times: _TokenTimes) -> RequestDelay:
@@ -281,7 +296,7 @@ class ServingDeadlines:
         """Checks that the books agree. Raises: AssertionError."""
         assert not self._pending.keys() & self._decodes.keys()
         assert self._own_tpot_s.keys() <= self._pending.keys()
-        assert self._arrivals.keys() == self._pending.keys()
+        assert self._arrivals.keys() <= self._pending.keys()
         assert all(t.first_token_s <= t.last_token_s for t in self._decodes.values())
         if self._due_s is not None and self._decodes:
             assert self._due_s == min(t.due_s for t in self._decodes.values())

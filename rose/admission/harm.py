@@ -4,7 +4,7 @@ Two things make a serving request slower. It waits for a rollout step to end, an
 long: that part is taken off each request, and what is left is its latency without rollouts. And a step itself
 may take longer beside rollouts, for the caches and the CPU that they use: that part is found by comparing
 steps in slices of time in which rollouts are shut out (rose.admission.slices) with their neighbours. The
-first part needs little traffic; the second is a randomized experiment, and so sees what nobody counted.
+first part needs little traffic; the second also finds effects that the scheduler does not count.
 
 Everything here is a pure function of records. Nothing is estimated in an engine's step loop.
 """
@@ -16,13 +16,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from rose.admission.slices import GROUP_SLICES
+
 RESAMPLES = 100
 CONFIDENCE = 0.95
 # Both parts of an estimate hold with this confidence, so that their product holds with CONFIDENCE.
 PART_CONFIDENCE = 1 - (1 - CONFIDENCE) / 2
 MIN_REQUESTS = 30
 MAX_REQUESTS = 2000
-"""The latest ones. More would cost more than they tell."""
+"""Evenly taken from all. More would cost more than they tell."""
 MIN_SLICES = 6
 NEIGHBOUR_SLICES = 20
 """On either side of a closed slice; its steps are compared with theirs."""
@@ -32,13 +34,16 @@ BUSY_PERCENTILES = (75, 90)
 
 MEASURING_SHARE = 0.05
 """Of the slices, closed at all times: fifteen a minute."""
-CONTROL_WINDOW_S = 60.0
+CONTROL_WINDOWS_S = (60.0, 600.0, 3600.0)
+"""The control goes by the first of them that tells anything: light traffic needs a longer one."""
 BACKOFF = 0.5
 """The least part of the open time that one decision leaves."""
 RETURN = 1.15
 """The factor by which the open time grows again."""
-LEAST_OPEN = 0.02
-"""Without any open time nothing could tell that the harm is over."""
+LEAST_OPEN = 1 / GROUP_SLICES
+"""One slice of each group. Without any nothing could tell that the harm is over."""
+UNBOUNDED = 10.0
+"""The highest bound that is told, 1000%: the effect may be any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,7 @@ class RequestDelay:
 
     at_s: float
     ttft_s: float
+    """0 on a decoder, which gets requests with their first token."""
     ttft_waited_s: float
     """The part of its TTFT in which serving waited for a rollout step."""
     tpot_s: float
@@ -107,11 +113,15 @@ class HarmReport:
     latencies: dict[str, Estimate]
     """By name, such as "ttft_p99". Empty while the slowdown is unknown or there are too few requests."""
 
+    @classmethod
+    def nothing(cls) -> "HarmReport":
+        """Returns the report on no records."""
+        return cls(num_requests=0, num_closed_slices=0, slowdown=None, latencies={})
+
     @property
-    def worst(self) -> Estimate | None:
-        """The P99 that differs most; None while nothing is known."""
-        known = [one for name, one in self.latencies.items() if name.endswith("99")]
-        return max(known, key=lambda one: one.value, default=None)
+    def tails(self) -> list[Estimate]:
+        """Those of the P99; empty while nothing is known."""
+        return [one for name, one in self.latencies.items() if name.endswith("99")]
 
     def closed_slices_needed(self, half_width: float) -> int | None:
         """About how many closed slices a slowdown known to ``half_width`` takes; None while unknown."""
@@ -130,9 +140,9 @@ def estimate_harm(
         effect = slowdown.scaled(_open_share(slices))
         effects = [_with_fuller_batches(effect, slices, percent) for percent in BUSY_PERCENTILES]
         rng = np.random.default_rng(seed)
-        latest = requests[-MAX_REQUESTS:]
-        ttft = [(each.ttft_s, each.ttft_waited_s) for each in latest]
-        tpot = [(each.tpot_s, each.tpot_waited_s) for each in latest if each.tpot_s > 0]
+        some = requests[:: math.ceil(len(requests) / MAX_REQUESTS)]
+        ttft = [(each.ttft_s, each.ttft_waited_s) for each in some if each.ttft_s > 0]
+        tpot = [(each.tpot_s, each.tpot_waited_s) for each in some if each.tpot_s > 0]
         for name, pairs in (("ttft", ttft), ("tpot", tpot)):
             if len(pairs) >= MIN_REQUESTS:
                 values, waited = np.array(pairs).T
@@ -212,8 +222,9 @@ def _with_fuller_batches(slowdown: Estimate, slices: Sequence[SliceTime], percen
     )
     factor = 1 + max(0.0, slowdown.high)
     if factor * grows >= 1:
-        return replace(slowdown, high=math.inf)
-    return replace(slowdown, high=max(slowdown.high, factor * (1 - grows) / (1 - factor * grows) - 1))
+        return replace(slowdown, high=UNBOUNDED)
+    whole = factor * (1 - grows) / (1 - factor * grows) - 1
+    return replace(slowdown, high=min(UNBOUNDED, max(slowdown.high, whole)))
 
 
 def _student_t(freedom: int) -> float:
@@ -257,18 +268,24 @@ class HarmControl:
         """The share of slices to close."""
         return max(MEASURING_SHARE, 1 - self._open)
 
-    def window_start(self, now: float) -> float:
-        """Returns the begin of the time that the next report is on: the last choice, if it is recent."""
-        return max(self._changed_s, now - CONTROL_WINDOW_S)
+    def window_starts(self, now: float) -> list[float]:
+        """Returns the begins of the stretches of time to report on, the first that tells anything: none goes
+        back behind the last choice."""
+        return sorted({max(self._changed_s, now - window_s) for window_s in CONTROL_WINDOWS_S}, reverse=True)
+
+    def let_in(self, now: float) -> None:
+        """Forgets what was shut out."""
+        self._open, self._changed_s = 1.0, now
 
     def update(self, report: HarmReport, now: float) -> None:
-        """Takes a report on the time since window_start into account. What is not known changes nothing."""
-        worst, before = report.worst, self._open
-        if worst is None:
-            return
-        if worst.value > self.allowed and worst.low > 0:
-            self._open = max(LEAST_OPEN, self._open * max(BACKOFF, self.allowed / worst.value))
-        elif worst.value <= self.allowed:
+        """Takes a report into account. What is not known opens what was shut out, step by step."""
+        tails, before = report.tails, self._open
+        worst = max((one.value for one in tails if one.low > 0), default=0.0)
+        if worst > self.allowed:
+            self._open = max(LEAST_OPEN, self._open * max(BACKOFF, self.allowed / worst))
+        elif all(one.value <= self.allowed for one in tails) and (
+            tails or now - self._changed_s >= CONTROL_WINDOWS_S[0]
+        ):
             self._open = min(1.0, self._open * RETURN)
         if self._open != before:
             self._changed_s = now

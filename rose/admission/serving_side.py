@@ -22,6 +22,7 @@ from rose.admission.board import (
     closed_slices,
     is_arrival_pending,
     ring,
+    set_closed_share,
     to_ns,
 )
 from rose.admission.gate import ServingView
@@ -63,6 +64,7 @@ class ServingSide:
         """When the last grant was offered, if it is unanswered; else -1."""
         claim_side(words, Word.S_IDENTITY, Word.S_EPOCH, "serving")
         words.store(Word.S_STARTED, 0)
+        set_closed_share(words, 0.0)  # a predecessor's
         self.publish(NO_WORK)
 
     def set_max_step(self, max_step_s: float) -> None:

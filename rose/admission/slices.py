@@ -25,8 +25,11 @@ class ClosedSlices:
         """Whether ``now`` (seconds) lies in a closed slice. A larger share closes these slices and more."""
         if self.share <= 0:
             return False
+        num_closed = round(self.share * GROUP_SLICES)
+        if self.share < 1:
+            num_closed = min(num_closed, GROUP_SLICES - 1)
         group, place = divmod(slice_number(now), GROUP_SLICES)
-        return _ranks(group)[place] < round(self.share * GROUP_SLICES)
+        return _ranks(group)[place] < num_closed
 
 
 def slice_number(now: float) -> int:

@@ -4,6 +4,7 @@ Owns two rings in a shared file beside the status page. The engine core writes o
 that ends and one for each slice of time with steps. It never waits and computes nothing.
 """
 
+import fcntl
 import mmap
 import os
 import struct
@@ -13,9 +14,9 @@ from pathlib import Path
 from rose._shm import Words
 from rose.admission.harm import RequestDelay, SliceTime
 
-NUM_REQUESTS = 8192
-NUM_SLICES = 8192
-"""An hour of slices, as many as the hour's report looks at."""
+NUM_REQUESTS = 16384
+NUM_SLICES = 18432
+"""More than an hour of slices."""
 _RECORD = struct.Struct("=5d")
 _HEADER_BYTES = 64
 _BYTES = _HEADER_BYTES + _RECORD.size * (NUM_REQUESTS + NUM_SLICES)
@@ -27,15 +28,21 @@ class HarmRecords:
     def __init__(self, path: Path, *, create: bool) -> None:
         if create:
             path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
-        try:
-            if create:
-                os.ftruncate(fd, _BYTES)
-            self._map = mmap.mmap(fd, _BYTES)
-        finally:
-            os.close(fd)
+        # It stays open for the claim, until its process ends.
+        self._fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        if create:
+            os.ftruncate(self._fd, _BYTES)
+        self._map = mmap.mmap(self._fd, _BYTES)
         self.path = path
         self._counts = Words(self._map)
+
+    def claim(self) -> bool:
+        """Whether this reader is the one that acts on the records; until it ends, no other is."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def add_request(self, one: RequestDelay) -> None:
         self._add(0, 0, NUM_REQUESTS, one.at_s, one.ttft_s, one.ttft_waited_s, one.tpot_s, one.tpot_waited_s)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def harm_page(url: str, report: HarmStatus) -> RenderableType:
     """The last minute and the last hours of one engine, and a sentence that says what they mean."""
     table = Table(title=f"rose harm {url}", caption="slower with rollouts, and 95% bounds")
-    columns = {"last minute": report.minute, "this hour": report.hours[0] if report.hours else None}
+    columns = {"lately": report.recent, "this hour": report.hours[0] if report.hours else None}
     for column in ("", *columns, "hours before"):
         table.add_column(column, justify="right" if column else "left")
     for latency in NAMES:
@@ -70,14 +70,14 @@ def harm_sentence(report: HarmStatus) -> str:
     shut = f"Rollouts are shut out for {report.closed_share:.0%} of the time"
     shut += ", because the harm was above its bound." if report.is_retreating else ", to measure."
     if report.note is not None:
-        return f"Nothing is known yet: {report.note}."
+        return f"Nothing is known now: {report.note}."
     window = report.hours[0]
-    worst = _worst(window)
-    if worst is None:
-        return shut
-    if worst.low > report.allow_harm:
+    tails = _tails(window)
+    broken = [one for one in tails if one.low > report.allow_harm]
+    worst = max(broken or tails, key=lambda one: one.value)
+    if broken:
         text = f"Above the bound of {report.allow_harm:.0%}: a P99 is {worst.value:.1%} slower with rollouts."
-    elif worst.high <= report.allow_harm:
+    elif all(one.high <= report.allow_harm for one in tails):
         text = f"Within the bound: no P99 is more than {report.allow_harm:.0%} slower with rollouts."
     else:
         text = f"The worst P99 differs by {worst.value:+.1%} ({worst.low:+.1%} to {worst.high:+.1%})."
@@ -88,13 +88,12 @@ def harm_sentence(report: HarmStatus) -> str:
 
 
 def _is_broken(report: HarmStatus) -> bool:
-    worst = _worst(report.hours[0]) if report.hours else None
-    return worst is not None and worst.low > report.allow_harm
+    tails = _tails(report.hours[0]) if report.note is None and report.hours else []
+    return any(one.low > report.allow_harm for one in tails)
 
 
-def _worst(window: HarmWindow) -> HarmEstimate | None:
-    known = [one for name, one in window.latencies.items() if name.endswith("99")]
-    return max(known, key=lambda one: one.value, default=None)
+def _tails(window: HarmWindow) -> list[HarmEstimate]:
+    return [one for name, one in window.latencies.items() if name.endswith("99")]
 
 
 def _cell(one: HarmEstimate | None) -> str:

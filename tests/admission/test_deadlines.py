@@ -255,3 +255,61 @@ def test_books_agree_after_any_history(events: list[tuple[str, int]]) -> None:
             serving.finished([name])
         serving.check_integrity()
         assert serving.num_decodes + serving.has_pending_prefill <= len(seen)
+
+
+def test_the_wait_for_a_rollout_step_is_taken_off_the_request_that_met_it() -> None:
+    serving = books()
+    serving.arrived("a", 1.0, 100)
+    serving.waited(0.1, 1.1)
+    serving.produced(["a"], 1.3)
+    serving.waited(0.05, 1.4)
+    serving.produced(["a"], 1.5)
+    serving.finished(["a"])
+    (delay,) = serving.ended
+    assert (delay.ttft_s, delay.ttft_waited_s) == pytest.approx((0.3, 0.1))
+    assert (delay.tpot_s, delay.tpot_waited_s) == pytest.approx((0.2, 0.05))
+
+
+def test_a_request_that_came_during_a_wait_is_charged_what_was_left_of_it() -> None:
+    serving = books()
+    serving.arrived("a", 1.0, 100)
+    serving.waited(0.1, 1.1)
+    serving.produced(["a"], 1.2)
+    serving.arrived("b", 1.04, 100)  # taken in after the step
+    serving.produced(["b"], 1.4)
+    serving.finished(["b"])
+    (delay,) = serving.ended
+    assert (delay.ttft_s, delay.ttft_waited_s) == pytest.approx((0.36, 0.06))
+
+
+def test_whoever_joins_a_delayed_queue_of_prefills_is_delayed_as_well() -> None:
+    serving = books()
+    serving.arrived("a", 1.0, 5000)
+    serving.waited(0.1, 1.1)
+    serving.arrived("b", 1.2, 100)
+    serving.produced(["a", "b"], 1.5)
+    serving.finished(["b"])
+    assert serving.ended[0].ttft_waited_s == pytest.approx(0.1)
+
+
+def test_a_decoders_requests_have_a_tpot_and_no_ttft() -> None:
+    serving = books(deployment=Deployment.DECODE)
+    serving.waited(9.0, 0.5)
+    serving.arrived("a", 1.0, 100)
+    serving.produced(["a"], 1.1)
+    serving.finished(["a"])
+    (delay,) = serving.ended
+    assert (delay.ttft_s, delay.tpot_waited_s) == (0.0, 0.0)
+    assert delay.tpot_s == pytest.approx(0.1)
+
+
+def test_requests_that_are_older_than_the_books_are_not_measured() -> None:
+    serving = books()
+    for name in ("waiting", "decoding"):
+        serving.arrived(name, 1.0, 100)
+    serving.produced(["decoding"], 1.1)
+    serving.leave_out_present()
+    serving.produced(["waiting", "decoding"], 1.2)
+    serving.check_integrity()
+    serving.finished(["waiting", "decoding"])
+    assert serving.ended == []

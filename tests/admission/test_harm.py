@@ -1,3 +1,6 @@
+import math
+from dataclasses import replace
+
 import pytest
 from sim.harm import HarmedServing, Traffic
 
@@ -13,6 +16,7 @@ from rose.admission.harm import (
     SliceTime,
     estimate_harm,
 )
+from rose.admission.slices import GROUP_SLICES, SLICE_S, ClosedSlices
 
 
 def requests(count: int, ttft_waited_s: float = 0.0, tpot_waited_s: float = 0.0) -> list[RequestDelay]:
@@ -36,6 +40,7 @@ def slices(count: int, slowdown: float = 0.0) -> list[SliceTime]:
             is_closed=number % 10 == 0,
             seconds=0.1 * (1 + 0.5 * number / count) * (1 if number % 10 == 0 else 1 + slowdown),
             predicted_s=0.1,
+            fixed_s=0.08,
         )
         for number in range(count)
     ]
@@ -67,8 +72,8 @@ def test_a_drift_of_the_machine_is_no_harm() -> None:
 
 
 def test_too_little_is_unknown_rather_than_zero() -> None:
-    assert estimate_harm(requests(200), slices(10 * (MIN_SLICES - 1))).worst is None
-    assert estimate_harm(requests(MIN_REQUESTS - 1), slices(400)).worst is None
+    assert not estimate_harm(requests(200), slices(10 * (MIN_SLICES - 1))).latencies
+    assert not estimate_harm(requests(MIN_REQUESTS - 1), slices(400)).latencies
     unprofiled = [SliceTime(number=n, is_closed=n % 2 == 0, seconds=0.1, predicted_s=0.0) for n in range(99)]
     assert estimate_harm(requests(200), unprofiled).slowdown is None
 
@@ -96,8 +101,42 @@ def test_control_closes_what_the_bound_asks_and_opens_again() -> None:
 def test_what_may_be_noise_or_is_unknown_changes_nothing() -> None:
     control = HarmControl(0.02)
     control.update(report_of(0.10, -0.01), 0.0)
-    control.update(HarmReport(num_requests=0, num_closed_slices=0, slowdown=None, latencies={}), 0.0)
+    control.update(HarmReport.nothing(), 0.0)
     assert control.closed_share == MEASURING_SHARE
+
+
+def test_a_full_retreat_leaves_an_open_slice_and_ends_when_traffic_does() -> None:
+    control = HarmControl(0.02)
+    for _ in range(30):
+        control.update(report_of(5.0, 4.0), 0.0)
+    closed = ClosedSlices(share=control.closed_share)
+    for group in range(50):
+        places = [group * GROUP_SLICES + place + 0.5 for place in range(GROUP_SLICES)]
+        assert not all(closed.is_closed(place * SLICE_S) for place in places)
+    for minute in range(1, 60):
+        control.update(HarmReport.nothing(), 60.0 * minute)
+    assert not control.is_retreating
+
+
+def test_a_certain_violation_counts_beside_a_larger_uncertain_one() -> None:
+    sure, unsure = (Estimate(value=v, low=low, high=1.0) for v, low in ((0.08, 0.05), (0.3, -0.1)))
+    latencies = {"ttft_p99": unsure, "tpot_p99": sure}
+    control = HarmControl(0.02)
+    control.update(HarmReport(num_requests=99, num_closed_slices=9, slowdown=sure, latencies=latencies), 0.0)
+    assert control.closed_share == pytest.approx(0.5)
+
+
+def test_a_mode_that_is_not_bounded_lets_rollouts_in_again() -> None:
+    control = HarmControl(0.02)
+    control.update(report_of(0.5, 0.4), 0.0)
+    control.let_in(1.0)
+    assert control.closed_share == MEASURING_SHARE
+
+
+def test_bounds_stay_finite_where_steps_grow_with_the_batch_alone() -> None:
+    whole = [replace(each, fixed_s=0.0) for each in slices(400, slowdown=0.05)]
+    found = estimate_harm(requests(200), whole).latencies
+    assert found["ttft_p99"].high >= 1 and math.isfinite(found["ttft_p99"].high)
 
 
 def test_an_engine_that_becomes_slower_beside_rollouts_shuts_them_out_within_a_minute() -> None:

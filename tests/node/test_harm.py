@@ -21,7 +21,7 @@ def status(value: float, half_width: float, *, closed_share: float = 0.05) -> Ha
         allow_harm=0.02,
         closed_share=closed_share,
         is_retreating=closed_share > 0.05,
-        minute=window,
+        recent=window,
         hours=[window, window],
     )
 
@@ -51,14 +51,14 @@ def test_what_is_not_known_is_told_with_its_reason() -> None:
     unknown = HarmStatus(
         allow_harm=0.02, closed_share=0.0, is_retreating=False, note="no rollout engine is attached"
     )
-    assert harm_sentence(unknown) == "Nothing is known yet: no rollout engine is attached."
+    assert harm_sentence(unknown) == "Nothing is known now: no rollout engine is attached."
 
 
 def test_the_page_fits_eighty_columns() -> None:
     terminal = io.StringIO()
     Console(width=80, file=terminal).print(harm_page("http://127.0.0.1:8000", status(0.01, 0.005)))
     page = terminal.getvalue()
-    assert all(name in page for name in ("last minute", "this hour", "hours before", "TPOT P99"))
+    assert all(name in page for name in ("lately", "this hour", "hours before", "TPOT P99"))
     assert "+1.0%" in page and "…" not in page
 
 
@@ -67,3 +67,9 @@ def test_an_engine_that_is_gone_is_one_line(capsys: pytest.CaptureFixture[str]) 
 
     assert run_command("harm", main, ["--worker", "http://127.0.0.1:9"]) == 1
     assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_certain_violation_is_told_beside_a_larger_uncertain_one() -> None:
+    report = status(0.08, 0.03)
+    report.hours[0].latencies["ttft_p99"] = HarmEstimate(value=0.3, low=-0.1, high=0.7)
+    assert harm_sentence(report).startswith("Above the bound of 2%: a P99 is 8.0% slower")

@@ -10,11 +10,19 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rose._shm import Words
-from rose.admission.board import set_closed_share, snapshot
-from rose.admission.harm import Estimate, HarmControl, HarmReport, estimate_harm
+from rose.admission.board import closed_slices, set_closed_share, snapshot
+from rose.admission.harm import (
+    MEASURING_SHARE,
+    Estimate,
+    HarmControl,
+    HarmReport,
+    RequestDelay,
+    SliceTime,
+    estimate_harm,
+)
 from rose.admission.slices import SLICE_S
 from rose.engine.harm_records import HarmRecords
 from rose.messages import HarmEstimate, HarmStatus, HarmWindow
@@ -23,24 +31,29 @@ from rose.types import GateMode
 logger = logging.getLogger(__name__)
 
 EVERY_S = 10.0
+LOOKS_PER_HOURLY = 6
+"""The hour's estimate costs more, and changes slowly."""
 HOUR_S = 3600.0
 NUM_HOURS = 24
 BOUNDED_MODES = (GateMode.IDLE,)
 """The others spend what they were told to, and the harm is only told."""
+NO_ROLLOUTS = "no rollout engine is attached"
 
 
 class HarmWatch:
-    """One serving engine's. ``run`` is a task of the API server's loop."""
+    """One serving engine's. ``run`` is a task of the API server; one of several API servers controls."""
 
     def __init__(self, board: Words, records: HarmRecords, allowed: float) -> None:
         self._board = board
         self._records = records
         self._control = HarmControl(allowed)
-        self._minute: HarmWindow | None = None
+        self._is_controlling = records.claim()
+        self._recent: HarmWindow | None = None
         self._hour: HarmWindow | None = None
         self._earlier: deque[HarmWindow] = deque(maxlen=NUM_HOURS - 1)
         self._hour_began_s = time.monotonic()
-        self._note: str | None = "no rollout engine is attached"
+        self._num_looks = 0
+        self._note: str | None = NO_ROLLOUTS
 
     async def run(self, mode: Callable[[], GateMode]) -> None:
         """Looks every few seconds until it is cancelled. ``mode`` tells the gate's."""
@@ -56,46 +69,57 @@ class HarmWatch:
         """Estimates once, and adjusts the share of closed slices."""
         now = time.monotonic()
         if not snapshot(self._board).rollout.alive:
-            self._note = "no rollout engine is attached"
-            set_closed_share(self._board, 0.0)
+            self._note = NO_ROLLOUTS
+            self._set_closed_share(0.0)
             return
-        began_s = self._control.window_start(now)
-        recent = self._report(began_s, now)
-        was = self._control.closed_share
+        requests, slices = self._records.requests(), self._records.slices()
+        report, began_s = HarmReport.nothing(), now
+        for began_s in self._control.window_starts(now):
+            report = _estimate(requests, slices, began_s)
+            if report.latencies:
+                break
+        self._recent = self._window(report, now - began_s)
+        self._adjust(report, mode, now)
+        if self._num_looks % LOOKS_PER_HOURLY == 0:
+            self._look_at_hour(requests, slices, now)
+        self._num_looks += 1
+
+    def _adjust(self, report: HarmReport, mode: GateMode, now: float) -> None:
+        control, before = self._control, self._control.closed_share
         if mode in BOUNDED_MODES:
-            self._control.update(recent, now)
-        if self._control.closed_share != was:
-            logger.info(
-                "harm=%s allowed=%.1f%% closed_share=%.0f%%",
-                recent.worst,
-                100 * self._control.allowed,
-                100 * self._control.closed_share,
-            )
-        set_closed_share(self._board, self._control.closed_share)
-        self._minute = self._window(recent, now - began_s)
+            control.update(report, now)
+        elif control.is_retreating:
+            control.let_in(now)
+        if control.closed_share != before:
+            found = ", ".join(f"{name} {one}" for name, one in report.latencies.items())
+            logger.info("harm=%s allowed=%s closed_share=%.2f", found, control.allowed, control.closed_share)
+        self._set_closed_share(control.closed_share)
+
+    def _set_closed_share(self, share: float) -> None:
+        if self._is_controlling:
+            set_closed_share(self._board, share)
+
+    def _look_at_hour(
+        self, requests: Sequence[RequestDelay], slices: Sequence[SliceTime], now: float
+    ) -> None:
         if now - self._hour_began_s >= HOUR_S and self._hour is not None:
             self._earlier.appendleft(self._hour)
             self._hour_began_s = now
-        seconds = now - self._hour_began_s
-        self._hour = self._window(self._report(self._hour_began_s, now), seconds)
+        report = _estimate(requests, slices, self._hour_began_s)
+        self._hour = self._window(report, now - self._hour_began_s)
         self._note = self._why_unknown(self._hour)
 
     def status(self) -> HarmStatus:
         """What is known now."""
+        closed_share = closed_slices(self._board).share
         return HarmStatus(
             allow_harm=self._control.allowed,
-            closed_share=self._control.closed_share,
-            is_retreating=self._control.is_retreating,
+            closed_share=closed_share,
+            is_retreating=closed_share > MEASURING_SHARE,
             note=self._note,
-            minute=self._minute,
+            recent=self._recent,
             hours=[*([self._hour] if self._hour is not None else []), *self._earlier],
         )
-
-    def _report(self, since_s: float, now: float) -> HarmReport:
-        requests = [each for each in self._records.requests() if since_s <= each.at_s <= now]
-        first, last = since_s / SLICE_S, now / SLICE_S
-        slices = [each for each in self._records.slices() if first <= each.number <= last]
-        return estimate_harm(requests, slices)
 
     def _window(self, report: HarmReport, seconds: float) -> HarmWindow:
         needed = report.closed_slices_needed(self._control.allowed)
@@ -120,6 +144,13 @@ class HarmWatch:
                 "a profile (rose profile) and more traffic are needed"
             )
         return f"{window.num_requests} requests ended; more are needed"
+
+
+def _estimate(requests: Sequence[RequestDelay], slices: Sequence[SliceTime], since_s: float) -> HarmReport:
+    first = since_s / SLICE_S
+    return estimate_harm(
+        [each for each in requests if each.at_s >= since_s], [each for each in slices if each.number >= first]
+    )
 
 
 def _message(one: Estimate) -> HarmEstimate:

@@ -90,6 +90,7 @@ class ServingScheduler(RoseScheduler):
         self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
         for request in self.requests.values():
             self._track(request, time.monotonic())
+        self._deadlines.leave_out_present()
         if self._side is None:
             return
         self._side.set_max_step(self._deadlines.max_idle_step_s(time.monotonic()))
@@ -123,7 +124,7 @@ class ServingScheduler(RoseScheduler):
                 waited_s = side.offer_grants(latest_s, handover_s, is_called=self.has_input)
             else:
                 waited_s = side.offer_grant(latest_s, handover_s)
-            self._deadlines.waited(waited_s)
+            self._deadlines.waited(waited_s, time.monotonic())
             if waited_s > 0 and self.has_input() and self._may_join():
                 # The engine core takes in new requests between two scheduling passes. An empty pass lets a
                 # request that came meanwhile join this step instead of waiting for one more decode step.
@@ -131,7 +132,8 @@ class ServingScheduler(RoseScheduler):
                 return
         before_s = time.monotonic()
         if side.begin_step() is not StepStart.CLEAR:
-            self._deadlines.waited(time.monotonic() - before_s)
+            now = time.monotonic()
+            self._deadlines.waited(now - before_s, now)
         if side.is_wanted and self._deadlines.has_pending_prefill:
             self._spare_decodes()
 
@@ -171,7 +173,8 @@ class ServingScheduler(RoseScheduler):
     def _record_harm(self, now: float) -> None:
         """Passes on what tells the harm of rollouts: requests that have ended, and how long steps take."""
         ended, self._deadlines.ended = self._deadlines.ended, []
-        if self._records is None or self.tenant is None:
+        # Without a gate, as while a profile is made, nothing is shut out and nothing compared.
+        if self._records is None or self.tenant is None or not self._shares_compute:
             return
         for delay in ended:
             self._records.add_request(delay)
