@@ -106,8 +106,6 @@ class EngineSettings(BaseModel):
             )
         if self.role is Role.ROLLOUT and self.spend_slo is not None:
             return "spend_slo: the serving engine says what rollouts may spend; set it there alone"
-        if self.role is Role.ROLLOUT and "allow_harm" in self.model_fields_set:
-            return "allow_harm: the serving engine bounds what rollouts cost it; set it there alone"
         if self.spend_slo is not None and self.gate_mode is not GateMode.DUAL:
             return f"spend_slo with gate {self.gate}: only the dual gate spends slack; leave one of them out"
         if self.lend_idle_s is not None and (self.role is Role.ROLLOUT or self.pool is None):
