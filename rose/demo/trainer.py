@@ -101,9 +101,9 @@ def _train(args: argparse.Namespace, config: TrainingConfig) -> None:
     endpoint = TurnEndpoint(args.endpoint, args.served_model)
     rollouts = FrozenLakeRollouts(config, tokenizer, endpoint, announce)
     with ExitStack() as stack:
-        stack.callback(rollouts.close)
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: rollouts.stop()))
+        stack.callback(rollouts.close)
         while args.start_file is not None and not args.start_file.exists():
             if rollouts.is_stopping:
                 return
@@ -138,4 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    # Its work is done: a signal that comes while the interpreter ends changes nothing.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(exit_status)

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from vllm.v1.request import Request
 
+from rose.engine.memory.block_pool import PINNED_POSITION
 from rose.engine.memory.tenant import Shortage, Tenant
 from rose.memory.ledger.ledger_words import Word
 from rose.memory.ledger.policy_word import Pressure
@@ -67,7 +68,9 @@ class ServingMemory:
             self._busy_at_s = now
         if shortage.keeping_cache:
             self._grow(shortage)
-        if self._give(used, shortage.hit_positions, now):
+        # The next steps also take free blocks that it has, and the pinned slab can't be given.
+        kept = used + shortage.from_uncached + int(tenant.pool.num_used[PINNED_POSITION] == 0)
+        if self._give(kept, shortage.hit_positions, now):
             return now
         next_looks = (self._peak.falls_at_s(now), self._lend_headroom(now))
         return min((at_s for at_s in next_looks if at_s is not None), default=None)

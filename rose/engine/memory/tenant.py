@@ -44,6 +44,8 @@ class Shortage:
     """If all of it is, but what the requests themselves hit."""
     hit_positions: frozenset[int]
     """The idle positions that waiting requests hit."""
+    from_uncached: int
+    """The slabs' worth of free blocks without cache that the next steps will take."""
 
 
 class Tenant:
@@ -148,6 +150,7 @@ class Tenant:
             keeping_cache=self.slabs_for(max(0, wanted - uncached)),
             evicting_cache=self.slabs_for(max(0, wanted - (free - len(free_hits)))),
             hit_positions=frozenset(position for position in positions if pool.num_used[position] == 0),
+            from_uncached=self.slabs_for(max(0, min(wanted, uncached))),
         )
 
     def _hits(self, waiting: Sequence[Request]) -> tuple[int, set[int]]:
