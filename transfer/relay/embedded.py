@@ -39,69 +39,81 @@ _MISSED_HEADER = "X-Rose-Missed"
 
 def make_app(store: ObjectStore, key: str | None) -> web.Application:
     """Returns the relay's HTTP application."""
+    app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key)])
+    _Routes(store, _Peers(key)).add_to(app)
+    return app
 
-    peers = _Peers(key)
-    log = ChangeLog()
 
-    async def write(request: web.Request) -> web.Response:
+class _Routes:
+    """The calls of the relay's clients, and the thread that folds snapshots."""
+
+    def __init__(self, store: ObjectStore, peers: "_Peers") -> None:
+        self._store = store
+        self._peers = peers
+        self._log = ChangeLog()
+
+    def add_to(self, app: web.Application) -> None:
+        app.cleanup_ctx.append(self._fold)
+        app.on_shutdown.append(self._end_waits)
+        app.on_cleanup.append(self._peers.close)
+        app.router.add_put("/v1/objects/{key:.+}", self.write)
+        app.router.add_get("/v1/objects/{key:.+}", self.read)
+        app.router.add_get("/v1/objects", self.read_all)
+        app.router.add_post("/v1/remove", self.remove)
+        app.router.add_get("/v1/keys", self.names)
+        app.router.add_get("/v1/changes", self.changes)
+
+    async def write(self, request: web.Request) -> web.Response:
         """Stores an object; it is visible when its last byte has arrived."""
         name, is_replacing = request.match_info["key"], request.query.get("replace") == "1"
-        store.require_room(name, request.content_length or 0)
+        self._store.require_room(name, request.content_length or 0)
         data = await request.read()
-        store.write(name, data, replace=is_replacing)
-        log.note(name)
+        self._store.write(name, data, replace=is_replacing)
+        self._log.note(name)
         addresses = [address for address in request.query.get("copy_to", "").split(",") if address]
-        is_taken = await asyncio.gather(*(peers.send(each, name, data, is_replacing) for each in addresses))
+        is_taken = await asyncio.gather(
+            *(self._peers.send(each, name, data, is_replacing) for each in addresses)
+        )
         missed = [each for each, taken in zip(addresses, is_taken, strict=True) if not taken]
         return web.Response(status=204, headers={_MISSED_HEADER: ",".join(missed)})
 
-    async def read(request: web.Request) -> web.Response:
+    async def read(self, request: web.Request) -> web.Response:
         """Reads one object."""
-        data = store.objects.get(request.match_info["key"])
+        data = self._store.objects.get(request.match_info["key"])
         return web.Response(status=404) if data is None else web.Response(body=data)
 
-    async def remove(request: web.Request) -> web.Response:
+    async def remove(self, request: web.Request) -> web.Response:
         """Removes the objects whose keys the JSON list names."""
         for name in await request.json():
-            store.remove(name)
+            self._store.remove(name)
         return web.Response(status=204)
 
-    async def names(request: web.Request) -> web.Response:
+    async def names(self, request: web.Request) -> web.Response:
         """Lists the keys that start with a prefix."""
-        return web.json_response(store.names(request.query.get("prefix", "")))
+        return web.json_response(self._store.names(request.query.get("prefix", "")))
 
-    async def read_all(request: web.Request) -> web.Response:
+    async def read_all(self, request: web.Request) -> web.Response:
         """Reads every object whose key starts with a prefix."""
-        found = {name: store.objects[name] for name in store.names(request.query.get("prefix", ""))}
+        found = {
+            name: self._store.objects[name] for name in self._store.names(request.query.get("prefix", ""))
+        }
         return web.json_response({name: b64encode(data).decode() for name, data in found.items()})
 
-    async def changes(request: web.Request) -> web.Response:
+    async def changes(self, request: web.Request) -> web.Response:
         """Answers when an object under a prefix was written since the last look, or the time is over."""
         prefixes, seen = request.query.getall("prefix", []), request.query.get("seen")
         if seen is None:
-            return web.json_response([log.position, None])
-        return web.json_response(await log.wait(prefixes, seen, _timeout_s(request)))
+            return web.json_response([self._log.position, None])
+        return web.json_response(await self._log.wait(prefixes, seen, _timeout_s(request)))
 
-    async def end_waits(app: web.Application) -> None:
-        log.close()
+    async def _end_waits(self, app: web.Application) -> None:
+        self._log.close()
 
-    async def fold(app: web.Application) -> AsyncIterator[None]:
-        folder = SnapshotFolder(StoreClient(store, log, asyncio.get_running_loop()))
+    async def _fold(self, app: web.Application) -> AsyncIterator[None]:
+        folder = SnapshotFolder(StoreClient(self._store, self._log, asyncio.get_running_loop()))
         folder.start()
         yield
         await asyncio.to_thread(folder.stop)  # its last calls need the event loop
-
-    app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key)])
-    app.cleanup_ctx.append(fold)
-    app.on_shutdown.append(end_waits)
-    app.on_cleanup.append(peers.close)
-    app.router.add_put("/v1/objects/{key:.+}", write)
-    app.router.add_get("/v1/objects/{key:.+}", read)
-    app.router.add_get("/v1/objects", read_all)
-    app.router.add_post("/v1/remove", remove)
-    app.router.add_get("/v1/keys", names)
-    app.router.add_get("/v1/changes", changes)
-    return app
 
 
 def _timeout_s(request: web.Request) -> float:
