@@ -12,14 +12,11 @@ from forked_engines import Driver, Reply, load_model_class, make_engine
 
 from rose.engine.memory.tenant import Tenant
 from rose.engine.status import Field
-from rose.memory.policy.budget import BudgetPolicy
-from rose.types import Deployment, Role
+from rose.types import Role
 
 Prompts = Sequence[Sequence[int]]
 LEASE_S = 6.0
 """Longer than a machine stalls between two turns that must find each other's cache."""
-SEND = "send"
-"""Name of the file in a connector's storage that lets it send."""
 WINDOW_S = 0.5
 STALL_S = 600.0
 """No request stands still for so long."""
@@ -65,13 +62,9 @@ def _num_changes(tenant: Tenant) -> int:
     return sum(tenant.ledger.entry(slab).epoch for slab in range(tenant.client.num_slabs))
 
 
-def _tenant(driver: Driver) -> Tenant:
+def tenant_of(driver: Driver) -> Tenant:
     tenant: Tenant = driver.scheduler.tenant
     return tenant
-
-
-def _budget(tenant: Tenant) -> int:
-    return tenant.ledger.policy.rollout_budget_slabs
 
 
 def _begin_rl_step(driver: Driver, step: int) -> None:
@@ -87,7 +80,7 @@ def _wait_for_tokens(driver: Driver, names: list[str]) -> None:
 
 def _cut(driver: Driver, budget: int) -> None:
     """Cuts the budget as serving does under pressure."""
-    ledger = _tenant(driver).ledger
+    ledger = tenant_of(driver).ledger
     while not ledger.swap_policy(seen := ledger.policy, replace(seen, rollout_budget_slabs=budget)):
         pass
 
@@ -97,21 +90,21 @@ def answer_over_cuts(
 ) -> Moves:
     """A rollout engine alone in its pool; every other batch loses half its slabs in the midst of decoding."""
     driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "lease_s": LEASE_S}))
-    before, replies, step = _num_changes(_tenant(driver)), [], 0
+    before, replies, step = _num_changes(tenant_of(driver)), [], 0
     for _ in range(num_rounds):
         answers = []
         for index, batch in enumerate(_batches(prompts, num_at_once)):
             names = driver.ask(batch, max_tokens)
             _wait_for_tokens(driver, names)
             if index % 2 == 0:
-                _cut(driver, _tenant(driver).pool.num_positions_in_use() // 2)
+                _cut(driver, tenant_of(driver).pool.num_positions_in_use() // 2)
                 driver.step()
                 step += 1
                 _begin_rl_step(driver, step)
             answers += driver.wait(names)
         replies.append(answers)
-    _tenant(driver).pool.check_integrity()
-    return Moves(replies=replies, num_moves=_num_changes(_tenant(driver)) - before)
+    tenant_of(driver).pool.check_integrity()
+    return Moves(replies=replies, num_moves=_num_changes(tenant_of(driver)) - before)
 
 
 def hold_a_paused_session(model: Path, pool: str, prompt: Sequence[int]) -> dict[str, Any]:
@@ -133,7 +126,7 @@ def hold_a_paused_session(model: Path, pool: str, prompt: Sequence[int]) -> dict
         data_parallel_rank=None,
         resumable=True,
     )
-    scheduler, pool_of_blocks = driver.scheduler, _tenant(driver).pool
+    scheduler, pool_of_blocks = driver.scheduler, tenant_of(driver).pool
     request = Request.from_engine_core_request(part, scheduler_block_hasher(driver))
     scheduler.add_request(request)
     paused = RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -143,7 +136,7 @@ def hold_a_paused_session(model: Path, pool: str, prompt: Sequence[int]) -> dict
     driver.answer([prompt[:20]], 30)
     is_kept = request.status is paused and pool_of_blocks.num_positions_in_use() > 1
     _cut(driver, 1)
-    driver.step_until(lambda: _tenant(driver).num_owned == 1, "the cut is obeyed")
+    driver.step_until(lambda: tenant_of(driver).num_owned == 1, "the cut is obeyed")
     pool_of_blocks.check_integrity()
     return {
         "is_kept_without_stall": is_kept,
@@ -215,7 +208,7 @@ class _ConsumedRollout:
         self._engine, self._consumer = engine, consumer
         self._prompts, self._max_tokens = prompts, max_tokens
         self.driver = Driver(engine)
-        self.tenant = _tenant(self.driver)
+        self.tenant = tenant_of(self.driver)
         self.replies: list[list[Reply]] = []
         self._cached: dict[str, int] = {}
         self._hits: dict[str, tuple[float, float, int]] = {}
@@ -295,76 +288,6 @@ def _prefix_counts(engine: Any) -> tuple[float, float]:
     return values["vllm:prefix_cache_queries"], values["vllm:prefix_cache_hits"]
 
 
-def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path) -> dict[str, int]:
-    """A prefiller whose connector reads the blocks only when the engine has long been idle. All along, the
-    ledger says that rollouts want every slab.
-
-    Returns slabs owned by the engine: after traffic, once idle ones have gone back, after all blocks were
-    sent; and how many of the second hold blocks of finished requests that are still to be sent. Then what
-    rollouts may hold: once it has long been idle, and when traffic is back.
-    """
-    settings = {
-        "role": "serving",
-        "pool": pool,
-        "gate": "dual",
-        "serving_window_s": WINDOW_S,
-        "lend_idle_s": WINDOW_S,
-    }
-    connector = _connector("LingeringConnector", store, "kv_producer", module="lingering_connector")
-    driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
-    tenant, counts = _tenant(driver), {}
-    tenant.ledger.rollout_wanted_slabs = tenant.client.num_slabs
-    send = store / SEND
-    # Nothing of it is sent, or a slow machine might see slabs go back before it has seen them all.
-    driver.answer([[*prompt[at:], *prompt[:at]] for prompt in prompts for at in (1, 2)], 1)
-    counts["after traffic"] = tenant.num_owned
-    send.touch()
-    driver.step_until(lambda: not driver.scheduler.requests, "the traffic is sent")
-    send.unlink()
-    for prompt in prompts:
-        driver.answer([prompt], 1)
-    counts["in use"] = tenant.pool.num_positions_in_use()
-    driver.step_until(lambda: tenant.num_owned <= counts["in use"] + 1, "idle slabs go back")
-    counts["unsent"] = tenant.num_owned
-    send.touch()
-    driver.step_until(lambda: tenant.num_owned == 1, "the others go back once their blocks are sent")
-    counts["sent"] = tenant.num_owned
-    policy = BudgetPolicy(num_slabs=tenant.client.num_slabs, headroom_slabs=tenant.client.headroom_slabs)
-    driver.step_until(lambda: _budget(tenant) == policy.whole_budget, "the headroom is lent")
-    counts["lent"] = _budget(tenant)
-    send.unlink()
-    driver.answer(prompts[:1], 1)
-    counts["back"] = _budget(tenant)
-    send.touch()
-    driver.step_until(lambda: _budget(tenant) == policy.whole_budget, "the headroom is lent again")
-    assert driver.scheduler.rose.deployment is Deployment.PREFILL
-    tenant.pool.check_integrity()
-    return counts
-
-
-def decode_from_disk(model: Path, pool: str, prompts: Prompts, max_tokens: int, store: Path) -> list[Reply]:
-    """A decoder that reads the prefiller's files."""
-    settings = {"role": "serving", "pool": pool, "gate": "dual"}
-    connector = _connector("ExampleConnector", store, "kv_consumer")
-    driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
-    names = driver.ask(prompts, max_tokens)
-    # Its gate knows of no first token to wait for: they are all decodes from their arrival on.
-    deadlines = driver.scheduler._deadlines
-    assert (deadlines.num_decodes, deadlines.has_pending_prefill) == (len(prompts), False)
-    return driver.wait(names)
-
-
-def _connector(name: str, store: Path, role: str, module: str | None = None) -> Any:
-    from vllm.config import KVTransferConfig
-
-    return KVTransferConfig(
-        kv_connector=name,
-        kv_role=role,
-        kv_connector_module_path=module,
-        kv_connector_extra_config={"shared_storage_path": str(store)},
-    )
-
-
 def refusals(cases: list[dict[str, Any]]) -> list[str]:
     """What the configuration of an engine with these arguments is refused with, "" where it is not."""
     os.environ["VLLM_PLUGINS"] = "rose"
@@ -393,62 +316,3 @@ def refusals_by_another_version(version: str, cases: list[dict[str, Any]]) -> li
 
     vllm.__version__ = version
     return refusals(cases)
-
-
-def serve_from_cache(
-    model: Path,
-    pool: str,
-    chats: Prompts,
-    others: Prompts,
-    floor_slabs: int,
-    is_full: Event,
-    stop: Event,
-) -> dict[str, Any]:
-    """A serving engine that is alone in its pool at first. ``chats`` and ``others`` fill the pool; then
-    rollouts come, and leave when they are done. The chats are asked often, each of the others once, the last
-    of them after the chats.
-
-    Returns the tokens that were found in the cache at each moment, and slabs held."""
-    settings = {"role": "serving", "pool": pool, "serving_window_s": WINDOW_S, "floor_slabs": floor_slabs}
-    driver = Driver(make_engine(model, settings))
-    tenant, facts, answers = _tenant(driver), dict[str, Any](), list[list[int]]()
-
-    def cached_tokens(prompts: Prompts) -> list[int]:
-        replies = [driver.answer([prompt], 4)[0] for prompt in prompts]
-        answers.extend(reply.tokens for reply in replies if len(answers) < len(chats))
-        return [reply.num_cached_tokens for reply in replies]
-
-    def wait(seconds: float) -> None:
-        until_s = time.monotonic() + seconds
-        driver.step_until(lambda: time.monotonic() > until_s, "a pause")
-
-    facts["first"] = cached_tokens(chats)
-    facts["round robin"] = cached_tokens(chats)
-    wait(2.0)
-    facts["after 2 s"] = cached_tokens(chats)
-    cached_tokens(others[:-1])
-    for _ in range(3):
-        cached_tokens(chats)
-    cached_tokens(others[-1:])
-    facts["alone"] = tenant.num_owned
-    tenant.pool.check_integrity()
-    tenant.cache.check_integrity()
-    is_full.set()
-    driver.step_until(stop.is_set, "rollouts have gone", at_most_s=1200.0)
-    facts["beside rollouts"] = tenant.num_owned
-    facts["often asked"], facts["last asked"] = cached_tokens(chats), cached_tokens(others[-1:])
-    tenant.pool.check_integrity()
-    tenant.cache.check_integrity()
-    return {**facts, "answers": answers}
-
-
-def roll_out_where_serving_caches(
-    model: Path, pool: str, prompts: Prompts, max_tokens: int, is_full: Event, stop: Event
-) -> list[Reply]:
-    """A rollout engine that comes into a pool full of serving's prefix cache, and wants most of it."""
-    assert is_full.wait(1200.0)
-    try:
-        driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "lease_s": LEASE_S}))
-        return driver.answer(prompts, max_tokens)
-    finally:
-        stop.set()

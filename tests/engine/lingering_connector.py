@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from engine_runs import SEND
+from connector_runs import SEND
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
 

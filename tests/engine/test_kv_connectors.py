@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import connector_runs
 import engine_runs
 import pytest
 from forked_engines import Fork, Reply
@@ -45,9 +46,9 @@ def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
             )
             undo.callback(daemon.stop)
         stock = fork(engine_runs.stock_answers, max_tokens=TOKENS)
-        slabs = fork(engine_runs.prefill_and_send_late, pool="prefill", store=store).result()
+        slabs = fork(connector_runs.prefill_and_send_late, pool="prefill", store=store).result()
         replies: list[Reply] = fork(
-            engine_runs.decode_from_disk, pool="decode", max_tokens=TOKENS, store=store
+            connector_runs.decode_from_disk, pool="decode", max_tokens=TOKENS, store=store
         ).result()
         expected = stock.result()
     # Idle slabs went back meanwhile; those with blocks that were still to be sent stayed.

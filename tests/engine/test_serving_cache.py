@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from pathlib import Path
 
+import cache_runs
 import engine_runs
 from forked_engines import Fork, Reply
 from preloaded import FORKS
@@ -48,7 +49,7 @@ def test_serving_keeps_its_cache_until_rollouts_want_the_memory_and_then_gives_b
             return one
 
         serving = fork(
-            engine_runs.serve_from_cache,
+            cache_runs.serve_from_cache,
             model=models.serving,
             pool=POOL,
             chats=CHATS,
@@ -57,7 +58,7 @@ def test_serving_keeps_its_cache_until_rollouts_want_the_memory_and_then_gives_b
             **events,
         )
         rollout = fork(
-            engine_runs.roll_out_where_serving_caches,
+            cache_runs.roll_out_where_serving_caches,
             model=models.untied[0],
             pool=POOL,
             prompts=ROLLOUTS,

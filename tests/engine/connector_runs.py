@@ -1,0 +1,88 @@
+"""What the forked engines do in the tests of KV connectors. Each function runs in a process of its own."""
+
+from pathlib import Path
+from typing import Any
+
+from engine_runs import WINDOW_S, Prompts, tenant_of
+from forked_engines import Driver, Reply, make_engine
+
+from rose.engine.memory.tenant import Tenant
+from rose.memory.policy.budget import BudgetPolicy
+from rose.types import Deployment
+
+SEND = "send"
+"""Name of the file in a connector's storage that lets it send."""
+
+
+def _budget(tenant: Tenant) -> int:
+    return tenant.ledger.policy.rollout_budget_slabs
+
+
+def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path) -> dict[str, int]:
+    """A prefiller whose connector reads the blocks only when the engine has long been idle. All along, the
+    ledger says that rollouts want every slab.
+
+    Returns slabs owned by the engine: after traffic, once idle ones have gone back, after all blocks were
+    sent; and how many of the second hold blocks of finished requests that are still to be sent. Then what
+    rollouts may hold: once it has long been idle, and when traffic is back.
+    """
+    settings = {
+        "role": "serving",
+        "pool": pool,
+        "gate": "dual",
+        "serving_window_s": WINDOW_S,
+        "lend_idle_s": WINDOW_S,
+    }
+    connector = _connector("LingeringConnector", store, "kv_producer", module="lingering_connector")
+    driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
+    tenant, counts = tenant_of(driver), {}
+    tenant.ledger.rollout_wanted_slabs = tenant.client.num_slabs
+    send = store / SEND
+    # Nothing of it is sent, or a slow machine might see slabs go back before it has seen them all.
+    driver.answer([[*prompt[at:], *prompt[:at]] for prompt in prompts for at in (1, 2)], 1)
+    counts["after traffic"] = tenant.num_owned
+    send.touch()
+    driver.step_until(lambda: not driver.scheduler.requests, "the traffic is sent")
+    send.unlink()
+    for prompt in prompts:
+        driver.answer([prompt], 1)
+    counts["in use"] = tenant.pool.num_positions_in_use()
+    driver.step_until(lambda: tenant.num_owned <= counts["in use"] + 1, "idle slabs go back")
+    counts["unsent"] = tenant.num_owned
+    send.touch()
+    driver.step_until(lambda: tenant.num_owned == 1, "the others go back once their blocks are sent")
+    counts["sent"] = tenant.num_owned
+    policy = BudgetPolicy(num_slabs=tenant.client.num_slabs, headroom_slabs=tenant.client.headroom_slabs)
+    driver.step_until(lambda: _budget(tenant) == policy.whole_budget, "the headroom is lent")
+    counts["lent"] = _budget(tenant)
+    send.unlink()
+    driver.answer(prompts[:1], 1)
+    counts["back"] = _budget(tenant)
+    send.touch()
+    driver.step_until(lambda: _budget(tenant) == policy.whole_budget, "the headroom is lent again")
+    assert driver.scheduler.rose.deployment is Deployment.PREFILL
+    tenant.pool.check_integrity()
+    return counts
+
+
+def decode_from_disk(model: Path, pool: str, prompts: Prompts, max_tokens: int, store: Path) -> list[Reply]:
+    """A decoder that reads the prefiller's files."""
+    settings = {"role": "serving", "pool": pool, "gate": "dual"}
+    connector = _connector("ExampleConnector", store, "kv_consumer")
+    driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
+    names = driver.ask(prompts, max_tokens)
+    # Its gate knows of no first token to wait for: they are all decodes from their arrival on.
+    deadlines = driver.scheduler._deadlines
+    assert (deadlines.num_decodes, deadlines.has_pending_prefill) == (len(prompts), False)
+    return driver.wait(names)
+
+
+def _connector(name: str, store: Path, role: str, module: str | None = None) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector=name,
+        kv_role=role,
+        kv_connector_module_path=module,
+        kv_connector_extra_config={"shared_storage_path": str(store)},
+    )
