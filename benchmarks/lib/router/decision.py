@@ -16,7 +16,8 @@ from rose.scheduler.rollout.placing.policy import PaperPolicy, Policy
 from rose.scheduler.rollout.placing.views import TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
-from rose.scheduler.rollout.turn.places import Place, Places, Waiter
+from rose.scheduler.rollout.turn.place import Place
+from rose.scheduler.rollout.turn.places import Places, Waiter
 from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
 

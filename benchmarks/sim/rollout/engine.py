@@ -13,7 +13,7 @@ import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from rose.scheduler.rollout.turn.places import Place
+from rose.scheduler.rollout.turn.place import Place
 from sim.rollout.scenario import Scenario, Step
 
 

@@ -19,7 +19,8 @@ from rose.scheduler.rollout.placing.sessions import Fingerprints, Held, SessionK
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
-from rose.scheduler.rollout.turn.places import Place, Places, Waiter
+from rose.scheduler.rollout.turn.place import Place
+from rose.scheduler.rollout.turn.places import Places, Waiter
 from rose.scheduler.rollout.turn.trajectories import probably_cached
 from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker

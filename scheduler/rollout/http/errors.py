@@ -13,7 +13,7 @@ from rose.scheduler.rollout.placing.versions import VersionGone
 from rose.scheduler.rollout.turn.accounts import JobAborted
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded, QueueFull
 
-SERVER_NAME = "rose-router"
+_SERVER_NAME = "rose-router"
 """Sent as the `Server` header; it names no version of any library."""
 _RETRY_AFTER_S = 1
 
@@ -68,7 +68,7 @@ def error_body(status: int, message: str) -> Json:
 
 
 def error_response(status: int, message: str) -> web.Response:
-    headers = {"Server": SERVER_NAME}
+    headers = {"Server": _SERVER_NAME}
     if status in (429, 503):
         headers["Retry-After"] = str(_RETRY_AFTER_S)
     body = encode(error_body(status, message))
@@ -78,3 +78,8 @@ def error_response(status: int, message: str) -> web.Response:
 def error_event(status: int, message: str) -> bytes:
     """Returns an error, in vLLM's shape, for an event stream that has begun, and the end of the stream."""
     return b"data: " + encode(error_body(status, message)) + b"\n\ndata: [DONE]\n\n"
+
+
+async def name_server(_request: web.Request, response: web.StreamResponse) -> None:
+    """Replaces the `Server` header, in which aiohttp would name its version and Python's."""
+    response.headers["Server"] = _SERVER_NAME

@@ -14,7 +14,7 @@ from typing import Any
 
 from rose.errors import RoseError
 from rose.scheduler.rollout.placing.borrowing import Borrower
-from rose.scheduler.rollout.placing.views import Wants
+from rose.scheduler.rollout.placing.views import TurnView, Wants
 from rose.scheduler.rollout.router_config import JobSpec, RouterConfig, contradiction
 
 _DEFAULTS = JobSpec()
@@ -136,9 +136,9 @@ class JobAccounts:
         finally:
             job.aborts.discard(abort)
 
-    def asked(self, job: JobAccount, wants: Wants) -> None:
+    def asked(self, job: JobAccount, turn: TurnView) -> None:
         """Notes what a turn of the job asks for."""
-        if wants not in job.wants:
+        if (wants := turn.wants) not in job.wants:
             if len(job.wants) == _MAX_WANTS:
                 job.wants.clear()
             job.wants.add(wants)

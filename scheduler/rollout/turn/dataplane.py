@@ -42,13 +42,14 @@ class DataPlane:
         self.wire = Wire()
         self.registry = Registry(config, http, self._workers_changed)
         self.jobs = JobAccounts(config)
-        self.trajectories = Trajectories(config, self.registry, self.jobs)
+        members = self.registry.members()
+        self.trajectories = Trajectories(config, members, self.jobs)
         self.records = TurnRecords(config, self.jobs, self.registry.catalogue, self.trajectories)
         self.rerouting = Rerouting(config, self.records.counters)
         self.versions = self._rule(config.version_mode, config.max_lag)
         policy = POLICIES[config.policy](versions=self.versions)
         self.dispatcher = Dispatcher(
-            self.registry,
+            members,
             policy,
             self.jobs,
             self.trajectories,

@@ -16,9 +16,10 @@ from rose.scheduler.rollout.placing.policy import Policy
 from rose.scheduler.rollout.placing.views import TurnView
 from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
 from rose.scheduler.rollout.turn.journey import Journey
-from rose.scheduler.rollout.turn.places import Place, Places, Waiter
+from rose.scheduler.rollout.turn.place import Place
+from rose.scheduler.rollout.turn.places import Places, Waiter
 from rose.scheduler.rollout.turn.trajectories import Trajectories
-from rose.scheduler.rollout.workers.registry import Registry
+from rose.scheduler.rollout.workers.members import Members
 from rose.types import WeightVersion
 
 
@@ -35,7 +36,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        registry: Registry,
+        members: Members,
         policy: Policy,
         jobs: JobAccounts,
         trajectories: Trajectories,
@@ -43,12 +44,12 @@ class Dispatcher:
         weights_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._registry = registry
+        self._members = members
         self._jobs = jobs
         self._trajectories = trajectories
         self._max_queued_per_job = max_queued_per_job
         self._clock = clock
-        self._places = Places(registry.members(), policy, jobs, weights_s)
+        self._places = Places(members, policy, jobs, weights_s)
         self.pins_versions = False
         """Whether an attempt has to end when its worker receives other weights."""
 
@@ -86,7 +87,7 @@ class Dispatcher:
             DeadlineExceeded: `deadline` (clock time) passed first.
             NoWorkerError: no worker is registered, or none can ever take the turn.
         """
-        if not self._registry.members():
+        if not self._members:
             raise NoWorkerError("no worker is registered")
         now = self._clock()
         job, cost = self._jobs.get(turn.job, now), 0.0 if is_continuation else turn.expected_tokens

@@ -1,7 +1,6 @@
-"""Places on workers: which turns wait for one, and which hold one.
+"""Places on workers: which turns wait for one, and which gets the next.
 
-Owns: the jobs' queues in fair order, the places taken on workers, and which job has borrowed which serving
-GPU.
+Owns: the jobs' queues in fair order, and which job has borrowed which serving GPU.
 Promises: each turn gets one place or one error. While several jobs wait, each gets generated tokens in
 proportion to its weight, and a job that can't be placed holds up no other. Time is an argument, so that the
 service and the simulator drive the same object.
@@ -27,6 +26,7 @@ from rose.scheduler.rollout.placing.views import (
     of_model,
 )
 from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
+from rose.scheduler.rollout.turn.place import Place, take_place
 from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
 
@@ -34,47 +34,6 @@ _EXPIRE_EVERY_S = 1.0
 _GIVE_UP_EVERY_S = 1.0
 _SHOWN_WORKERS = 8
 """An error names this many workers."""
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """A turn's place on a worker, which has to be released."""
-
-    worker: Worker
-    turn: TurnView
-    job: JobAccount
-    cost: float
-    """Tokens charged to the job in the fair order."""
-    missing_tokens: float
-    """Prompt tokens of this turn that the worker has to prefill."""
-    ahead_tokens: float
-    """Prompt tokens of other turns that the worker prefills first."""
-    is_prefilled: bool = False
-    num_tokens: int = 0
-    """Tokens generated on it so far."""
-    last_token_at: float | None = None
-
-    def received(self, num_tokens: int, now: float, began: float) -> None:
-        """Notes tokens that arrived at `now`, in a stream that began at `began`."""
-        worker, before = self.worker, self.last_token_at
-        if before is None:
-            self.first_token(now - began)
-        is_paced = before is not None and before > worker.updated_at
-        worker.made_tokens(num_tokens, now, now - before if before is not None and is_paced else None)
-        self.last_token_at = now
-        self.num_tokens += num_tokens
-
-    def first_token(self, took_s: float) -> None:
-        """Notes the end of the prefill, `took_s` after it began."""
-        if not self.is_prefilled:
-            self.worker.prefilled(took_s, self.missing_tokens + self.ahead_tokens)
-            self.end_prefill()
-
-    def end_prefill(self) -> None:
-        """Notes that this turn's prefill no longer delays others."""
-        if not self.is_prefilled:
-            self.is_prefilled = True
-            self.worker.end_prefill(self.missing_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,13 +97,13 @@ class Places:
         if self.is_paused or not job.may_start or (len(self._queue) and self._is_waited_for(turn.wants)):
             return None
         members = self._members
-        self._jobs.asked(job, turn.wants)
+        self._jobs.asked(job, turn)
         self._lend(now)
         picked = self._policy.pick(turn, members.fleet, now)
         if picked is None:
             return None
         self._queue.settle(job.name, cost)  # its turns for other models may be waiting
-        return _take(turn, job, cost, members[picked])
+        return take_place(turn, job, cost, members[picked])
 
     def _is_waited_for(self, wants: Wants) -> bool:
         """Whether a queued turn could run on a worker whose weights meet this."""
@@ -154,7 +113,7 @@ class Places:
     def enqueue(self, waiter: Waiter, *, is_first: bool = False) -> None:
         """Queues a turn; `is_first`: ahead of its job's other turns. Call pump() afterwards."""
         job, wants, weight = waiter.job, waiter.turn.wants, waiter.job.spec.weight
-        self._jobs.asked(job, wants)
+        self._jobs.asked(job, waiter.turn)
         self._queue.push(job.name, waiter, kind=wants, cost=waiter.cost, weight=weight, is_first=is_first)
 
     def set_policy(self, policy: Policy) -> None:
@@ -167,11 +126,8 @@ class Places:
 
     def release(self, place: Place, num_tokens: int) -> None:
         """Frees a place on which `num_tokens` were generated. Call pump() afterwards."""
-        job = place.job
-        place.worker.end_turn(job.name)
-        job.in_flight -= 1
-        place.end_prefill()
-        self._queue.settle(job.name, num_tokens - place.cost)
+        place.end()
+        self._queue.settle(place.job.name, num_tokens - place.cost)
 
     def pump(self, now: float) -> None:
         """Places every turn that can be placed, in fair order."""
@@ -210,7 +166,7 @@ class Places:
             if taken is None:
                 return
             waiter, picked = taken
-            waiter.settle(_take(waiter.turn, waiter.job, waiter.cost, members[picked]))
+            waiter.settle(take_place(waiter.turn, waiter.job, waiter.cost, members[picked]))
 
     def _lend(self, now: float) -> None:
         """Assigns the serving GPUs again when a job or a worker came, left or changed its models or run."""
@@ -251,13 +207,6 @@ class Places:
         for worker in self._members.values():
             worker.lend(None)
         self._lend(now)
-
-
-def _take(turn: TurnView, job: JobAccount, cost: float, worker: Worker) -> Place:
-    missing_tokens, ahead_tokens = turn.missing_tokens(worker.id), worker.pending_prefill_tokens
-    worker.begin_turn(job.name, missing_tokens)
-    job.in_flight += 1
-    return Place(worker, turn, job, cost, missing_tokens, ahead_tokens)
 
 
 def _serving(members: Mapping[str, Worker]) -> list[Worker]:

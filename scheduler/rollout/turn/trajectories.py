@@ -23,7 +23,7 @@ from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.journey import Journey, Route
-from rose.scheduler.rollout.workers.registry import Registry
+from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import WeightVersion
 
@@ -33,9 +33,9 @@ _CHARACTERS_PER_TOKEN = 4
 class Trajectories:
     """Lives on the router's event loop."""
 
-    def __init__(self, config: RouterConfig, registry: Registry, jobs: JobAccounts) -> None:
+    def __init__(self, config: RouterConfig, members: Members, jobs: JobAccounts) -> None:
         self._config = config
-        self._registry = registry
+        self._members = members
         self._jobs = jobs
         self.sessions = SessionTable(config.max_sessions)
         self._keys = SessionKeys(Fingerprints(config.max_fingerprints))
@@ -65,7 +65,7 @@ class Trajectories:
             avoid_until=journey.avoid_until,
             prompt_tokens=journey.prompt_tokens,
             expected_tokens=job.expected_tokens(journey.max_tokens),
-            cached_tokens=probably_cached(session, self._registry.members(), now),
+            cached_tokens=probably_cached(session, self._members, now),
         )
 
     def ended(self, single: Single, journey: Journey, worker: Worker) -> None:
@@ -95,7 +95,7 @@ class Trajectories:
 
     def finished(self, session: str, job: str) -> None:
         """Forgets a trajectory that its client declares over, for all models."""
-        served = {model for worker in self._registry.workers() for model in worker.models or ()}
+        served = {model for worker in self._members.values() for model in worker.models or ()}
         for model in (None, *served):
             self.sessions.forget(session, scope_of(job, model))
 

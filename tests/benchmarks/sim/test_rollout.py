@@ -13,7 +13,7 @@ from rose.scheduler.rollout.placing.views import Speed, TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.dataplane import POLICIES
-from rose.scheduler.rollout.turn.places import Place
+from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.workers.worker import Worker
 
 SMALL = replace(

@@ -20,7 +20,7 @@ from rose.scheduler.rollout.turn.attempt.stream import request_body, stream
 from rose.scheduler.rollout.turn.attempt.wire import Wire
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.turn.journey import Journey
-from rose.scheduler.rollout.turn.places import Place
+from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.turn.records import TurnRecords
 from rose.scheduler.rollout.turn.traces import PARENT_HEADER
 from rose.scheduler.rollout.workers.watch import Watch

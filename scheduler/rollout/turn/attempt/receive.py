@@ -14,7 +14,7 @@ from rose.scheduler.rollout.formats.events import Chunk, Event, chunk_of
 from rose.scheduler.rollout.formats.shape import Sink
 from rose.scheduler.rollout.turn.counters import Counters
 from rose.scheduler.rollout.turn.journey import Journey
-from rose.scheduler.rollout.turn.places import Place
+from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.workers.watch import Watch
 
 

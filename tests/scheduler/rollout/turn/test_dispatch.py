@@ -15,7 +15,7 @@ from rose.scheduler.rollout.placing.views import TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded, Dispatcher, QueueFull
-from rose.scheduler.rollout.turn.places import Place
+from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.turn.trajectories import Trajectories
 from rose.scheduler.rollout.workers.registry import Registry
 from rose.scheduler.rollout.workers.worker import Worker
@@ -32,8 +32,10 @@ class Rig:
         self.registry = registry
         self.worker = worker
         jobs = JobAccounts(config)
-        trajectories = Trajectories(config, registry, jobs)
-        self.dispatcher = Dispatcher(registry, PaperPolicy(), jobs, trajectories, max_queued_per_job=3)
+        trajectories = Trajectories(config, registry.members(), jobs)
+        self.dispatcher = Dispatcher(
+            registry.members(), PaperPolicy(), jobs, trajectories, max_queued_per_job=3
+        )
 
     def acquire(self, job: str = "a", *, is_continuation: bool = False) -> "asyncio.Task[Place]":
         turn = TurnView(session="t", job=job, expected_tokens=10)

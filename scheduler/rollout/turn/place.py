@@ -1,0 +1,67 @@
+"""A turn's place on a worker.
+
+Owns: what a place holds of its worker and its job, and what its tokens say of the worker's speed.
+Promises: what was taken is given back once, by end().
+Never does: choose a worker, wait (places.py), I/O.
+"""
+
+from dataclasses import dataclass
+
+from rose.scheduler.rollout.placing.views import TurnView
+from rose.scheduler.rollout.turn.accounts import JobAccount
+from rose.scheduler.rollout.workers.worker import Worker
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A turn's place on a worker, which has to be released."""
+
+    worker: Worker
+    turn: TurnView
+    job: JobAccount
+    cost: float
+    """Tokens charged to the job in the fair order."""
+    missing_tokens: float
+    """Prompt tokens of this turn that the worker has to prefill."""
+    ahead_tokens: float
+    """Prompt tokens of other turns that the worker prefills first."""
+    is_prefilled: bool = False
+    num_tokens: int = 0
+    """Tokens generated on it so far."""
+    last_token_at: float | None = None
+
+    def received(self, num_tokens: int, now: float, began: float) -> None:
+        """Notes tokens that arrived at `now`, in a stream that began at `began`."""
+        worker, before = self.worker, self.last_token_at
+        if before is None:
+            self.first_token(now - began)
+        is_paced = before is not None and before > worker.updated_at
+        worker.made_tokens(num_tokens, now, now - before if before is not None and is_paced else None)
+        self.last_token_at = now
+        self.num_tokens += num_tokens
+
+    def first_token(self, took_s: float) -> None:
+        """Notes the end of the prefill, `took_s` after it began."""
+        if not self.is_prefilled:
+            self.worker.prefilled(took_s, self.missing_tokens + self.ahead_tokens)
+            self.end_prefill()
+
+    def end(self) -> None:
+        """Notes that the turn has left the worker."""
+        self.worker.end_turn(self.job.name)
+        self.job.in_flight -= 1
+        self.end_prefill()
+
+    def end_prefill(self) -> None:
+        """Notes that this turn's prefill no longer delays others."""
+        if not self.is_prefilled:
+            self.is_prefilled = True
+            self.worker.end_prefill(self.missing_tokens)
+
+
+def take_place(turn: TurnView, job: JobAccount, cost: float, worker: Worker) -> Place:
+    """Puts a turn on a worker; end() the place afterwards."""
+    missing_tokens, ahead_tokens = turn.missing_tokens(worker.id), worker.pending_prefill_tokens
+    worker.begin_turn(job.name, missing_tokens)
+    job.in_flight += 1
+    return Place(worker, turn, job, cost, missing_tokens, ahead_tokens)
