@@ -161,7 +161,6 @@ def test_bad_trace_names_its_line(tmp_path: Path, text: str, place: str) -> None
         load_trace(path)
 
 
-@pytest.mark.asyncio
 async def test_replay_records_every_token_of_every_request() -> None:
     async with server(count_up) as (url, bodies):
         records = await replay(url, "m", [request(0), request(1, at_s=0.05, max_tokens=2)], cache_salt="s")
@@ -174,7 +173,6 @@ async def test_replay_records_every_token_of_every_request() -> None:
     assert bodies[0]["cache_salt"] == "s"
 
 
-@pytest.mark.asyncio
 async def test_replay_is_open_loop() -> None:
     async with server(hang) as (url, bodies):
         load = Replay(url, "m", [request(i, at_s=0.01 * i) for i in range(5)])
@@ -189,14 +187,12 @@ async def test_replay_is_open_loop() -> None:
     assert [r.token_ids for r in records] == [[7]] * 5
 
 
-@pytest.mark.asyncio
 async def test_replay_keeps_going_when_the_server_is_gone() -> None:
     records = await replay("http://127.0.0.1:9", "m", [request(0), request(1)])
     assert [r.status for r in records] == [0, 0]
     assert all(r.error is not None and not r.is_complete for r in records)
 
 
-@pytest.mark.asyncio
 async def test_a_stream_that_ends_early_is_an_error() -> None:
     async def cut_off(stream: Stream, body: dict[str, Any]) -> None:
         await stream.send([1])
@@ -207,7 +203,6 @@ async def test_a_stream_that_ends_early_is_an_error() -> None:
     assert "finish reason" in got.error
 
 
-@pytest.mark.asyncio
 async def test_an_abort_keeps_its_reason() -> None:
     async def abort(stream: Stream, body: dict[str, Any]) -> None:
         await stream.send([1], "abort", "rose_reclaimed")
@@ -217,7 +212,6 @@ async def test_an_abort_keeps_its_reason() -> None:
     assert (got.finish_reason, got.stop_reason, got.is_complete) == ("abort", "rose_reclaimed", False)
 
 
-@pytest.mark.asyncio
 async def test_stop_ends_a_replay_between_arrivals() -> None:
     async with server(count_up) as (url, _):
         load = Replay(url, "m", [request(0), request(1, at_s=3600.0)])
@@ -229,7 +223,6 @@ async def test_stop_ends_a_replay_between_arrivals() -> None:
     assert [r.request_id for r in records] == ["r0"]
 
 
-@pytest.mark.asyncio
 async def test_rollout_turns_grow_one_context_under_one_session() -> None:
     async with server(count_up) as (url, bodies):
         load = RolloutLoad(url, "m", SMALL, concurrency=1)
@@ -247,7 +240,6 @@ async def test_rollout_turns_grow_one_context_under_one_session() -> None:
     assert RolloutLoadResult.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
-@pytest.mark.asyncio
 async def test_an_aborted_turn_resumes_from_its_partial_tokens() -> None:
     asked = 0
 
@@ -275,7 +267,6 @@ async def test_an_aborted_turn_resumes_from_its_partial_tokens() -> None:
     assert result.errors == 0
 
 
-@pytest.mark.asyncio
 async def test_a_load_of_so_many_trajectories_ends_with_them_and_counts_cached_tokens() -> None:
     async def cache_three(stream: Stream, body: dict[str, Any]) -> None:
         await count_up(stream, body)
@@ -290,7 +281,6 @@ async def test_a_load_of_so_many_trajectories_ends_with_them_and_counts_cached_t
     assert result.later_cached_tokens == 4 * 3
 
 
-@pytest.mark.asyncio
 async def test_rollout_load_outlives_an_absent_server() -> None:
     load = RolloutLoad("http://127.0.0.1:9", "m", SMALL, concurrency=2)
     running = asyncio.create_task(load.run(duration_s=3600.0))
@@ -303,7 +293,6 @@ async def test_rollout_load_outlives_an_absent_server() -> None:
     assert result.first_errors
 
 
-@pytest.mark.asyncio
 async def test_replay_runs_as_its_own_process(tmp_path: Path) -> None:
     out = tmp_path / "serving.jsonl"
     async with server(count_up) as (url, bodies):

@@ -52,7 +52,6 @@ def ask(proxy: Any, *contents: str, **more: Any) -> Any:
     return proxy.generate(messages, lm_input, {"max_new_tokens": 4, "temperature": 1.0})
 
 
-@pytest.mark.asyncio
 async def test_rolls_registry_makes_a_proxy_whose_turns_go_to_the_router(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as routed:
         proxy = await asyncio.to_thread(make_proxy, routed.router.url)
@@ -66,7 +65,6 @@ async def test_rolls_registry_makes_a_proxy_whose_turns_go_to_the_router(start_r
     assert worker.requests[-1]["stop_token_ids"] == [EOS, PAD]
 
 
-@pytest.mark.asyncio
 async def test_each_trajectory_is_a_session_and_takes_the_weights_of_its_time(
     start_router: StartRouter,
 ) -> None:
@@ -87,7 +85,6 @@ async def test_each_trajectory_is_a_session_and_takes_the_weights_of_its_time(
         assert len(sessions) == 3
 
 
-@pytest.mark.asyncio
 async def test_an_aborted_turn_is_none_and_is_asked_again_in_its_session(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as routed:
         proxy = await asyncio.to_thread(make_proxy, routed.router.url)
@@ -97,7 +94,6 @@ async def test_an_aborted_turn_is_none_and_is_asked_again_in_its_session(start_r
         assert len(routed.router.plane.trajectories.sessions) == 1
 
 
-@pytest.mark.asyncio
 async def test_turns_of_several_threads_are_in_flight_together(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as routed:
         proxy = await asyncio.to_thread(make_proxy, routed.router.url)
@@ -119,7 +115,6 @@ def test_images_are_refused() -> None:
 
 
 @pytest.mark.slow  # each of Ray's processes loads ROLL
-@pytest.mark.asyncio
 async def test_rolls_environment_worker_plays_its_episodes_on_the_router(
     start_router: StartRouter, tmp_path: Path
 ) -> None:

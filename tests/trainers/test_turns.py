@@ -7,8 +7,6 @@ from rose.trainers.turns import RouterTurns
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_a_turn_keeps_its_ids_logprobs_and_version_over_a_lost_worker(
     start_router: StartRouter,

@@ -20,7 +20,6 @@ def verl_config(rose: dict[str, str] | None) -> Any:
     return OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {}}})
 
 
-@pytest.mark.asyncio
 async def test_verls_client_class_sends_a_trajectorys_turns_to_the_router(start_router: StartRouter) -> None:
     from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.replica import TokenOutput
@@ -47,7 +46,6 @@ async def test_verls_client_class_sends_a_trajectorys_turns_to_the_router(start_
     assert second.log_probs is None
 
 
-@pytest.mark.asyncio
 async def test_media_and_a_missing_router_are_refused_with_the_key() -> None:
     from rose.trainers.verl import RouterLLMClient
 

@@ -105,7 +105,6 @@ async def obey(scheduler: RoseScheduler) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.asyncio
 async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_is_an_error(
     runtime_dir: Path, tmp_path: Path
 ) -> None:
@@ -150,7 +149,6 @@ class UpdatedClient(Client):
         return call
 
 
-@pytest.mark.asyncio
 async def test_an_update_is_told_before_steps_are_held_back_and_its_version_before_they_go_on(
     page: StatusPage, staged: dict[str, str]
 ) -> None:
@@ -170,7 +168,6 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
     assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
 
 
-@pytest.mark.asyncio
 async def test_steps_go_on_once_a_router_knows_of_the_new_version(
     page: StatusPage, staged: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

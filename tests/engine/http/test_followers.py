@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
@@ -24,8 +23,6 @@ from rose.messages import WeightUpdate
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.types import Role
-
-pytestmark = pytest.mark.asyncio
 
 
 class Engine:
@@ -51,7 +48,7 @@ class Engine:
         return call
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def served(runtime_dir: Path) -> AsyncIterator[tuple[str, Engine, EngineControl]]:
     """An engine's routes on a socket."""
     page = StatusPage(page_path(runtime_dir, "e"), create=True)

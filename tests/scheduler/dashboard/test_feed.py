@@ -6,7 +6,6 @@ from rose.errors import ConfigError
 from rose.scheduler.dashboard.feed import Feed, without_password
 
 
-@pytest.mark.asyncio
 async def test_an_absent_scheduler_is_a_state_with_its_beginning(tmp_path: object) -> None:
     feed = Feed(f"unix:{tmp_path}")
     first = state = await feed.state()

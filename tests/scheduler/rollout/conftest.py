@@ -10,6 +10,7 @@ import pytest
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.scheduler.rollout.placing.views import WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.workers.worker import Worker
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.stock_worker import StockWorker, stock_worker
 from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
@@ -50,8 +51,24 @@ class Client:
         assert status == 200, answer
         return answer
 
+    def known(self, worker: ScriptedWorker) -> Worker:
+        """What the router knows of a worker."""
+        return self.router.plane.registry.members()[worker.id]
+
     def counters(self) -> Any:
         return self.router.plane.records.counters.as_json()
+
+
+@asynccontextmanager
+async def running_router(*workers: WorkerSpec | str, **settings: Any) -> AsyncIterator[RunningRouter]:
+    """A router on a free port that sees these workers, or those at these addresses, alive."""
+    specs = tuple(each if isinstance(each, WorkerSpec) else WorkerSpec(url=each) for each in workers)
+    # Nothing is a stall or a loss by default: a busy machine makes long pauses too.
+    patient = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
+    config = RouterConfig(port=0, workers=specs, **{**patient, **settings})
+    async with RunningRouter(config) as router:
+        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+        yield router
 
 
 StartRouter = Callable[..., AbstractAsyncContextManager[Client]]
@@ -67,14 +84,12 @@ def start_router() -> StartRouter:
     ) -> AsyncIterator[Client]:
         pairs = [w if isinstance(w, tuple) else (w, "dedicated") for w in workers]
         specs = tuple(WorkerSpec(url=worker.url, kind=WorkerKind(kind)) for worker, kind in pairs)
-        # Nothing is a stall or a loss by default: a busy machine makes long pauses too.
-        patient = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
-        short = {"port": 0, "heartbeat_s": 0.05, "avoid_s": 0.05}
-        config = RouterConfig(workers=specs, **{**patient, **short, **settings})
         # Without the limit of 100 connections, which would queue requests here instead of in the router.
-        connector = aiohttp.TCPConnector(limit=0)
-        async with RunningRouter(config) as router, aiohttp.ClientSession(connector=connector) as http:
-            await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+        connector, short = aiohttp.TCPConnector(limit=0), {"heartbeat_s": 0.05, "avoid_s": 0.05}
+        async with (
+            running_router(*specs, **{**short, **settings}) as router,
+            aiohttp.ClientSession(connector=connector) as http,
+        ):
             yield Client(router, http)
 
     return start

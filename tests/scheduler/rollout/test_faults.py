@@ -11,8 +11,6 @@ from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 PROMPT = [11, 12, 13]
 BODY = {"prompt": PROMPT, "max_tokens": 9, "logprobs": 0, "return_tokens_as_token_ids": True}
 

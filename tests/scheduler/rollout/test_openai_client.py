@@ -6,12 +6,9 @@ from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI
 
-from rose.scheduler.rollout.http.command import RunningRouter
-from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
-from tests.scheduler.rollout.conftest import StartRouter
+from tests.scheduler.rollout.conftest import StartRouter, running_router
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.stock_worker import SERVED_MODEL
 from tests.scheduler.rollout.waiting import until
@@ -20,19 +17,17 @@ KEY = "a key of the router's own"
 MESSAGES: Any = [{"role": "user", "content": "w9 w10"}]
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def client(engine_url: str) -> AsyncIterator[AsyncOpenAI]:
     """A client of a router that asks for a key, before the one real engine."""
-    worker = WorkerSpec(url=engine_url)
-    patient: Any = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
-    async with RunningRouter(RouterConfig(port=0, workers=(worker,), api_key=KEY, **patient)) as router:
-        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
-        async with AsyncOpenAI(base_url=f"{router.url}/v1", api_key=KEY) as client:
-            yield client
+    async with (
+        running_router(engine_url, api_key=KEY) as router,
+        AsyncOpenAI(base_url=f"{router.url}/v1", api_key=KEY) as client,
+    ):
+        yield client
 
 
 @pytest.mark.vllm
-@pytest.mark.asyncio
 async def test_completions_take_token_ids_and_give_them_back(client: AsyncOpenAI) -> None:
     settings: Any = {"max_tokens": 8, "temperature": 0.0, "logprobs": 1}
     answer = await client.completions.create(
@@ -51,7 +46,6 @@ async def test_completions_take_token_ids_and_give_them_back(client: AsyncOpenAI
 
 
 @pytest.mark.vllm
-@pytest.mark.asyncio
 async def test_streams_of_completions_and_chat_add_up_to_the_whole_answers(client: AsyncOpenAI) -> None:
     settings: Any = {"model": SERVED_MODEL, "max_tokens": 12, "temperature": 0.0}
     whole = await client.completions.create(prompt="w5 w6 w7", **settings)
@@ -67,7 +61,6 @@ async def test_streams_of_completions_and_chat_add_up_to_the_whole_answers(clien
 
 
 @pytest.mark.vllm
-@pytest.mark.asyncio
 async def test_the_openai_client_raises_its_own_error_classes(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="no such model"):
         await client.completions.create(model="no such model", prompt=[5])
@@ -77,7 +70,6 @@ async def test_the_openai_client_raises_its_own_error_classes(client: AsyncOpenA
         await client.with_options(api_key="wrong").completions.create(model=SERVED_MODEL, prompt=[5])
 
 
-@pytest.mark.asyncio
 async def test_an_idempotency_key_in_flight_is_refused_with_another_body(start_router: StartRouter) -> None:
     """That equal bodies share the answer is tested in test_jobs.py."""
     async with ScriptedWorker() as worker, start_router(worker) as routed:
@@ -100,7 +92,6 @@ async def test_an_idempotency_key_in_flight_is_refused_with_another_body(start_r
     assert len(worker.requests) == 1
 
 
-@pytest.mark.asyncio
 async def test_the_clients_own_retries_wait_out_a_full_queue(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker() as worker,

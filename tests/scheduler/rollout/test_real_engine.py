@@ -1,25 +1,15 @@
 """The router in front of one real vLLM engine on the CPU."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
 
-from rose.scheduler.rollout.http.command import RunningRouter
-from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.cutting_proxy import CuttingProxy
-from tests.scheduler.rollout.waiting import until
 
 pytestmark = pytest.mark.vllm
-
-
-def config_for(engine_url: str) -> RouterConfig:
-    return RouterConfig(
-        port=0, workers=(WorkerSpec(url=engine_url),), stall_s=300, first_token_s=300, lost_after_s=300
-    )
 
 
 async def post(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -46,12 +36,10 @@ BODIES = [
 ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 async def test_greedy_answers_equal_those_of_the_engine_itself(engine_url: str, body: dict[str, Any]) -> None:
     body = {"model": "tiny", "temperature": 0.0, **body}
-    async with RunningRouter(config_for(engine_url)) as router, aiohttp.ClientSession() as http:
-        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+    async with running_router(engine_url) as router, aiohttp.ClientSession() as http:
         direct = await post(http, f"{engine_url}/v1/completions", body)
         routed = await post(http, f"{router.url}/v1/completions", body)
     assert without_rose(routed) == direct["choices"]
@@ -60,7 +48,6 @@ async def test_greedy_answers_equal_those_of_the_engine_itself(engine_url: str, 
     assert [routed["usage"][k] for k in counts] == [direct["usage"][k] for k in counts]
 
 
-@pytest.mark.asyncio
 async def test_a_resumed_greedy_turn_equals_the_unsplit_one(engine_url: str) -> None:
     """The stream breaks after five events; the engine continues from prompt + generated."""
     body = {
@@ -73,7 +60,7 @@ async def test_a_resumed_greedy_turn_equals_the_unsplit_one(engine_url: str) -> 
     }
     async with (
         CuttingProxy(engine_url, num_events=5) as proxy,
-        routed(proxy.url) as router,
+        running_router(proxy.url) as router,
         aiohttp.ClientSession() as http,
     ):
         direct = await post(http, f"{engine_url}/v1/completions", body)
@@ -84,7 +71,6 @@ async def test_a_resumed_greedy_turn_equals_the_unsplit_one(engine_url: str) -> 
     assert choice["rose"]["resumes"] == 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_resumed_greedy_chat_equals_the_unsplit_one(engine_url: str, n: int) -> None:
     """Asked for whole and as a stream, by the openai client; with n = 2 one choice is cut.
@@ -97,7 +83,10 @@ async def test_a_resumed_greedy_chat_equals_the_unsplit_one(engine_url: str, n: 
     async with openai_client(engine_url) as direct:
         unsplit: Any = await direct.chat.completions.create(**settings)
     for is_streamed in (False, True):
-        async with CuttingProxy(engine_url, num_events=5) as proxy, routed(proxy.url) as router:
+        async with (
+            CuttingProxy(engine_url, num_events=5) as proxy,
+            running_router(proxy.url) as router,
+        ):
             async with openai_client(router.url) as client:
                 while not proxy.has_cut:
                     answer: Any = await client.chat.completions.create(**settings, n=n, stream=is_streamed)
@@ -105,13 +94,6 @@ async def test_a_resumed_greedy_chat_equals_the_unsplit_one(engine_url: str, n: 
             counters = router.plane.records.counters
         assert heard == said(unsplit) * n
         assert (counters.resumed, counters.restarted) == (1, 0)
-
-
-@asynccontextmanager
-async def routed(worker_url: str) -> AsyncIterator[RunningRouter]:
-    async with RunningRouter(config_for(worker_url)) as router:
-        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
-        yield router
 
 
 def openai_client(url: str) -> AsyncOpenAI:
@@ -151,11 +133,12 @@ async def spoken(stream: Any, n: int) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.asyncio
 async def test_an_error_of_the_engine_reaches_the_client_unchanged(engine_url: str) -> None:
     body = {"prompt": [5], "max_tokens": 5000}
-    async with RunningRouter(config_for(engine_url)) as router, aiohttp.ClientSession() as http:
-        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
-        async with http.post(f"{router.url}/v1/completions", json=body) as response:
-            assert response.status == 400
-            assert "max_tokens" in (await response.json())["error"]["message"]
+    async with (
+        running_router(engine_url) as router,
+        aiohttp.ClientSession() as http,
+        http.post(f"{router.url}/v1/completions", json=body) as response,
+    ):
+        assert response.status == 400
+        assert "max_tokens" in (await response.json())["error"]["message"]

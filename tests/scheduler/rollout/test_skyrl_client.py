@@ -4,25 +4,19 @@ from typing import Any
 
 import pytest
 
-from rose.scheduler.rollout.http.command import RunningRouter
-from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.stock_worker import SERVED_MODEL
-from tests.scheduler.rollout.waiting import until
 
 remote: Any = pytest.importorskip(
     "skyrl.backends.skyrl_train.inference_servers.remote_inference_client",
     reason="SkyRL is not installed (CONTRIBUTING.md)",
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio]
+pytestmark = pytest.mark.vllm
 
 
 async def test_the_skyrl_client_gets_ids_logprobs_and_text_for_each_session(engine_url: str) -> None:
-    patient: Any = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
-    async with RunningRouter(
-        RouterConfig(port=0, workers=(WorkerSpec(url=engine_url),), **patient)
-    ) as router:
-        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+    async with running_router(engine_url) as router:
         client = remote.RemoteInferenceClient(
             proxy_url=router.url, server_urls=[engine_url], data_parallel_size=1, model_name=SERVED_MODEL
         )

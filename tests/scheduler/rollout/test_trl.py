@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from rose.scheduler.rollout.http.command import RunningRouter
-from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.programs import told_by
 from tests.scheduler.rollout.stock_worker import ENGINE_ENVIRONMENT, StockWorker
 from tests.scheduler.rollout.trl_program import MAX_TOKENS, NUM_STEPS
-from tests.scheduler.rollout.waiting import until
 from tests.transfer.relay_process import RelayProcess
 
 pytestmark = pytest.mark.vllm
@@ -31,11 +29,7 @@ def told(engine: StockWorker, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 async def run_program(engine: StockWorker, relay_url: str, folder: Path) -> Any:
-    patient: Any = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
-    async with RunningRouter(
-        RouterConfig(port=0, workers=(WorkerSpec(url=engine.url),), **patient)
-    ) as router:
-        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+    async with running_router(engine.url) as router:
         arguments = [router.url, engine.url, relay_url, str(engine.model), str(folder)]
         told = await told_by("tests.scheduler.rollout.trl_program", *arguments, env=environment(folder))
         return {**told, "turns": dict(router.plane.records.counters.turns)}

@@ -4,29 +4,24 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from rose.scheduler.rollout.http.command import RunningRouter
-from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.stock_worker import SERVED_MODEL, StockWorker
-from tests.scheduler.rollout.waiting import until
 
 clients: Any = pytest.importorskip(
     "verifiers.v1.clients", reason="verifiers is not installed (CONTRIBUTING.md)"
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio]
+pytestmark = pytest.mark.vllm
 
 BODY = {"model": SERVED_MODEL, "messages": [{"role": "user", "content": "w9 w10"}], "ignore_eos": True}
 SESSION = "trajectory-1"
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def router(engine_url: str) -> AsyncIterator[RunningRouter]:
-    worker = WorkerSpec(url=engine_url)
-    patient: Any = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
-    async with RunningRouter(RouterConfig(port=0, workers=(worker,), **patient)) as router:
-        await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
+    async with running_router(engine_url) as router:
         yield router
 
 

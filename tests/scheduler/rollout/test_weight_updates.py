@@ -15,8 +15,6 @@ from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 PROMPT = [11, 12, 13]
 BODY = {"prompt": PROMPT, "max_tokens": 9}
 UPDATING = RoutingStatus(weight_version="run/1", is_updating=True)
@@ -110,8 +108,7 @@ async def test_turns_stay_on_a_worker_that_changes_its_weights_and_new_ones_go_e
         turn = asyncio.create_task(client.complete(BODY))
         await until(lambda: len(changing.requests) == 1)
         changing.is_updating = True
-        known = client.router.plane.registry.get(changing.id)
-        assert known is not None
+        known = client.known(changing)
         await until(lambda: known.is_updating)
         await client.complete(BODY)
         assert (len(changing.requests), len(other.requests)) == (1, 1)
@@ -141,8 +138,7 @@ async def test_a_pinned_turn_leaves_a_worker_that_gets_other_weights(start_route
     ):
         changing.faults.append(Fault(kind="hold", after_tokens=4))
         turn = asyncio.create_task(client.complete(BODY))
-        known = client.router.plane.registry.get(changing.id)
-        assert known is not None
+        known = client.known(changing)
         await until(lambda: known.num_tokens == 4)
         changing.version = "run/2"
         (choice,) = (await turn)["choices"]
@@ -158,8 +154,7 @@ async def test_a_pinned_turn_whose_version_is_gone_everywhere_is_an_error(start_
     ):
         worker.faults.append(Fault(kind="hold", after_tokens=4))
         turn = asyncio.create_task(client.post("/v1/completions", BODY))
-        known = client.router.plane.registry.get(worker.id)
-        assert known is not None
+        known = client.known(worker)
         await until(lambda: known.num_tokens == 4)
         worker.version = "run/2"
         status, answer = await turn
@@ -179,8 +174,7 @@ async def test_a_worker_that_starts_anew_gets_no_turn_until_it_has_caught_up(
             turn = asyncio.create_task(client.complete(BODY))
             await until(lambda: dispatcher.num_queued == 1)
             anew.version = "run/1"
-            known = registry.get(anew.id)
-            assert known is not None
+            known = client.known(anew)
             await until(lambda: str(known.weight_version) == "run/1")
             assert (dispatcher.num_queued, anew.requests) == (1, [])
             anew.version = "run/2"

@@ -21,7 +21,6 @@ def openai_client(client: Client) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{client.router.url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["abort_reclaimed", "disconnect", "error", "swallowed"])
 async def test_a_cut_chat_goes_on_from_its_tokens(start_router: StartRouter, kind: str) -> None:
     async with ScriptedWorker() as bad, ScriptedWorker() as good:
@@ -42,7 +41,6 @@ async def test_a_cut_chat_goes_on_from_its_tokens(start_router: StartRouter, kin
     assert continued["max_tokens"] == 5
 
 
-@pytest.mark.asyncio
 async def test_choices_of_a_streamed_chat_are_cut_and_resumed_apart(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.extend(Fault(kind="abort_reclaimed", after_tokens=n) for n in (2, 5, 1))
@@ -62,7 +60,6 @@ async def test_choices_of_a_streamed_chat_are_cut_and_resumed_apart(start_router
     assert len({event.id for event in events}) == 1
 
 
-@pytest.mark.asyncio
 async def test_a_worker_with_a_parser_gets_its_chats_whole(start_router: StartRouter) -> None:
     async with ScriptedWorker(parses_chat=True) as worker:
         async with start_router(worker) as client, openai_client(client) as openai:
@@ -73,7 +70,6 @@ async def test_a_worker_with_a_parser_gets_its_chats_whole(start_router: StartRo
     assert was_streamed == [True, False, False]
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_renders_anew_makes_the_chat_start_again(start_router: StartRouter) -> None:
     async with ScriptedWorker(takes_chat_ids=False) as worker:
         worker.faults.append(Fault(kind="abort_reclaimed", after_tokens=4))
@@ -87,7 +83,6 @@ async def test_a_worker_that_renders_anew_makes_the_chat_start_again(start_route
                 [event async for event in stream]
 
 
-@pytest.mark.asyncio
 async def test_a_whole_chat_is_tried_again_until_its_client_received_something(
     start_router: StartRouter,
 ) -> None:
@@ -107,7 +102,6 @@ async def test_a_whole_chat_is_tried_again_until_its_client_received_something(
         assert len(worker.requests) == 3
 
 
-@pytest.mark.asyncio
 async def test_a_chat_without_a_key_stays_on_its_worker(start_router: StartRouter) -> None:
     async with ScriptedWorker() as one, ScriptedWorker() as two, start_router(one, two) as client:
         for turn in range(4):

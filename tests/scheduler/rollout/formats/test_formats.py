@@ -8,8 +8,6 @@ import pytest
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 
-pytestmark = pytest.mark.asyncio
-
 PROMPT = [11, 12, 13]
 SIX = expected_tokens(PROMPT, 6)
 

@@ -19,7 +19,6 @@ PROMPT = [11, 12, 13]
 BODY = {"prompt": PROMPT, "max_tokens": 5}
 
 
-@pytest.mark.asyncio
 async def test_batch_and_n_are_fanned_out_and_come_back_prompt_major(start_router: StartRouter) -> None:
     prompts = [[1, 2], [3, 4, 5], [6]]
     async with ScriptedWorker() as a, ScriptedWorker() as b, start_router(a, b) as client:
@@ -37,14 +36,12 @@ async def test_batch_and_n_are_fanned_out_and_come_back_prompt_major(start_route
         assert len(a.requests) == len(b.requests) == 3
 
 
-@pytest.mark.asyncio
 async def test_unseeded_siblings_stay_unseeded(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         await client.complete({**BODY, "n": 4})
         assert not any("seed" in r for r in worker.requests)
 
 
-@pytest.mark.asyncio
 async def test_token_ids_are_only_shown_to_clients_that_asked(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         _, answer = await client.post("/v1/completions", {"prompt": "text", "max_tokens": 2})
@@ -53,7 +50,6 @@ async def test_token_ids_are_only_shown_to_clients_that_asked(start_router: Star
         assert answer["usage"]["prompt_tokens"] == 4
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("body", "key"),
     [
@@ -74,14 +70,12 @@ async def test_a_malformed_body_is_400_and_names_the_field(
         assert key in answer["error"]["message"]
 
 
-@pytest.mark.asyncio
 async def test_what_cannot_be_streamed_goes_to_one_worker_whole(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         status, answer = await client.post("/v1/completions", {**BODY, "prompt_logprobs": 1})
         assert (status, answer["whole"]) == (200, True)
 
 
-@pytest.mark.asyncio
 async def test_turns_over_the_cap_spill_to_serving_and_the_rest_waits(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker() as a,
@@ -101,7 +95,6 @@ async def test_turns_over_the_cap_spill_to_serving_and_the_rest_waits(start_rout
         assert all(w.in_flight == 0 for w in client.router.plane.registry.workers())
 
 
-@pytest.mark.asyncio
 async def test_serving_under_pressure_gets_no_turn(start_router: StartRouter) -> None:
     async with ScriptedWorker(pressure="pressure") as s, start_router((s, "serving")) as client:
         turn = asyncio.create_task(client.complete(BODY))
@@ -111,7 +104,6 @@ async def test_serving_under_pressure_gets_no_turn(start_router: StartRouter) ->
         await turn
 
 
-@pytest.mark.asyncio
 async def test_turns_wait_while_the_only_worker_is_inactive(start_router: StartRouter) -> None:
     async with ScriptedWorker(is_active=False) as worker, start_router(worker) as client:
         turn = asyncio.create_task(client.complete(BODY))
@@ -121,7 +113,6 @@ async def test_turns_wait_while_the_only_worker_is_inactive(start_router: StartR
         await turn
 
 
-@pytest.mark.asyncio
 async def test_a_full_queue_is_429_and_a_passed_deadline_504(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker(pressure="pressure") as s,
@@ -138,7 +129,6 @@ async def test_a_full_queue_is_429_and_a_passed_deadline_504(start_router: Start
         assert (await waiting)[0] == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("headers", [{"X_Session_ID": "s"}, {}])
 async def test_the_next_turn_returns_to_the_worker_of_the_last(
     start_router: StartRouter, headers: dict[str, str]
@@ -151,7 +141,6 @@ async def test_the_next_turn_returns_to_the_worker_of_the_last(
         assert sorted((len(a.requests), len(b.requests))) == [0, 2]
 
 
-@pytest.mark.asyncio
 async def test_stale_workers_are_skipped_and_the_version_salts_the_cache(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker(version="run/2") as old,
@@ -164,7 +153,6 @@ async def test_stale_workers_are_skipped_and_the_version_salts_the_cache(start_r
         assert answers[0]["choices"][0]["rose"]["spans"][0]["weight_version"] == "run/3"
 
 
-@pytest.mark.asyncio
 async def test_a_pinned_session_whose_weights_are_gone_is_409(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker(version="run/2") as worker,
@@ -178,7 +166,6 @@ async def test_a_pinned_session_whose_weights_are_gone_is_409(start_router: Star
         assert "run/2" in answer["error"]["message"]
 
 
-@pytest.mark.asyncio
 async def test_a_finished_session_may_begin_again_with_other_weights(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker(version="run/2") as worker,
@@ -192,7 +179,6 @@ async def test_a_finished_session_may_begin_again_with_other_weights(start_route
         await client.complete(BODY, X_Session_ID="s")
 
 
-@pytest.mark.asyncio
 async def test_workers_come_and_go_at_run_time(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router() as client:
         assert (await client.get("/health"))[0] == 503
@@ -211,7 +197,6 @@ async def test_workers_come_and_go_at_run_time(start_router: StartRouter) -> Non
         assert (await client.post("/v1/completions", BODY))[0] == 503
 
 
-@pytest.mark.asyncio
 async def test_a_returning_worker_is_on_probation_until_it_makes_a_token(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         entry = client.router.plane.registry.workers()[0]
@@ -227,7 +212,6 @@ async def test_a_returning_worker_is_on_probation_until_it_makes_a_token(start_r
         assert entry.view().cap == 16
 
 
-@pytest.mark.asyncio
 async def test_a_stock_vllm_is_kept_alive_by_health(start_router: StartRouter) -> None:
     async with ScriptedWorker(has_rose_routes=False) as worker, start_router(worker) as client:
         await client.complete(BODY)
@@ -236,7 +220,6 @@ async def test_a_stock_vllm_is_kept_alive_by_health(start_router: StartRouter) -
         assert answer["workers"][worker.id] == "no /rose/v1 on this worker"
 
 
-@pytest.mark.asyncio
 async def test_rl_step_reaches_every_worker_and_the_counts_are_shown(start_router: StartRouter) -> None:
     async with ScriptedWorker() as a, ScriptedWorker() as b, start_router(a, (b, "serving")) as client:
         _, answer = await client.post("/admin/rl_step", {"step": 4})
@@ -253,7 +236,6 @@ async def test_rl_step_reaches_every_worker_and_the_counts_are_shown(start_route
         assert f'rose_router_worker_tokens_total{{kind="dedicated",worker="{a.id}"}} 5.0' in text
 
 
-@pytest.mark.asyncio
 async def test_each_key_guards_its_own_routes_and_worker_routes_stay_hidden(
     start_router: StartRouter,
 ) -> None:
@@ -270,7 +252,6 @@ async def test_each_key_guards_its_own_routes_and_worker_routes_stay_hidden(
                 assert response.status == 404
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("key", ["api_key", "worker_api_key", "rose_key"])
 async def test_nobody_without_the_admin_key_adds_a_worker_to_a_router_that_has_keys(
     start_router: StartRouter, key: str
@@ -296,7 +277,6 @@ async def test_nobody_without_the_admin_key_adds_a_worker_to_a_router_that_has_k
             assert worker.steps == [1]
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_leaves_frees_the_worker(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.append(Fault(kind="hang", after_tokens=1))
@@ -309,7 +289,6 @@ async def test_a_client_that_leaves_frees_the_worker(start_router: StartRouter) 
             assert client.counters()["turns"] == {"cancelled": 1}
 
 
-@pytest.mark.asyncio
 async def test_sigterm_lets_turns_in_flight_finish() -> None:
     async with ScriptedWorker() as worker:
         worker.hold()

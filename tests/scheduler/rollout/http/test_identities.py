@@ -30,7 +30,6 @@ async def owners(client: Client) -> dict[str, str]:
     return {worker["id"]: worker["owner"] for worker in listed["workers"]}
 
 
-@pytest.mark.asyncio
 async def test_each_of_two_jobs_of_one_model_gets_the_weights_of_its_own_run(
     start_router: StartRouter,
 ) -> None:
@@ -49,7 +48,6 @@ async def test_each_of_two_jobs_of_one_model_gets_the_weights_of_its_own_run(
         assert (len(of_a.requests), len(of_b.requests)) == (3, 3)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["serving", "dedicated"])
 async def test_a_job_that_names_no_run_gets_base_weights_or_an_error_but_no_other_jobs_weights(
     start_router: StartRouter, kind: str
@@ -68,7 +66,6 @@ async def test_a_job_that_names_no_run_gets_base_weights_or_an_error_but_no_othe
         assert versions(await client.complete(BODY)) == ["run-a/0"]  # nobody has a run of his own
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_job_whose_run_no_worker_has_is_told_so_and_keeps_no_gpu_from_others(
     start_router: StartRouter, path: str
@@ -100,7 +97,6 @@ async def test_a_job_whose_run_no_worker_has_is_told_so_and_keeps_no_gpu_from_ot
         assert versions(await late) == ["run-b/0"]
 
 
-@pytest.mark.asyncio
 async def test_a_turn_leaves_a_worker_that_gets_another_runs_weights(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker(version="run-a/1") as changing,
@@ -109,8 +105,7 @@ async def test_a_turn_leaves_a_worker_that_gets_another_runs_weights(start_route
     ):
         changing.faults.append(Fault(kind="hold", after_tokens=2))
         turn = asyncio.create_task(client.complete(BODY, X_Rose_Run="run-a"))
-        known = client.router.plane.registry.get(changing.id)
-        assert known is not None
+        known = client.known(changing)
         await until(lambda: known.num_tokens == 2)
         changing.version = "run-b/9"
         answer = await turn
@@ -119,7 +114,6 @@ async def test_a_turn_leaves_a_worker_that_gets_another_runs_weights(start_route
         assert client.counters()["reroutes"] == {"outdated": 1}
 
 
-@pytest.mark.asyncio
 async def test_a_jobs_key_stands_for_job_run_and_model_and_contradictions_are_refused(
     start_router: StartRouter,
 ) -> None:
@@ -163,7 +157,6 @@ async def test_a_jobs_key_stands_for_job_run_and_model_and_contradictions_are_re
             assert "key-a" not in await response.text()
 
 
-@pytest.mark.asyncio
 async def test_nobody_changes_a_jobs_key_without_the_admin_key(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker, jobs={"a": JobSpec(key="k")}) as client:
         for method in ("put", "delete"):
@@ -174,7 +167,6 @@ async def test_nobody_changes_a_jobs_key_without_the_admin_key(start_router: Sta
         assert (await client.post("/workers", {"url": worker.url}))[0] == 403
 
 
-@pytest.mark.asyncio
 async def test_a_retry_by_another_job_gets_an_answer_of_its_own(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         worker.hold()

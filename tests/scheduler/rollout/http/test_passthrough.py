@@ -9,8 +9,6 @@ from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker
 from tests.scheduler.rollout.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 TOOL_CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],

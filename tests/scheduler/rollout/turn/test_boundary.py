@@ -10,8 +10,6 @@ from rose.scheduler.rollout.turn.attempt.boundary import num_unfinished
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 
-pytestmark = pytest.mark.asyncio
-
 TEXT = "aé🙂b ß🙂"
 PROMPT = [11, 12, 13]
 TOKENS = expected_tokens(PROMPT, 9)

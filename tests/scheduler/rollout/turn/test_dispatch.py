@@ -7,7 +7,6 @@ from math import inf
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.policy import PaperPolicy
@@ -21,8 +20,6 @@ from rose.scheduler.rollout.workers.registry import Registry
 from rose.scheduler.rollout.workers.worker import Worker
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.waiting import until
-
-pytestmark = pytest.mark.asyncio
 
 
 class Rig:
@@ -42,7 +39,7 @@ class Rig:
         return asyncio.create_task(self.dispatcher.acquire(turn, inf, is_continuation=is_continuation))
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     config = RouterConfig(turns_per_gpu=1, heartbeat_s=3600, lost_after_s=3600)  # there is but one beat
     async with ScriptedWorker() as scripted, aiohttp.ClientSession() as http:

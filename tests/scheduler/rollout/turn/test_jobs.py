@@ -10,8 +10,6 @@ from tests.scheduler.rollout.conftest import Client, StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker
 from tests.scheduler.rollout.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 BODY = {"prompt": [1, 2, 3], "max_tokens": 5}
 
 

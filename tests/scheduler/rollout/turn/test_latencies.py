@@ -44,7 +44,6 @@ def counts(samples: Samples, model: str) -> list[float]:
     return [samples[kind, model]["count"] for kind in KINDS]
 
 
-@pytest.mark.asyncio
 async def test_each_turn_is_timed_under_its_model(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker(models=["a"]) as a,
@@ -63,7 +62,6 @@ async def test_each_turn_is_timed_under_its_model(start_router: StartRouter) -> 
         assert buckets == sorted(buckets) and each["+Inf"] == each["count"]
 
 
-@pytest.mark.asyncio
 async def test_a_wait_counts_whatever_becomes_of_its_turn(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker, turns_per_gpu=1) as client:
         worker.hold()
@@ -78,7 +76,6 @@ async def test_a_wait_counts_whatever_becomes_of_its_turn(start_router: StartRou
         assert counts(await metrics(client), "scripted") == [2, 1, 1, 1]
 
 
-@pytest.mark.asyncio
 async def test_a_cut_turn_is_timed_once_and_a_whole_one_has_no_token_times(
     start_router: StartRouter,
 ) -> None:

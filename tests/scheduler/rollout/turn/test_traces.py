@@ -5,14 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker
-
-pytestmark = pytest.mark.asyncio
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BODY = {"prompt": [1, 2, 3], "max_tokens": 6}
@@ -46,7 +43,7 @@ def attributes(span: Any) -> dict[str, Any]:
     return found
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def collector() -> AsyncIterator[Collector]:
     collector, app = Collector(), web.Application()
     app.router.add_post("/v1/traces", collector.take)

@@ -10,8 +10,6 @@ from yarl import URL
 from rose.scheduler.rollout.turn.attempt import wire as wire_module
 from rose.scheduler.rollout.turn.attempt.wire import Wire, WorkerConnection
 
-pytestmark = pytest.mark.asyncio
-
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnone"
 Reply = Callable[[int], list[bytes]]

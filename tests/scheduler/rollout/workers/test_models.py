@@ -35,7 +35,6 @@ def queued(client: Client) -> int:
     return client.router.plane.dispatcher.num_queued
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("policy", ["paper", "cost", "turnwise", "pinned"])
 async def test_turns_go_to_workers_of_their_model_alone(start_router: StartRouter, policy: str) -> None:
     async with (
@@ -55,7 +54,6 @@ async def test_turns_go_to_workers_of_their_model_alone(start_router: StartRoute
         assert client.counters()["turns"] == {"finished": 17}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["/tokenize", *EVERY_PATH])
 async def test_a_request_without_a_model_is_400_where_several_are_served(
     start_router: StartRouter, path: str
@@ -68,7 +66,6 @@ async def test_a_request_without_a_model_is_400_where_several_are_served(
         assert not a.requests and not b.requests
 
 
-@pytest.mark.asyncio
 async def test_a_request_without_a_model_is_for_the_one_that_all_workers_take(
     start_router: StartRouter,
 ) -> None:
@@ -83,7 +80,6 @@ async def test_a_request_without_a_model_is_for_the_one_that_all_workers_take(
         assert len(both.requests) == 3
 
 
-@pytest.mark.asyncio
 async def test_questions_are_answered_by_a_worker_of_the_model(start_router: StartRouter) -> None:
     async with worker_of("a") as a, worker_of("b") as b, start_router(a, b) as client:
         for model in ("a", "b", "b"):
@@ -97,7 +93,6 @@ async def test_questions_are_answered_by_a_worker_of_the_model(start_router: Sta
         assert (await client.post("/tokenize", {"prompt": "hi", "model": "b"}))[0] == 503
 
 
-@pytest.mark.asyncio
 async def test_the_list_of_models_holds_each_model_once_as_workers_show_it(start_router: StartRouter) -> None:
     async with (
         worker_of("a", max_model_len=100) as a,
@@ -114,7 +109,6 @@ async def test_the_list_of_models_holds_each_model_once_as_workers_show_it(start
         assert [w["models"] for w in listed["workers"]] == [["a"], ["b", "adapter", "loaded"], ["a"]]
 
 
-@pytest.mark.asyncio
 async def test_turns_of_a_model_whose_workers_are_lost_wait_for_one(start_router: StartRouter) -> None:
     async with worker_of("a") as a, worker_of("b") as b, start_router(a, b) as client:
         await b.stop()
@@ -131,7 +125,6 @@ async def test_turns_of_a_model_whose_workers_are_lost_wait_for_one(start_router
             assert placed(anew) == ["b"]
 
 
-@pytest.mark.asyncio
 async def test_a_model_whose_workers_were_removed_is_503_and_one_nobody_knew_404(
     start_router: StartRouter,
 ) -> None:
@@ -147,7 +140,6 @@ async def test_a_model_whose_workers_were_removed_is_503_and_one_nobody_knew_404
         await client.complete({**BODY, "model": "b"})
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_returns_with_another_model_gets_only_turns_for_it(
     start_router: StartRouter,
 ) -> None:
@@ -161,7 +153,6 @@ async def test_an_engine_that_returns_with_another_model_gets_only_turns_for_it(
         assert placed(b) == ["c"]
 
 
-@pytest.mark.asyncio
 async def test_a_cut_turn_goes_on_at_a_worker_of_its_model(start_router: StartRouter) -> None:
     async with (
         worker_of("a") as a,
@@ -177,7 +168,6 @@ async def test_a_cut_turn_goes_on_at_a_worker_of_its_model(start_router: StartRo
         assert not a.requests
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_is_held_against_its_own_models_context(start_router: StartRouter) -> None:
     async with (
         worker_of("short", max_model_len=100) as short,
@@ -190,7 +180,6 @@ async def test_a_prompt_is_held_against_its_own_models_context(start_router: Sta
         assert (status, "context is 100" in answer["error"]["message"]) == (400, True)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("mode", ["latest", "pinned"])
 async def test_weight_versions_of_different_models_are_independent(
     start_router: StartRouter, mode: str
@@ -207,7 +196,6 @@ async def test_weight_versions_of_different_models_are_independent(
         assert client.router.plane.status()["sessions"] == 3
 
 
-@pytest.mark.asyncio
 async def test_equal_prompts_for_different_models_are_different_trajectories(
     start_router: StartRouter,
 ) -> None:
@@ -223,7 +211,6 @@ async def test_equal_prompts_for_different_models_are_different_trajectories(
         assert client.router.plane.status()["sessions"] == 2
 
 
-@pytest.mark.asyncio
 async def test_a_model_without_room_holds_up_no_other(start_router: StartRouter) -> None:
     async with (
         worker_of("a") as a,
@@ -245,7 +232,6 @@ async def test_a_model_without_room_holds_up_no_other(start_router: StartRouter)
         await asyncio.gather(*turns)
 
 
-@pytest.mark.asyncio
 async def test_serving_gpus_are_lent_to_jobs_that_have_turns_for_their_model(
     start_router: StartRouter,
 ) -> None:
@@ -261,7 +247,6 @@ async def test_serving_gpus_are_lent_to_jobs_that_have_turns_for_their_model(
         assert {w["id"]: w["owner"] for w in listed["workers"]} == {a.id: "x", b.id: "y"}
 
 
-@pytest.mark.asyncio
 async def test_a_job_with_two_models_borrows_what_its_waiting_turns_can_use(
     start_router: StartRouter,
 ) -> None:
@@ -277,7 +262,6 @@ async def test_a_job_with_two_models_borrows_what_its_waiting_turns_can_use(
 
 
 @pytest.mark.vllm
-@pytest.mark.asyncio
 async def test_a_real_engine_beside_one_of_another_model(start_router: StartRouter, engine: Any) -> None:
     async with worker_of("scripted") as other, start_router(other, engine) as client:
         body = {**BODY, "temperature": 0.0, "ignore_eos": True}
