@@ -10,6 +10,12 @@ CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
 DELTA_LIBRARY ?= rose/librose_delta_cuda.so
 
+# Checked one by one, as two folders may well hold a test_config.py each. tests/transfer has no types yet.
+TYPED_TESTS := "tests/*.py" $(filter-out tests/transfer/,$(wildcard tests/*/))
+# Where the helpers beside the tests are imported from, as pyproject.toml tells pytest.
+TESTS := tests/admission:tests/demo:tests/engine:tests/engine/http:tests/measure:tests/memory:tests/transfer
+SCHEDULER_TESTS := tests/scheduler/cluster:tests/scheduler/dashboard:tests/scheduler/group:tests/scheduler/runtime
+
 .PHONY: help setup wheels demo test test-fast lint style formatting cxx types contracts names docs format bench cuda clean
 
 help:
@@ -52,6 +58,10 @@ types: setup
 	$(PYTHON_BIN) -m mypy -p rose
 	cd benchmarks && ../$(PYTHON_BIN) -m mypy --config-file ../pyproject.toml --exclude '^measure/' . # checked as rose.measure
 	cd docs && ../$(PYTHON_BIN) -m mypy --config-file ../pyproject.toml . ../.ci/check_names.py
+	for part in $(TYPED_TESTS); do \
+		MYPYPATH=.:benchmarks:$(TESTS):$(SCHEDULER_TESTS) \
+			$(PYTHON_BIN) -m mypy --explicit-package-bases $$part || exit 1; \
+	done
 
 contracts: setup
 	.venv/bin/lint-imports

@@ -85,9 +85,9 @@ def test_more_closed_slices_make_the_bounds_closer() -> None:
 
 def test_control_closes_what_the_bound_asks_and_opens_again() -> None:
     control = HarmControl(0.02)
-    assert control.closed_share == MEASURING_SHARE and not control.is_retreating
+    assert [control.closed_share, control.is_retreating] == [MEASURING_SHARE, False]
     control.update(report_of(0.04, 0.01), 0.0)
-    assert control.closed_share == pytest.approx(0.5) and control.is_retreating
+    assert [control.closed_share, control.is_retreating] == [pytest.approx(0.5), True]
     control.update(report_of(1.0, 0.5), 0.0)
     assert control.closed_share == pytest.approx(0.75)
     for _ in range(30):

@@ -15,7 +15,9 @@ ENV = Environment(commit="abc", cpu="test", gpu=None, versions={}, seed=0, quick
 SLO_600_150 = SLO(ttft_s=0.6, tpot_s=0.15)
 
 
-def phase(name: PhaseName, *, requests: Sequence[RequestRecord] = (), tokens: int = 0, busy_s: float = 0.0):
+def phase(
+    name: PhaseName, *, requests: Sequence[RequestRecord] = (), tokens: int = 0, busy_s: float = 0.0
+) -> Window:
     return Window(
         name=name,
         start_s=0.0,

@@ -39,7 +39,7 @@ def serve_bursts(
     """All prompts at once, each time that ``burst`` is set; idle in between, when rollouts get slabs."""
     settings = {"role": "serving", "pool": pool, "engine_id": "serving", "serving_window_s": WINDOW_S}
     driver = Driver(make_engine(model, settings))
-    answers = []
+    answers: list[list[int]] = []
     while True:
         driver.step_until(lambda: burst.is_set() or stop.is_set(), "told what to do", at_most_s=1200.0)
         if stop.is_set():

@@ -6,14 +6,15 @@ of the server's session. That one has loaded vLLM and never computes, so it has 
 the API server has opened or changed. tests/node, tests/ray and the demo's tests start fresh processes.
 """
 
+import importlib
 import multiprocessing
 import os
 import runpy
 import signal
 import socket
 import sys
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, arbitrary_address
+from multiprocessing import connection, resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,12 +24,18 @@ from preloaded import FORKS
 
 from rose.node.processes import ServerProcess
 
+# Their stubs leave out what is used here.
+_connection: Any = connection
+_multiprocessing: Any = multiprocessing
+_forkserver: Any = importlib.import_module("multiprocessing.forkserver")
 START_S = 900.0
 """The first one waits for the imports."""
 
 
 class ForkedServer(ServerProcess):
     """Runs what another ServerProcess describes, ``python -m MODULE ARGUMENTS``, without its imports."""
+
+    _process: Any
 
     def __init__(self, server: ServerProcess) -> None:
         """``server`` is not started and has a log."""
@@ -40,6 +47,7 @@ class ForkedServer(ServerProcess):
         return self._process.process.exitcode if self._process is not None else None
 
     def _spawn(self) -> Any:
+        assert self.log_path is not None
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         started, sink = FORKS.Pipe(duplex=False)
         process = FORKS.Process(target=_run, args=(sink, self.log_path, dict(self._env), self.argv[2:]))
@@ -82,14 +90,14 @@ def _fork_what_vllm_spawns() -> None:
     """Starts a fork server of this session, off which all that is to be spawned will be forked."""
     alive_source, alive_sink = os.pipe()
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(arbitrary_address("AF_UNIX"))
+    listener.bind(_connection.arbitrary_address("AF_UNIX"))
     listener.listen()
     # Engine cores inherit all this and fork their ranks off the same process.
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server = _forkserver._forkserver
     server._forkserver_address, server._forkserver_alive_fd = listener.getsockname(), alive_sink
     server.ensure_running = resource_tracker.ensure_running
-    get_context: Any = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: (  # type: ignore[assignment]
+    get_context = _multiprocessing.get_context
+    _multiprocessing.get_context = lambda method=None: (
         _Forking() if method == "spawn" else get_context(method)
     )
     if os.fork() == 0:
@@ -98,7 +106,7 @@ def _fork_what_vllm_spawns() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         try:
-            forkserver.main(listener.fileno(), alive_source, [])  # type: ignore[attr-defined]
+            _forkserver.main(listener.fileno(), alive_source, [])
         finally:
             os._exit(0)
     os.close(alive_source)

@@ -110,7 +110,7 @@ class SharedGpu:
         self.engine(Role.ROLLOUT).activate()
         for engine in self._engines.values():
             engine.set_gate(self._gate)
-            until(lambda e=engine: e.status().num_running + e.status().num_waiting == 0, "idle engine")
+        until(lambda: not any(map(_has_requests, self._engines.values())), "idle engines")
         until(lambda: self.ledger.serving_reserve_slabs == 0, "serving's recent peak has passed")
         self._restore_weights()
         self.begin_rl_step()
@@ -218,3 +218,8 @@ class BoardLog:
     def __exit__(self, *_: Any) -> None:
         self._closing.set()
         self._thread.join()
+
+
+def _has_requests(engine: RealEngine) -> bool:
+    status = engine.status()
+    return status.num_running + status.num_waiting > 0

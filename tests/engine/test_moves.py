@@ -1,5 +1,8 @@
 """Greedy answers over many moves of slabs whose donors leave NaN behind."""
 
+from concurrent.futures import Future
+from functools import partial
+
 import pytest
 from probes import ROLLOUT_TOKENS, SERVING_TOKENS, WAVES, wave_prompts
 from real_engine import Answer, RealEngine, until
@@ -27,13 +30,7 @@ def test_greedy_answers_stay_equal_over_a_thousand_moves(
         while log.num_moves < NUM_MOVES:
             rollouts = wave_prompts(Role.ROLLOUT, cycle % WAVES)
             asked = rollout.start_requests(rollouts, ROLLOUT_TOKENS)
-            # Where the machine is busy, all may have stalled before.
-            until(
-                lambda many=asked: (
-                    rollout.status().kv_slabs_in_use > NUM_SLABS // 2 or all(one.done() for one in many)
-                ),
-                "rollouts use half of the pool",
-            )
+            until(partial(are_many_or_done, rollout, asked), "rollouts use half of the pool")
             served = serving.start_requests(burst, SERVING_TOKENS)
             for given, request in zip(burst, served, strict=True):
                 assert request.result().tokens == expected[Role.SERVING][tuple(given)]["tokens"]
@@ -48,3 +45,8 @@ def test_greedy_answers_stay_equal_over_a_thousand_moves(
             cycle += 1
     assert num_whole > 0
     gpu.ledger.check_integrity()
+
+
+def are_many_or_done(rollout: RealEngine, asked: list[Future[Answer]]) -> bool:
+    """Where the machine is busy, all may have stalled before they are many."""
+    return rollout.status().kv_slabs_in_use > NUM_SLABS // 2 or all(one.done() for one in asked)

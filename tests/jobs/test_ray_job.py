@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.scheduler.runtime.served_cluster import ServedCluster, wait_until
+from served_cluster import ServedCluster, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed")
 

@@ -57,7 +57,8 @@ def test_rolls_clusters_take_the_calls(cache: HostCache, monkeypatch: pytest.Mon
         def execute(self, name: str, *args: Any, **kwargs: Any) -> Any:
             return [getattr(worker, name)()]
 
-    state = RollState(Cluster())
+    cluster: Any = Cluster()  # makes its methods as it is made
+    state = RollState(cluster)
     state.load(cache)
     state.offload(cache)
     assert calls == ["load", "offload"]
@@ -106,7 +107,7 @@ def test_verls_replicas_wake_and_sleep_their_servers(cache: HostCache) -> None:
     class Server:
         wake_up, sleep = Method("wake_up"), Method("sleep")
 
-    class Replica(RolloutReplica):  # type: ignore[misc]
+    class Replica(RolloutReplica):
         def __init__(self) -> None:
             self.servers = [Server(), Server()]
 

@@ -1,5 +1,6 @@
 """A real trainer's state goes to the host cache and comes back bit for bit, with training none the wiser."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from rose.errors import CacheFull, RoseError
 from rose.scheduler.runtime.job.cache import HostCache
 
-torch = pytest.importorskip("torch", reason="needs torch")
+torch: Any = pytest.importorskip("torch", reason="needs torch")
 
 
 def cache_of(folder: Path, limit_bytes: int = 1 << 30) -> HostCache:
@@ -16,7 +17,7 @@ def cache_of(folder: Path, limit_bytes: int = 1 << 30) -> HostCache:
 
 
 def tied_model(dtype: Any) -> Any:
-    class Tied(torch.nn.Module):  # type: ignore[misc]
+    class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embed = torch.nn.Embedding(11, 8)
@@ -61,7 +62,7 @@ def test_state_comes_back_bit_for_bit_and_frees_its_memory_meanwhile(
     for is_suspended in (False, True):
         model = tied_model(getattr(torch, dtype))
         optimizer = getattr(torch.optim, make)(model.parameters(), **options)
-        state = TorchState(lambda model=model, optimizer=optimizer: [model, optimizer])
+        state = TorchState(partial(list, [model, optimizer]))
         cache = cache_of(tmp_path)
         for seed in range(4):
             step(model, optimizer, seed)
@@ -112,11 +113,11 @@ def test_a_set_over_its_limit_stays_where_it_is(tmp_path: Path) -> None:
 
 
 def test_a_transformers_trainer_goes_on_after_each_suspension_as_without(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
     pytest.importorskip("accelerate", reason="needs the extra: vllm-rose[train]")
     from rose.trainers.torch_state import TorchState
 
-    class Suspending(transformers.TrainerCallback):  # type: ignore[misc]
+    class Suspending(transformers.TrainerCallback):
         """As rose.phase does between two phases."""
 
         trainer: Any = None

@@ -36,7 +36,7 @@ def run(missing_tokens: float, generated_tokens: int) -> Run:
 
 def ends_s(engine: Engine, num_ends: int) -> list[float]:
     """When the next things end."""
-    found = []
+    found: list[float] = []
     while len(found) < num_ends:
         engine.advance(engine.next_end_s())
         prefilled, ended = engine.take_ended()

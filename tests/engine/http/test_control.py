@@ -61,7 +61,7 @@ def run_steps(recorder: StepRecorder, num_steps: int, seconds_per_token: float) 
         num_tokens = 1 + step % 50
         request = SimpleNamespace(num_computed_tokens=num_tokens, num_prompt_tokens=num_tokens)
         output: Any = SimpleNamespace(num_scheduled_tokens={"r": num_tokens})
-        recorder.started(output, {"r": request})  # type: ignore[dict-item]
+        recorder.started(output, {"r": request})
         recorder.ended(recorder._started_s + seconds_per_token * num_tokens)
 
 
@@ -110,7 +110,7 @@ async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_i
 ) -> None:
     with lone_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.DUAL) as scheduler:
         page = scheduler.page
-        control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
+        control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
         obeying = asyncio.create_task(obey(scheduler))
         first = asyncio.create_task(control.profile())
         while page.get(Field.GATE_MODE) != GATE_MODES.index(GateMode.OFF):
@@ -153,7 +153,7 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
     page: StatusPage, staged: dict[str, str]
 ) -> None:
     client = UpdatedClient()
-    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
+    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     client.status = control.status
     await control.apply_weights(WeightUpdate(version="run/1", **staged))
     # The engine runs on meanwhile.
@@ -173,7 +173,7 @@ async def test_steps_go_on_once_a_router_knows_of_the_new_version(
 ) -> None:
     monkeypatch.setattr(followers, "MOST_S", 3600.0)
     client = UpdatedClient()
-    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
+    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     client.status = control.status
     control.followers.asked("router", None, 3600)
     control.followers.asked("gone", None, 1e-9)
@@ -193,7 +193,7 @@ async def test_steps_go_on_once_a_router_knows_of_the_new_version(
 def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_first_one_back(
     rollout: Any,
 ) -> None:
-    control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")  # type: ignore[arg-type]
+    control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     targets = []
     for target_ms in (40.0, None):
         control.set_gate(GateMode.DUAL, target_ms)
@@ -206,7 +206,7 @@ def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_firs
 
 def test_a_gate_mode_without_its_objective_is_refused_while_the_engine_runs(page: StatusPage) -> None:
     settings = EngineSettings(role=Role.SERVING, engine_id="e").deployed(Deployment.PREFILL)
-    control: Any = EngineControl(Client(), settings, "m")  # type: ignore[arg-type]
+    control: Any = EngineControl(Client(), settings, "m")
     with pytest.raises(ConfigError, match="a prefiller makes no tokens that could be late"):
         control.set_gate(GateMode.TPOT_ONLY)
     assert page.get(Field.WANTED_GATE_MODE) == -1

@@ -20,7 +20,7 @@ from rose.http import NO_PROMPT_IDS_HEADER
 
 ASKED = {NO_PROMPT_IDS_HEADER: "1"}
 TEXT = 'a "prompt_token_ids":[7] ] \n b'
-EVENTS = [
+EVENTS: list[dict[str, Any]] = [
     {"choices": [{"text": TEXT, "prompt_token_ids": None}]},
     {"choices": [{"text": TEXT, "prompt_token_ids": [5, 6, 7], "token_ids": [8]}]},
     {"choices": [{"text": TEXT, "token_ids": [9]}]},

@@ -103,7 +103,7 @@ def test_models_that_compute_with_more_than_their_parameters_are_recognised(tmp_
         model = loaded_model(config, mixture.tensors)
     assert "experts is a" in str(why_not_in_place(model, None))
     assert why_not_in_place(model, "fp8") == "weights are quantized with fp8"
-    packed = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    packed: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
     assert why_not_in_place(packed, None) is None
     packed[0].cpu_linear = lambda x, weight, bias: x
     assert why_not_in_place(packed, None) == "0 computes with a packed copy"

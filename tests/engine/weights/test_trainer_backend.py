@@ -1,5 +1,7 @@
 """A trainer that uses vLLM's own RL API with the backend `rose` sends its weights through the relay."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -11,18 +13,19 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.manifest import Ack, pack_body
 from rose.transfer.relay.opening import open_relay
+from rose.types import WeightVersion
 
 pytest.importorskip("vllm")
 
 
 @pytest.fixture
-def relay_url():
+def relay_url() -> Iterator[str]:
     process = RelayProcess("embedded")
     yield process.url
     process.stop()
 
 
-def test_what_vllms_trainer_api_sends_arrives_bit_for_bit(relay_url):
+def test_what_vllms_trainer_api_sends_arrives_bit_for_bit(relay_url: str) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -38,7 +41,8 @@ def test_what_vllms_trainer_api_sends_arrives_bit_for_bit(relay_url):
     follower = Follower(relay, "run", WeightMirror())
     for number in range(3):
         engine.send_weights()
-        assert follower.advance() and follower.mirror.version.number == number
+        assert follower.advance() and follower.mirror.version == WeightVersion(run_id="run", number=number)
+        assert follower.mirror.planes is not None
         expected = {
             name: tensor.to(torch.bfloat16).view(torch.uint16).numpy()
             for name, tensor in model.state_dict().items()
@@ -54,7 +58,7 @@ def test_what_vllms_trainer_api_sends_arrives_bit_for_bit(relay_url):
     relay.close()
 
 
-def test_sending_waits_until_the_named_workers_run_the_version(relay_url):
+def test_sending_waits_until_the_named_workers_run_the_version(relay_url: str) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
 
     from rose.engine.weights.trainer_backend import RelayTrainerEngine, RelayTrainerInit
@@ -70,7 +74,7 @@ def test_sending_waits_until_the_named_workers_run_the_version(relay_url):
     relay.close()
 
 
-def test_ranks_other_than_0_gather_but_publish_nothing(relay_url):
+def test_ranks_other_than_0_gather_but_publish_nothing(relay_url: str) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
 
     from rose.engine.weights.trainer_backend import RelayTrainerEngine, RelayTrainerInit

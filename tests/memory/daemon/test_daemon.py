@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool_setup import (
@@ -27,6 +28,7 @@ from rose.errors import ConfigError, PoolError
 from rose.memory.daemon.connections import MAX_CLIENTS
 from rose.memory.daemon.daemon import DaemonHandle, start_daemon
 from rose.memory.ledger import ledger as ledger_module
+from rose.memory.ledger import ledger_words
 from rose.memory.pool.pool import describe_pool
 from rose.memory.pool.pool_memory import PoolSize
 from rose.types import Role
@@ -149,7 +151,7 @@ def test_pool_without_daemon_is_one_clear_line(runtime_dir: Path) -> None:
     ],
 )
 def test_bad_sizes_are_refused_and_leave_nothing(
-    runtime_dir: Path, sizes: dict[str, int], reason: str
+    runtime_dir: Path, sizes: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(PoolError, match=reason):
         start_daemon(POOL, runtime_dir=runtime_dir, **sizes)
@@ -165,7 +167,7 @@ def test_bad_sizes_are_refused_and_leave_nothing(
     ],
 )
 def test_a_pool_larger_than_the_hosts_free_memory_is_refused_before_any_is_taken(
-    runtime_dir: Path, sizes: dict[str, int], needed: str
+    runtime_dir: Path, sizes: dict[str, Any], needed: str
 ) -> None:
     reason = rf"needs {needed} on this host, where \d+\.\d GB are free: use --num-slabs \d+ or fewer"
     with pytest.raises(PoolError, match=reason):
@@ -204,8 +206,8 @@ def test_too_few_open_files_are_refused_with_the_numbers(runtime_dir: Path) -> N
 def test_a_client_of_another_version_is_told_both_versions(
     pool: DaemonHandle, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "VERSION", ledger_module.VERSION + 1)
-    theirs = ledger_module.VERSION - 1
+    monkeypatch.setattr(ledger_module, "VERSION", ledger_words.VERSION + 1)
+    theirs = ledger_words.VERSION
     with pytest.raises(
         PoolError,
         match=rf"version {theirs}, but this rose knows .* version {theirs + 1}: restart the pool daemon",

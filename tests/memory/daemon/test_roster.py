@@ -21,13 +21,19 @@ def hello(
     return Hello(role=role, engine_id=engine_id, kind=kind, rank=rank, world_size=world_size, pid=os.getpid())
 
 
+def shown(roster: Roster, slot: int) -> EngineSlot:
+    engine = roster.engine(slot)
+    assert engine is not None
+    return engine
+
+
 def test_all_parts_of_an_engine_share_a_slot() -> None:
     roster = Roster("p")
     slot = roster.admit(1, hello(rank=0, world_size=2), pid=11)
     assert roster.engine(slot) == EngineSlot(role=Role.ROLLOUT, pid=0, world_size=2)
     assert roster.admit(2, hello(rank=1, world_size=2), pid=12) == slot
     assert roster.admit(3, hello(kind=Kind.SCHEDULER, world_size=2), pid=13) == slot
-    assert roster.engine(slot).pid == 13
+    assert shown(roster, slot).pid == 13
     assert roster.admit(4, hello(Role.SERVING, "s0"), pid=14) != slot
     roster.check_integrity()
 
@@ -52,15 +58,15 @@ def test_whoever_comes_back_is_present_again() -> None:
     roster.admit(2, hello(rank=1, world_size=2), pid=12)
     back = hello(rank=0, world_size=2).model_copy(update={"slot": slot})
     assert roster.lose(1) == slot
-    assert roster.engine(slot).is_leaving
+    assert shown(roster, slot).is_leaving
     assert roster.find(back, 11) == 1
     roster.replace(1, 3)
-    assert not roster.engine(slot).is_leaving
+    assert not shown(roster, slot).is_leaving
     assert roster.find(back, 11) == 3
     roster.bury(3)
     roster.lose(2)
     roster.replace(2, 4)
-    assert roster.engine(slot).is_leaving and roster.broken_slots() == [slot]
+    assert shown(roster, slot).is_leaving and roster.broken_slots() == [slot]
     roster.check_integrity()
 
 
@@ -87,7 +93,7 @@ def test_a_restored_roster_equals_the_one_that_was_saved() -> None:
         heir.restore(connection, one, one.pid, is_broken=False)
     assert list(heir.members()) == list(roster.members())
     for connection, one in roster.members():
-        assert heir.engine(one.slot).is_leaving
+        assert shown(heir, one.slot).is_leaving
         heir.replace(connection, connection + 10)
     assert [heir.engine(slot) for slot in (1, 2)] == [roster.engine(slot) for slot in (1, 2)]
     heir.check_integrity()

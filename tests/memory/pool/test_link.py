@@ -27,7 +27,7 @@ def test_a_client_that_is_refused_before_it_said_hello_hears_why(runtime_dir: Pa
     class Slow(socket.socket):
         """Has nothing to say before the other side has hung up."""
 
-        def connect(self, address: object) -> None:  # type: ignore[override]
+        def connect(self, address: object) -> None:
             super().connect(address)  # type: ignore[arg-type]
             assert refused.wait(60)
 

@@ -69,7 +69,7 @@ def test_a_line_that_was_read_and_answered_with_a_close_was_sent(
     class ClosedAfterwards(socket.socket):
         """The other side is gone as soon as the kernel has the line."""
 
-        def sendmsg(self, *args: object, **kwargs: object) -> int:  # type: ignore[override]
+        def sendmsg(self, *args: object, **kwargs: object) -> int:
             num_sent = super().sendmsg(*args, **kwargs)  # type: ignore[arg-type]
             other.close()
             return num_sent

@@ -34,7 +34,9 @@ def test_the_counterexample_of_jobs_on_several_nodes_takes_longer_than_the_theor
 def test_any_order_reaches_the_theorems_bound_while_jobs_sit_on_one_node(
     jobs: list[tuple[int, int, int]],
 ) -> None:
-    members = [member(f"j{k}", *times, (node,)) for k, (*times, node) in enumerate(jobs)]
+    members = [
+        member(f"j{k}", rollout_s, train_s, (node,)) for k, (rollout_s, train_s, node) in enumerate(jobs)
+    ]
     single = group(*members, num_rollout_nodes=5)
     # A job on two nodes of its own that takes no time sends the search through the general path.
     idle = member("idle", 1e-6, 1e-6, (3, 4))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from rose.errors import PoolsFull
 from rose.scheduler.cluster.borrowed import lend
-from rose.scheduler.cluster.candidates import Constraint, Kind, Rejection
+from rose.scheduler.cluster.candidates import Constraint, Kind, Rejection, is_saturated
 from rose.scheduler.cluster.groups import Cluster
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.model import Job
@@ -18,7 +18,6 @@ from rose.scheduler.cluster.policies import (
     Weave,
     explain,
     first_fitting,
-    is_saturated,
 )
 from rose.scheduler.cluster.pools import H20, H800, Pool, Pools
 

@@ -32,7 +32,8 @@ class Browser:
         for flag in (*_FLAGS, f"--user-data-dir={folder / 'profile'}"):
             options.add_argument(flag)
         # Given its path, selenium downloads no driver.
-        self._driver = Chrome(options, ChromeService(CHROMEDRIVER))
+        driver: Any = Chrome
+        self._driver = driver(options, ChromeService(CHROMEDRIVER))
         self._driver.command_executor.client_config.timeout = PATIENCE_S
 
     def __enter__(self) -> "Browser":

@@ -76,11 +76,11 @@ class Watched:
 
     def view(self) -> dict[str, Any]:
         [reply] = self.call(Overview)
-        return state_view(reply.body, [])
+        view: dict[str, Any] = state_view(reply.body, [])
+        return view
 
     def job(self, name: str) -> dict[str, Any]:
-        [found] = [each for each in self.view()["jobs"] if each["name"] == name]
-        return found
+        return next(each for each in self.view()["jobs"] if each["name"] == name)
 
 
 def test_an_empty_cluster_costs_nothing_and_divides_by_nothing() -> None:

@@ -40,7 +40,7 @@ async def test_completions_take_token_ids_and_give_them_back(client: AsyncOpenAI
     (choice,) = answer.choices
     told: Any = choice.model_extra
     assert told["prompt_token_ids"] == [5, 6, 7]
-    assert len(told["token_ids"]) == 8 == len(choice.logprobs.token_logprobs)  # type: ignore[union-attr,arg-type]
+    assert len(told["token_ids"]) == 8 == len(choice.logprobs.token_logprobs)
     assert sum(span["tokens"] for span in told["rose"]["spans"]) == 8
     assert answer.usage is not None and answer.usage.completion_tokens == 8
 

@@ -66,7 +66,7 @@ def train(iteration: int) -> None:
     time.sleep(train_s)
     while (folder / f"hold-{NAME}").exists():
         time.sleep(0.01)
-    weights.arrays["step"] += 1
+    weights.arrays["step"] = weights.arrays["step"] + 1
     note("train", iteration, begin_s)
 
 

@@ -29,13 +29,13 @@ def holder_pid(cluster: ServedCluster, job: str) -> int:
 
 def holds_rollout(job: dict[str, Any], iteration: int) -> bool:
     """Whether it has the nodes: a test that holds this rollout then knows where the job is."""
-    return job["iterations"][0] == iteration and job["holds"] == "rollout"
+    return (job["iterations"][0], job["holds"]) == (iteration, "rollout")
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
     """One cluster for the tests that break none of its parts, each with a group of its own."""
-    groups = {name: {} for name in ("crash", "none", "cancel", "slow", "cli")}
+    groups: dict[str, dict[str, int]] = {name: {} for name in ("crash", "none", "cancel", "slow", "cli")}
     groups["wide"] = {"num_rollout_nodes": 2}
     with ServedCluster(tmp_path_factory.mktemp("shared"), groups=groups) as cluster:
         yield cluster

@@ -46,8 +46,9 @@ def to_be_moved(cluster: ServedCluster) -> str:
 
 def check(cluster: ServedCluster, mover: str, num_done: int) -> list[dict[str, Any]]:
     """Until all have gone on in the new group; what the mover has run."""
-    for name in "ab":
-        wait_until(lambda name=name: cluster.job(name)["iterations"][0] >= num_done, f"{name}'s iterations")
+    wait_until(
+        lambda: min(cluster.job(name)["iterations"][0] for name in "ab") >= num_done, "iterations of both"
+    )
     phases = cluster.phases(mover)
     for name in "ab":
         trained = [each["iteration"] for each in cluster.phases(name) if each["phase"] == "train"]

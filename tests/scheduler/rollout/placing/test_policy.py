@@ -1,5 +1,7 @@
 """The four policies and VersionRule as tables."""
 
+from typing import Any
+
 import pytest
 
 from rose.errors import NoWorkerError
@@ -304,7 +306,7 @@ def test_cost_policy_weighs_prefix_backlog_batch_and_share(
 
 
 @pytest.mark.parametrize("unknown", [{"share": None}, {"share_until": NOW}])
-def test_cost_policy_is_the_papers_while_telemetry_is_missing_or_stale(unknown: dict[str, object]) -> None:
+def test_cost_policy_is_the_papers_while_telemetry_is_missing_or_stale(unknown: dict[str, Any]) -> None:
     turn = TurnView(session="t", affine="a", prompt_tokens=100, expected_tokens=100)
     workers = [known("a", 9), known("b"), known("c", **unknown)]
     fleet = Fleet(workers)

@@ -28,7 +28,7 @@ def worker_of(*models: str, **fields: Any) -> ScriptedWorker:
 
 
 def placed(worker: ScriptedWorker) -> list[str]:
-    return [request.get("model") for request in worker.requests]
+    return [str(request.get("model")) for request in worker.requests]
 
 
 def queued(client: Client) -> int:

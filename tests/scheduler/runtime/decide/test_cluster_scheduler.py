@@ -6,6 +6,7 @@ import pytest
 from lone_scheduler import LEASE_S, Scheduler, error_of, only, spec_of
 
 from rose.errors import ConfigError
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.channel.messages import (
     Answer,
     Cancel,
@@ -56,7 +57,7 @@ def test_calls_that_arrive_twice_change_nothing(scheduler: Scheduler) -> None:
     assert isinstance(again, Answer) and again.error is None
     grant = only(Granted, scheduler.request("a"))
     assert only(Granted, scheduler.request("a")).epoch == grant.epoch
-    release = Release(seq=7, job="a", attempt=1, phase="rollout", epoch=grant.epoch)
+    release = Release(seq=7, job="a", attempt=1, phase=Phase.ROLLOUT, epoch=grant.epoch)
     assert only(Answer, scheduler.deliver(release)).error is None
     assert only(Answer, scheduler.deliver(release)).error is None
     exited = Exited(seq=8, job="a", attempt=1, exit_status=1)

@@ -1,6 +1,7 @@
 """Working sets of suspended phases in host memory."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ from rose.scheduler.runtime.job.cache import ArraySet, HostCache
 
 def test_a_set_comes_back_as_it_was(tmp_path: Path) -> None:
     cache = HostCache(tmp_path / "set", 1 << 20, "train of job a")
-    given = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "empty": np.zeros((0, 4), np.int8)}
+    given: dict[str, np.ndarray[Any, Any]] = {
+        "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "empty": np.zeros((0, 4), np.int8),
+    }
     cache.keep(given)
     found = cache.arrays()
     assert found.keys() == given.keys() and cache.num_bytes == 24

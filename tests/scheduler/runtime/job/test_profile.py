@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from rose.errors import ProfileError
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.job.profile import JobProfile, Sample, filled, profile_of
 from rose.scheduler.runtime.job.recording import PhaseRun, Recorded
 from rose.scheduler.runtime.job.spec import RunSpec
@@ -19,7 +20,7 @@ def content(**phases: dict[str, Any]) -> dict[str, Any]:
 
 def run(phase: str, iteration: int, run_s: float, begin_s: float = 0.0, **more: Any) -> PhaseRun:
     fields: dict[str, Any] = {"load_s": 0.0, "offload_s": 0.0, "cached_bytes": 0, **more}
-    return PhaseRun(phase=phase, iteration=iteration, begin_s=begin_s, run_s=run_s, **fields)
+    return PhaseRun(phase=Phase(phase), iteration=iteration, begin_s=begin_s, run_s=run_s, **fields)
 
 
 def profile(file: dict[str, Any], runs: list[PhaseRun], samples: tuple[Sample, ...] = ()) -> JobProfile:
