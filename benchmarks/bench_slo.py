@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--records",
         type=Path,
         metavar="FOLDER",
-        help="of the real runs, keep every request there; slo_tail.py looks for the tail's cause in them",
+        help="of the real runs, keep every request there",
     )
     parser.add_argument("--trace", type=Path, help="Azure-style CSV; default: a generated trace like it")
 

@@ -31,6 +31,8 @@ from rose.scheduler.runtime.job.spec import EXAMPLE
 
 logger = logging.getLogger(__name__)
 
+_UNCACHED = {"Cache-Control": "no-store"}
+
 
 def main(argv: Sequence[str]) -> int:
     """``rose sched dashboard [--http [HOST:]PORT]``; serves until a stop signal."""
@@ -71,7 +73,7 @@ def build_app(feed: Feed) -> web.Application:
     """The three routes."""
     page = resources.files("rose.scheduler.dashboard").joinpath("page.html").read_text()
     page = page.replace("{{example}}", html.escape(EXAMPLE))
-    headers = {"Content-Security-Policy": _policy(page), "Cache-ClusterScheduler": "no-store"}
+    headers = {"Content-Security-Policy": _policy(page), **_UNCACHED}
 
     async def show(_: web.Request) -> web.Response:
         """Shows the dashboard's page."""
@@ -80,9 +82,7 @@ def build_app(feed: Feed) -> web.Application:
     async def state(_: web.Request) -> web.Response:
         """Answers all that the page shows, as JSON."""
         body = msgspec.json.encode(await feed.state())
-        return web.Response(
-            body=body, content_type="application/json", headers={"Cache-ClusterScheduler": "no-store"}
-        )
+        return web.Response(body=body, content_type="application/json", headers=_UNCACHED)
 
     async def metrics(_: web.Request) -> web.Response:
         """Answers the scheduler's metrics in Prometheus' text format."""

@@ -86,6 +86,11 @@ def test_nothing_can_be_written(cluster: ServedCluster, address: str) -> None:
     assert "script-src 'sha256-" in get(f"http://{address}/").headers["Content-Security-Policy"]
 
 
+def test_browsers_keep_no_page_and_no_state(address: str) -> None:
+    found = [get(f"http://{address}{path}").headers.get("Cache-Control") for path in ("/", "/api/v1/state")]
+    assert found == ["no-store"] * 2
+
+
 def test_without_a_scheduler_it_says_so_and_since_when(tmp_path: Path) -> None:
     base = f"http://127.0.0.1:{free_port()}"
     argv = [sys.executable, "-m", "rose.cli", "sched", "dashboard", "--http", base.removeprefix("http://")]
