@@ -35,7 +35,7 @@ from rose.transfer.format.codec import Codec, decode, encode
 from rose.transfer.format.frame import HEADER_BYTES
 
 LEARNING_RATES = {"0.18%": 9e-8, "1%": 6.3e-7, "5%": 4.2e-6, "20%": 2.4e-5}
-"""By the density they give, which the figures state as measured."""
+"""The names say the density that they give; the figures state it as measured."""
 OURS = {
     "default": Codec.G8S_ZSTD,
     "exponent": Codec.EXPONENT,

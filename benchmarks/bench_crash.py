@@ -31,7 +31,7 @@ from rose.measure.figures import Figure
 CASES = ("permit holder", "scheduler", "redis")
 PATIENCE_S = 120.0
 SCALE = 1 / 200
-"""Of the paper's phases, for the others' slowdown."""
+"""The fraction of the paper's phase times at which the others' slowdown is measured."""
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:

@@ -34,12 +34,12 @@ NUM_SLABS, SLAB_BYTES, HEADROOM_SLABS = 96, 1 << 20, 24
 NUM_SERVING_AT_ONCE, SERVING_PROMPT_TOKENS, SERVING_TOKENS = 4, 200, 48
 NUM_ROLLOUTS, ROLLOUT_PROMPT_TOKENS, ROLLOUT_TOKENS = 16, 400, 600
 NUM_WAVES = 2
-"""Of rollouts, one after the other, so that the load lasts through control and kill."""
+"""The waves of rollouts, one after the other, so that the load lasts through control and kill."""
 MIN_HELD_SLABS = 6
-"""Of the rollout engine, before it is killed."""
+"""The slabs that the rollout engine holds at least before it is killed."""
 PROBE_S = 0.002
 CONTROL_S = 3.0
-"""Of probing with nothing killed: the pauses that the machine itself makes."""
+"""The seconds of probing with nothing killed, which show the pauses that the machine itself makes."""
 PATIENCE_S = 120.0
 
 

@@ -68,7 +68,7 @@ LONG_PROMPT_TOKENS = 900
 """Two of them overflow the slab that every engine keeps."""
 RETURN_TIMEOUT_S = 5.0
 ERRORS_S = {True: 10.0, False: 40.0}
-"""Of waiting for leases to end, quick or not."""
+"""The seconds spent on waiting for leases to end, with --quick or without."""
 
 
 @dataclass(slots=True)

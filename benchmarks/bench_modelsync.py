@@ -36,7 +36,7 @@ QUEUE_S = 0.2
 PIECE_BYTES = 384 << 10
 """Cuts a rank's share into 32; model_sync has larger pieces, for models of hundreds of times this size."""
 SYNCS_A_ROUND = 3
-"""Of each case but flat, which takes as long as eight of them."""
+"""The repeats of each case but flat, which takes as long as eight of them."""
 FLAT, SCATTER, TWO_NODES, SPARSE = "flat", "scatter", "scatter, two nodes", "scatter, sparse"
 _SCATTER = Setup(
     codec="DENSE",

@@ -29,7 +29,7 @@ from rose.scheduler.cluster.model import Group, Job, Member
 ROLLOUT_DOLLARS, TRAIN_DOLLARS = 1.85 * 8, 5.28 * 8
 """A node's price per hour. Source: WEAVE Table 1 (H20, H800)."""
 SCALE = 1 / 400
-"""Of the paper's phases. Larger ones would only make overheads look smaller."""
+"""The fraction of the paper's phase times. Longer phases would only make overheads look smaller."""
 SET_MB = 16
 SLO = 4.0
 """Placement is given here: nothing is to be refused."""

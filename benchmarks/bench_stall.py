@@ -37,7 +37,7 @@ MAX_TOKENS = 900
 TOKENS_AROUND = 8
 CYCLES, QUICK_CYCLES = 20, 5
 TRL_S = 1.1
-"""Of a model of 0.6 billion weights, published."""
+"""The figure that was published for a model of 0.6 billion weights."""
 
 
 class TokenStream:
@@ -59,7 +59,7 @@ class TokenStream:
         self._executor.shutdown()
 
     def wait_for(self, count: int) -> None:
-        """Until so many tokens are there. Raises: WorkerError when the request ended before."""
+        """Waits until so many tokens are there. Raises: WorkerError when the request ended before."""
         while len(self.times_s) < count:
             if self._reading.done():
                 self._reading.result()

@@ -38,7 +38,7 @@ BATCH_BYTES = 256 * MIB
 """Moved at once: what a cut moves, and 4 slabs of the largest size."""
 MIN_SPEEDUP = 5
 MAX_GPU_MS_PER_GIB = 3
-"""At 64 MiB a slab, on a GPU."""
+"""The limits for slabs of 64 MiB on a GPU."""
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 Seconds = dict[str, list[float]]

@@ -109,7 +109,7 @@ class HarmReport:
     num_requests: int
     num_closed_slices: int
     slowdown: Estimate | None
-    """Of serving's own steps while rollouts are let in; None until MIN_SLICES closed slices had steps."""
+    """That of serving's own steps, rollouts let in; None until MIN_SLICES closed slices had steps."""
     latencies: dict[str, Estimate]
     """By name, such as "ttft_p99". Empty while the slowdown is unknown or there are too few requests."""
 

@@ -117,7 +117,7 @@ class Simulation:
             self._at(failure.time_s, failure)
 
     def run(self) -> Result:
-        """Until the last job has ended."""
+        """Plays all events until the last job has ended."""
         first_s = self._events[0][0]
         while len(self._ended) < len(self._runs):
             event = self._next()

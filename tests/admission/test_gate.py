@@ -50,7 +50,7 @@ NO_SLACK, HAS_WORK = GateReason.NO_SLACK, GateReason.SERVING_HAS_WORK
         (GateMode.OFF, ADMITTED, ADMITTED, ADMITTED, ADMITTED),
     ],
 )
-def test_modes(
+def test_each_gate_mode_decides_as_its_table_says(
     mode: GateMode, idle: GateReason, roomy: GateReason, tight: GateReason, pending: GateReason
 ) -> None:
     gate = policy(mode)
@@ -81,13 +81,13 @@ def test_slack_too_short_for_all_decodes_is_saved() -> None:
     assert policy().decide(NOW, busy(0.0160001), MIXED, MODEL).reason is GateReason.SAVING
 
 
-def test_nothing_is_saved_for_that_no_gap_can_hold() -> None:
+def test_slack_is_not_saved_for_a_step_longer_than_any_gap_between_tokens() -> None:
     # The bank pays two budgets of 12 ms on top of one: half of 36 ms is less than the 20 ms of all decodes.
     gate = GatePolicy(GateSettings(slo=SLO_600_150, tpot_target_s=0.012))
     assert gate.decide(NOW, busy(0.0160001), MIXED, MODEL).max_tokens == 6
 
 
-def test_a_gap_that_would_starve_prefill_is_saved() -> None:
+def test_slack_too_short_for_a_piece_of_prefill_is_saved() -> None:
     # Ten decodes and a quarter of a chunk take 32.8 ms; without prefill to do 20 ms are enough.
     assert policy().decide(NOW, busy(0.032), MIXED, MODEL).reason is GateReason.SAVING
     assert policy().decide(NOW, busy(0.033), MIXED, MODEL).is_admitted
@@ -174,11 +174,11 @@ def test_without_a_profile_one_small_step_runs_and_only_when_serving_is_idle() -
          GateReason.SERVING_LOST),
     ],
 )  # fmt: skip
-def test_board_states(view: ServingView, reason: GateReason) -> None:
+def test_each_state_of_the_board_has_its_decision(view: ServingView, reason: GateReason) -> None:
     assert policy().decide(NOW, view, MIXED, MODEL).reason is reason
 
 
-def test_nothing_to_run_is_said() -> None:
+def test_a_rollout_engine_without_work_is_told_that_it_has_nothing_to_run() -> None:
     empty = RolloutCandidate(prefill_tokens_waiting=0, num_decodes=0, context_tokens=0)
     decision = policy().decide(NOW, IDLE, empty, MODEL)
     assert decision.reason is GateReason.NOTHING_TO_RUN

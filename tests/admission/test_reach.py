@@ -10,7 +10,7 @@ from rose.types import SLO, Deployment
 MODEL = StepTimeModel(base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-3, ratio_q99=1.5, margin_s=0.001)
 
 
-def test_floors_carry_the_profile_error() -> None:
+def test_the_shortest_reachable_latencies_include_the_profiles_error() -> None:
     assert floors_s(MODEL) == pytest.approx((0.01615, 0.0175))
 
 
@@ -38,7 +38,7 @@ def test_an_slo_below_the_floor_is_named_with_what_is_reachable(slo: SLO, messag
     assert unreachable_slo(slo, MODEL, Deployment.COLLOCATED) == message
 
 
-def test_both_problems_are_named() -> None:
+def test_an_slo_with_both_objectives_out_of_reach_names_both() -> None:
     found = unreachable_slo(SLO(ttft_s=0.001, tpot_s=0.001), MODEL, Deployment.COLLOCATED)
     assert found is not None and "slo_ttft_ms" in found and "slo_tpot_ms" in found
 

@@ -13,7 +13,7 @@ def test_a_share_of_the_slices_is_closed() -> None:
         assert abs(len(closed_numbers(share)) / 20_000 - share) < 0.02
 
 
-def test_no_share_closes_nothing_and_the_whole_closes_everything() -> None:
+def test_a_share_of_0_closes_no_slice_and_a_share_of_1_closes_all() -> None:
     assert not closed_numbers(0.0)
     assert len(closed_numbers(1.0)) == 20_000
 

@@ -138,7 +138,7 @@ def test_fit_errors_of_a_perfect_model_are_nil() -> None:
     assert errors.ratio_q99 == pytest.approx(1)
 
 
-def test_json_round_trip() -> None:
+def test_a_step_time_model_comes_back_from_its_json() -> None:
     assert StepTimeModel.from_json(CPU.to_json()) == CPU
 
 

@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
     ],
     ids=["causes of a reroute", "reasons of the gate", "modes of the gate"],
 )
-def test_every_value_has_a_row_of_a_table(page: str, values: list[str]) -> None:
+def test_every_value_that_users_see_has_a_row_in_a_table_of_the_docs(page: str, values: list[str]) -> None:
     text = (DOCS / page).read_text()
     assert [value for value in values if f"\n| `{value}` |" not in text] == []
 

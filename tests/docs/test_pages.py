@@ -18,7 +18,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "command": RunSpec,
     "jobs": RouterConfig,
 }
-"""By a key that a file of each kind has."""
+"""The kinds of files, each with a key that only such a file has."""
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

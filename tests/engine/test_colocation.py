@@ -88,7 +88,7 @@ def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_them(
     assert {tuple(given) for given in whole} == expected.keys()
 
 
-def test_a_serving_burst_cuts_aborts_and_freezes_until_the_next_rl_step(
+def test_a_serving_burst_cuts_the_budget_aborts_turns_and_freezes_growth_until_the_next_rl_step(
     gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
 ) -> None:
     before = rollout.status()
@@ -147,7 +147,7 @@ def test_rollouts_front_end_gives_way_to_servings(serving: RealEngine, rollout: 
     assert ours < guests
 
 
-def test_idle_engines_rest(gpu: SharedGpu) -> None:
+def test_idle_engines_do_not_wake_each_other(gpu: SharedGpu) -> None:
     """A step that tells the ledger of no change would wake its own watcher, and so the next step."""
     gpu.settle()
     until(lambda: gpu.ledger.num_held(Role.ROLLOUT) == 1, "all leases ended")

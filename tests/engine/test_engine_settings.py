@@ -15,7 +15,7 @@ def test_an_engine_without_the_rose_key_is_left_alone() -> None:
     assert EngineSettings.parse({"other_plugin": {"role": "x"}}) is None
 
 
-def test_defaults_and_names() -> None:
+def test_defaults_follow_the_role_and_an_engine_is_named_by_role_and_pid() -> None:
     settings = EngineSettings.parse({"rose": {"role": "rollout"}})
     assert settings is not None
     assert (settings.role, settings.pool, settings.gate_mode) == (Role.ROLLOUT, None, GateMode.DUAL)

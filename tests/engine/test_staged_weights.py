@@ -130,7 +130,7 @@ def test_where_the_old_weights_are_not_there_the_whole_file_is_loaded(
     assert "second.weight did not hold the weights of the last update" in caplog.text
 
 
-def test_a_file_that_changes_too_much_or_is_none_is_loaded_or_refused(
+def test_a_file_with_many_changes_is_loaded_whole_and_a_broken_one_refused(
     engine: StagedWeightEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "rose.engine")

@@ -39,7 +39,7 @@ def test_without_measurements_there_is_no_cap() -> None:
 
 
 @pytest.mark.parametrize(("most", "found"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
-def test_levels_double_and_end_with_the_most(most: int, found: list[int]) -> None:
+def test_concurrency_is_measured_at_powers_of_two_and_at_the_most(most: int, found: list[int]) -> None:
     assert levels(most) == found
 
 

@@ -97,7 +97,7 @@ def test_weights_on_memory_that_torch_can_not_free_are_moved_once(tmp_path: Path
         assert np.array_equal(model.weight.detach().clone().numpy(), kept)
 
 
-def test_a_set_over_its_limit_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_model_larger_than_the_host_cache_stays_on_its_device(tmp_path: Path) -> None:
     from rose.trainers.torch_state import TorchState
 
     model = tied_model(torch.float32)

@@ -39,7 +39,7 @@ class PeerSamples:
     broken: list[str] = field(default_factory=list)
     """What ended turns before their time at a SIGSTOP."""
     num_turns: int = 0
-    """At a SIGKILL."""
+    """The turns that ran on a peer's worker when it got a SIGKILL."""
     num_cut: int = 0
     failed: list[str] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ from rose.node.control import EngineControl
 PROMPT_TOKENS = 24
 LONG_TOKENS, SHORT_TOKENS = 900, 16
 NUM_TURNS = 6
-"""At a time, on two engines."""
+"""The turns at a time, on two engines."""
 RUNNING_TOKENS = 20
 """A turn that has so many is under way."""
 

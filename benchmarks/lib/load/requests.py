@@ -102,7 +102,7 @@ class Sample:
 
     latency_s: float
     late_s: float
-    """By how much the client itself sent it after its time; no part of the latency."""
+    """How late the client itself sent it; no part of the latency."""
     took: tuple[Times, ...]
     """What each process that is watched did during it."""
 

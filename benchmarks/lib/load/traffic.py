@@ -18,7 +18,7 @@ from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 
 MAX_FOREIGN_SHARE = 0.05
-"""Of the machine's CPU time in a window: beyond it, latencies are other processes' as well."""
+"""The share of the machine's CPU time in a window beyond which latencies are other processes' as well."""
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ _PER_S = 50.0
 _WARM_UP = 20
 """Requests of each way, ahead of those that count."""
 _PARTS = 3
-"""Of the run, for the spread."""
+"""The parts into which the run is divided, for the spread."""
 _SLOWEST = 0.02
 _CALM_S = 0.0005
 """On a machine of their own they hardly wait: the router has a core to itself."""

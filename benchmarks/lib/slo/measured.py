@@ -42,7 +42,7 @@ BURST_SIZE = 12
 TIGHT_STEPS = 5.0
 """TPOT SLO of the tight case, in serving's decode steps."""
 TIGHT_TARGET = 0.95
-"""Of that SLO: what the gate aims at."""
+"""The fraction of that SLO at which the gate aims."""
 FRONTIER_STEPS = (1.5, 2.0, 3.0, 4.5)
 """TPOT targets of the frontier, in serving's decode steps."""
 MAX_FOREIGN_CPU_SHARE = 0.05

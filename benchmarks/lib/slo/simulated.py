@@ -45,7 +45,7 @@ DENSITIES = (1.0, 1.5, 2.0)
 PREFILL_DENSITY = {"8B": 18.0, "32B": 14.0}
 """One prefiller feeds many decoders: at these it computes for a fifth to a third of the time."""
 OUT_OF_SERVICE = (0.25, 0.75)
-"""Of the horizon: when an autoscaler keeps traffic away."""
+"""An autoscaler keeps traffic away from the first to the second of these, in shares of the horizon."""
 # ROSE Table 5: average rollout time relative to density 1.
 PAPER_ROLLOUT_TIME = {
     "8B": {1.5: 511.7 / 496.3, 2.0: 569.9 / 496.3},

@@ -36,9 +36,9 @@ class LinkBytes:
     """Since the limit was set, both directions together."""
 
     on_wire: int
-    """By the queue of the limit, which counts the headers of every frame."""
+    """The bytes that the limit's queue counted, which counts the headers of every frame."""
     by_interface: int
-    """By the interfaces, which count the headers of a burst of frames once."""
+    """The bytes that the interfaces counted, which count the headers of a burst of frames once."""
 
     def __sub__(self, other: "LinkBytes") -> "LinkBytes":
         return LinkBytes(

@@ -62,7 +62,7 @@ class Sync:
     link_bytes: LinkBytes
     num_changed: int
     encode_s: float
-    """Of the trainer rank that took longest."""
+    """The seconds of the trainer rank that took longest."""
     cores_busy: float
 
 

@@ -40,7 +40,7 @@ class TwinOutcome:
     horizon_s: float
     requests: list[ServedRequest]
     generated_tokens: int
-    """By rollouts, up to the horizon."""
+    """The tokens that rollouts generated up to the horizon."""
     serving_busy_s: float
     rollout_busy_s: float
     num_serving_steps: int
@@ -256,7 +256,7 @@ class _Running:
     work: StepWork
     start_s: float
     left_s: float
-    """Of its length on a GPU of its own."""
+    """What is left of its length on a GPU of its own."""
 
 
 def noisy(costs: StepTimeModel, work: StepWork, rng: random.Random) -> float:

@@ -123,7 +123,7 @@ def test_an_inactive_engine_refuses_turns_at_once_and_both_commands_may_be_repea
 
 
 @pytest.mark.parametrize("route", ["activate", "deactivate"])
-def test_a_serving_engine_refuses(serving: RealEngine, route: str) -> None:
+def test_a_serving_engine_refuses_to_be_activated_or_deactivated(serving: RealEngine, route: str) -> None:
     refused = serving.post(route, {})
     assert refused.status_code == 409
     assert "a serving engine is always active" in refused.text

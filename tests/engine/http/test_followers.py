@@ -89,7 +89,7 @@ async def test_steps_go_on_under_new_weights_only_when_the_router_knows_of_them(
         assert engine.known_at_resume == versions
 
 
-async def test_who_is_gone_or_was_never_there_is_not_waited_for() -> None:
+async def test_only_followers_that_still_ask_are_waited_for() -> None:
     followers = Followers()
     await followers.until_told("run/1")
     followers.asked("gone", None, 1e-9)

@@ -85,7 +85,7 @@ def test_a_serving_engine_that_has_gone_shuts_nothing_out(board: Words, writer: 
     assert closed_slices(board).share == 0.0
 
 
-def test_one_of_several_api_servers_controls(board: Words, writer: HarmRecords) -> None:
+def test_only_one_of_several_api_servers_closes_slices(board: Words, writer: HarmRecords) -> None:
     RolloutSide(board)
     record_minute(writer, slowdown=0.0)
     first, second = (HarmWatch(board, reader(writer), allowed) for allowed in (0.02, 1e-9))

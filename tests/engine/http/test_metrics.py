@@ -55,7 +55,7 @@ def scrape(words: Words | None) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_an_engines_own_numbers() -> None:
+def test_an_engine_without_a_pool_shows_the_numbers_of_its_status() -> None:
     found = scrape(None)
     assert found['rose_generated_tokens_total{engine_id="e",role="serving"}'] == 11
     assert found['rose_kv_slabs_budget{engine_id="e",role="serving"}'] == 9
@@ -63,7 +63,7 @@ def test_an_engines_own_numbers() -> None:
     assert not any("slack" in name for name in found)
 
 
-def test_the_boards_numbers() -> None:
+def test_an_engine_on_a_board_shows_the_boards_numbers() -> None:
     words = Words(bytearray(8 * NUM_WORDS))
     serving, rollout = ServingSide(words), RolloutSide(words)
     assert rollout.try_begin(time.monotonic() + 1.0, rollout.view())

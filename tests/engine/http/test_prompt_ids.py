@@ -76,7 +76,9 @@ def test_an_answer_in_one_piece_is_as_long_as_it_says() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_an_engine_streams_the_same_tokens_with_and_without(rollout: RealEngine) -> None:
+def test_an_engine_streams_the_same_tokens_without_the_ids_of_the_prompt(
+    rollout: RealEngine,
+) -> None:
     given = prompt("spared", 200)
     told, spared = (rollout.stream(given, 8, **headers) for headers in ({}, ASKED))
     assert told[0]["choices"][0]["prompt_token_ids"] == given

@@ -48,7 +48,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **ENGINE_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
 
 
-def test_its_client_gets_the_engines_own_answers(told: Any) -> None:
+def test_trls_client_gets_the_engines_own_answers(told: Any) -> None:
     assert told["routed"] == told["direct"]
     assert told["routed"]["generate"]["prompt_ids"] == [[5, 6, 7], [8, 9, 10, 11]]
     assert len(told["routed"]["generate"]["completion_ids"]) == 4
@@ -60,7 +60,7 @@ def test_grpo_trains_on_routed_turns_and_publishes_every_step(told: Any) -> None
     assert told["turns"]["finished"] >= 8 * NUM_STEPS
 
 
-def test_the_asynchronous_worker_gets_tokens_and_their_logprobs(told: Any) -> None:
+def test_trls_asynchronous_worker_gets_tokens_and_their_logprobs(told: Any) -> None:
     samples = told["rollout"]
     assert all(0 < num_tokens <= MAX_TOKENS for num_tokens in samples["tokens"])
     assert samples["logprobs"] == samples["tokens"]

@@ -97,7 +97,7 @@ def test_no_job_has_a_gpu_of_other_models_and_none_that_a_job_could_use_is_nobod
             assert not borrower.can_use(each) or (bound is not None and counts[borrower.job] >= bound)
 
 
-def test_what_few_can_use_counts_towards_their_part_of_what_all_can() -> None:
+def test_a_gpu_that_few_jobs_can_use_counts_towards_their_share_of_the_gpus() -> None:
     both, one = Borrower(job="both", wants={Wants("m"), Wants("n")}), Borrower(job="one", wants={Wants("m")})
     gpus = [Lendable(worker="a", models={"m"}), Lendable(worker="b", models={"n"})]
     assert assign([both, one], gpus, {}) == {"a": "one", "b": "both"}

@@ -62,7 +62,9 @@ async def test_each_turn_is_timed_under_its_model(start_router: StartRouter) -> 
         assert buckets == sorted(buckets) and each["+Inf"] == each["count"]
 
 
-async def test_a_wait_counts_whatever_becomes_of_its_turn(start_router: StartRouter) -> None:
+async def test_the_time_in_the_queue_counts_also_for_turns_that_time_out(
+    start_router: StartRouter,
+) -> None:
     async with ScriptedWorker() as worker, start_router(worker, turns_per_gpu=1) as client:
         worker.hold()
         running = asyncio.create_task(client.complete(BODY))
