@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.config import Section, Settings, child_environment, load_yaml, make_private_dir, vllm_plugins
+from rose.config import Section, Settings, load_yaml, make_private_dir, vllm_plugins
 from rose.errors import ConfigError
 
 
@@ -96,12 +96,6 @@ def test_private_dir_refuses_a_folder_that_others_may_write_to(tmp_path: Path) -
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"others may write to it .*; choose another"):
         make_private_dir(tmp_path, "choose another")
-
-
-def test_child_environment_adds_to_the_inherited_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROSE_TEST_A", "1")
-    environment = child_environment({"ROSE_TEST_B": "2"})
-    assert (environment["ROSE_TEST_A"], environment["ROSE_TEST_B"]) == ("1", "2")
 
 
 def test_vllm_plugins_keeps_what_the_operator_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -90,23 +91,18 @@ class ServerProcess:
         return self
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        if self.log_path is None:
-            return subprocess.Popen(
-                self.argv,
-                env=self._env,
-                cwd=self._folder,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
+        with ExitStack() as when_started:
+            log = None
+            if self.log_path is not None:
+                self.log_path.parent.mkdir(parents=True, exist_ok=True)
+                log = when_started.enter_context(self.log_path.open("ab"))
             return subprocess.Popen(
                 self.argv,
                 env=self._env,
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if log is not None else None,
                 start_new_session=True,
             )
 
