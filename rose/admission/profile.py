@@ -1,6 +1,6 @@
-"""Step-time profiles: which steps to measure, the files that keep the fits, and their plot.
+"""Step-time profiles: the files that keep the fits, and their plot.
 
-No engine is run here: the caller measures the points.
+No engine is run here: the caller measures its steps.
 """
 
 import hashlib
@@ -32,48 +32,6 @@ class ProfileKey:
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
         readable = re.sub(r"[^A-Za-z0-9.]+", "-", self.model).strip("-")[-40:]
         return f"{readable}-{digest}.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfilePoint:
-    """The shape of a step to measure; its decodes have ``context_tokens`` together."""
-
-    prefill_tokens: int
-    num_decodes: int
-    context_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfilePlan:
-    """The steps to measure, in order; the first ``num_warm_up`` of them don't count."""
-
-    points: tuple[ProfilePoint, ...]
-    num_warm_up: int
-
-    @classmethod
-    def covering(
-        cls, *, max_prefill_tokens: int, max_decodes: int, max_context_tokens: int, repeats: int = 4
-    ) -> "ProfilePlan":
-        """Plans prefill alone, decodes alone at short and long context, and mixed steps.
-
-        ``max_context_tokens`` is per sequence. Repeats go round the whole set, so that a slow second of the
-        machine disturbs every shape a little and not one shape wholly.
-        """
-        if min(max_prefill_tokens, max_decodes, max_context_tokens, repeats) < 1:
-            raise ValueError("every bound of a profile plan must be at least 1")
-        prefills = _doubling(max_prefill_tokens, 5)
-        decodes = _doubling(max_decodes, 4)
-        contexts = sorted({max(1, max_context_tokens // 8), max_context_tokens})
-        shapes = [(p, 0, 0) for p in prefills]
-        shapes += [(0, d, d * c) for d in decodes for c in contexts]
-        shapes += [(p, d, d * contexts[0]) for p in prefills[::2] for d in decodes[::2]]
-        points = [ProfilePoint(prefill_tokens=p, num_decodes=d, context_tokens=c) for p, d, c in shapes]
-        warm_up = [points[len(prefills) - 1], points[-1]]
-        return cls(points=tuple(warm_up + points * repeats), num_warm_up=len(warm_up))
-
-
-def _doubling(most: int, count: int) -> list[int]:
-    return sorted({max(1, most >> i) for i in range(count)})
 
 
 def fit_profile(observations: Sequence[StepObservation], key: ProfileKey, directory: Path) -> StepTimeModel:

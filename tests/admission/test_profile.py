@@ -1,4 +1,4 @@
-"""Profile plans and files."""
+"""Files of step-time profiles."""
 
 import json
 import random
@@ -9,13 +9,12 @@ import pytest
 
 from rose.admission.profile import (
     ProfileKey,
-    ProfilePlan,
     fit_profile,
     load_measured_profile,
     load_profile,
     plot_profile,
 )
-from rose.admission.step_time import MIN_OBSERVATIONS, StepObservation, StepTimeModel
+from rose.admission.step_time import StepObservation, StepTimeModel
 from rose.errors import ConfigError
 
 KEY = ProfileKey(model="org/tiny model", hardware="cpu-2", vllm_version="0.32.0", parallelism="tp1")
@@ -24,38 +23,18 @@ TRUTH = StepTimeModel(
 )
 
 
-def plan() -> ProfilePlan:
-    return ProfilePlan.covering(max_prefill_tokens=512, max_decodes=16, max_context_tokens=1024)
-
-
 def measured() -> list[StepObservation]:
     rng = random.Random(0)
+    shapes = [(p, d, d * c) for p in (0, 64, 256, 512) for d in (0, 4, 16) for c in (128, 1024) if p + d]
     return [
         StepObservation(
-            prefill_tokens=p.prefill_tokens,
-            num_decodes=p.num_decodes,
-            context_tokens=p.context_tokens,
-            seconds=TRUTH.predict(p.prefill_tokens, p.num_decodes, p.context_tokens)
-            * rng.uniform(0.97, 1.03),
+            prefill_tokens=p,
+            num_decodes=d,
+            context_tokens=c,
+            seconds=TRUTH.predict(p, d, c) * rng.uniform(0.97, 1.03),
         )
-        for p in plan().points
+        for p, d, c in shapes * 4
     ]
-
-
-def test_a_plan_reaches_its_bounds_and_gives_enough_to_fit() -> None:
-    points = plan().points
-    assert max(p.prefill_tokens for p in points) == 512
-    assert max(p.num_decodes for p in points) == 16
-    assert max(p.context_tokens for p in points) == 16 * 1024
-    assert any(p.prefill_tokens and p.num_decodes for p in points)
-    assert len(points) - plan().num_warm_up >= MIN_OBSERVATIONS
-
-
-@pytest.mark.parametrize(("prefill", "decodes"), [(1, 1), (3, 1), (2048, 256)])
-def test_every_point_of_a_plan_is_a_step(prefill: int, decodes: int) -> None:
-    made = ProfilePlan.covering(max_prefill_tokens=prefill, max_decodes=decodes, max_context_tokens=64)
-    assert all(p.prefill_tokens + p.num_decodes > 0 for p in made.points)
-    assert all(p.prefill_tokens <= prefill and p.num_decodes <= decodes for p in made.points)
 
 
 def test_a_fitted_profile_is_loaded_again(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from functools import cache
 
 from rose.admission.gate import GateDecision, GatePolicy, GateReason, GateSettings, ServingView
 from rose.admission.online import OnlineStepTime
-from rose.admission.profile import ProfilePlan
 from rose.admission.slack import NEVER
 from rose.admission.step_time import StepObservation, StepTimeModel, fit
 from rose.types import GateMode
@@ -266,25 +265,27 @@ def noisy(costs: StepTimeModel, work: StepWork, rng: random.Random) -> float:
     return seconds * rng.lognormvariate(0.0, STEP_NOISE) + late_s
 
 
+def _profiled_shapes(max_prefill_tokens: int) -> list[tuple[int, int, int]]:
+    """(prefill, decodes, context): prefill alone, decodes alone at short and long context, mixed steps."""
+    prefills = [max_prefill_tokens >> i for i in (4, 3, 2, 1, 0)]
+    shapes = [(p, 0, 0) for p in prefills]
+    shapes += [(0, d, d * context) for d in (8, 16, 32, 64) for context in (512, 4096)]
+    shapes += [(p, d, d * 512) for p in prefills[::2] for d in (8, 32)]
+    return [shapes[4], shapes[-1], *shapes * 8]
+
+
 @cache
 def profile_of(model: EngineModel) -> StepTimeModel:
-    """Returns what `rose profile` would learn about this engine: the shipped plan and fit on noisy steps."""
+    """Returns what `rose profile` would learn about this engine: the shipped fit on noisy steps."""
     rng = random.Random(0)
-    plan = ProfilePlan.covering(
-        max_prefill_tokens=model.max_batched_tokens, max_decodes=64, max_context_tokens=4096, repeats=8
-    )
     observed = []
-    for point in plan.points:
-        work = StepWork(
-            prefill_tokens=point.prefill_tokens,
-            num_decodes=point.num_decodes,
-            context_tokens=point.context_tokens,
-        )
+    for prefill, decodes, context in _profiled_shapes(model.max_batched_tokens):
+        work = StepWork(prefill_tokens=prefill, num_decodes=decodes, context_tokens=context)
         observed.append(
             StepObservation(
-                prefill_tokens=point.prefill_tokens,
-                num_decodes=point.num_decodes,
-                context_tokens=point.context_tokens,
+                prefill_tokens=prefill,
+                num_decodes=decodes,
+                context_tokens=context,
                 seconds=noisy(model.costs, work, rng),
             )
         )
