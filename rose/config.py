@@ -114,6 +114,20 @@ def make_private_dir(path: Path, fix: str) -> Path:
     return path
 
 
+def launched_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Returns this process's rank and the number of ranks, as torchrun sets them; None if it has none.
+
+    Raises: ConfigError.
+    """
+    variables = environ if environ is not None else os.environ
+    rank, num_ranks = variables.get("RANK"), variables.get("WORLD_SIZE")
+    if rank is None or num_ranks is None:
+        return None
+    if not (rank.isdecimal() and num_ranks.isdecimal() and int(rank) < int(num_ranks)):
+        raise ConfigError(f"RANK={rank}, WORLD_SIZE={num_ranks}: expected a rank from 0 to WORLD_SIZE - 1")
+    return int(rank), int(num_ranks)
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the inherited environment plus ``extra``, for a child process."""
     return {**os.environ, **(extra if extra is not None else {})}

@@ -182,6 +182,7 @@ class Runner:
             num_iterations=spec.iterations,
             group=order.group,
             rollout_nodes=order.rollout_nodes,
+            num_ranks=spec.num_ranks,
             cache_folder=str(self._cache_root / spec.name),
             limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
             recording=self._recording,

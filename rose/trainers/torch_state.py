@@ -2,7 +2,8 @@
 
 The storages of the tensors leave the device for the host cache and come back bit for bit. Every tensor stays
 the object that it is, tied weights and views included, so that optimizers, schedulers and wrappers notice
-nothing. Anything but tensors stays in the suspended process.
+nothing. Of a tensor that FSDP or DTensor shards, each rank keeps its own shard. Anything but tensors stays in
+the suspended process.
 
     @rose.phase("train", working_set=TorchState(lambda: [trainer.model, trainer.optimizer]))
     def train(samples): ...
@@ -58,8 +59,9 @@ class TorchState:
         sharing: dict[int, list[torch.Tensor]] = {}
         for part in self._parts():
             for tensor in _tensors(part):
-                if tensor.untyped_storage().nbytes() > 0:
-                    sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+                own = _own_part(tensor)
+                if own.untyped_storage().nbytes() > 0:
+                    sharing.setdefault(own.untyped_storage().data_ptr(), []).append(own)
         return [_resizable(tensors) for tensors in sharing.values()]
 
 
@@ -73,6 +75,15 @@ def _tensors(part: Part) -> Iterator[torch.Tensor]:
     elif part is not None:
         for state in part.state.values():
             yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard of a DTensor, which has no storage of its own; any other tensor itself."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():  # the shard itself, not a new tensor that autograd knows
+        own: torch.Tensor = tensor.to_local()
+    return own
 
 
 def _resizable(tensors: list[torch.Tensor]) -> torch.UntypedStorage:

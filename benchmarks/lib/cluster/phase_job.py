@@ -81,7 +81,7 @@ def ask_for_permits(log: Path, num_permits: int) -> None:
     lines = []
     for iteration in range(num_permits):
         begin_s = time.perf_counter()
-        with job.permit(Phase.ROLLOUT, iteration, None):
+        with job.permit(Phase.ROLLOUT, iteration):
             lines.append(json.dumps({"wait_s": time.perf_counter() - begin_s}) + "\n")
     log.write_text("".join(lines))
     job.complete(0)

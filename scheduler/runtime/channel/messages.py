@@ -108,43 +108,44 @@ class Exited(Call, frozen=True, kw_only=True):
     """Why the command never ran and never will on this host, e.g. that there is no such program."""
 
 
-class Request(Call, frozen=True, kw_only=True):
-    """A phase asks for its nodes. Answered by a Granted, as soon as the group's order allows."""
+class RankCall(Call, frozen=True, kw_only=True):
+    """Root of the calls of a job's processes. A job has `num_ranks` of them, numbered from 0."""
 
     job: str
     attempt: int
+    rank: Count = 0
+
+
+class Request(RankCall, frozen=True, kw_only=True):
+    """A phase asks for its nodes: all ranks do.
+
+    Each is answered by a Granted, when all have asked and as soon as the group's order allows.
+    """
+
     phase: Phase
     iteration: int
 
 
-class Heartbeat(Call, frozen=True, kw_only=True):
-    """The holder is alive. A permit without a heartbeat for the lease's time is taken back."""
+class Heartbeat(RankCall, frozen=True, kw_only=True):
+    """The holder is alive. A permit is taken back if one of the ranks that hold it is silent for a lease."""
 
-    job: str
-    attempt: int
     phase: Phase
     epoch: int
 
 
-class Release(Call, frozen=True, kw_only=True):
-    """The phase has offloaded its state. ``next_phase`` is queued at once, on the other pool."""
+class Release(RankCall, frozen=True, kw_only=True):
+    """The phase has offloaded its state. The nodes are free when all ranks have released them."""
 
-    job: str
-    attempt: int
     phase: Phase
     epoch: int
-    next_phase: Phase | None = None
-    next_iteration: int = 0
 
 
-class Report(Call, frozen=True, kw_only=True):
-    """Reports progress inside a phase, for long-tail migration.
+class Report(RankCall, frozen=True, kw_only=True):
+    """Reports progress inside a phase, for long-tail migration. Rank 0 reports for all.
 
     The answer's ``keep`` names the rollout nodes onto which the rest should move, if it should move.
     """
 
-    job: str
-    attempt: int
     phase: Phase
     num_done: Count
     num_total: Count
@@ -154,24 +155,20 @@ class Report(Call, frozen=True, kw_only=True):
     """The lengths of all responses, when all are done."""
 
 
-class Moved(Call, frozen=True, kw_only=True):
+class Moved(RankCall, frozen=True, kw_only=True):
     """The rollout's tail runs on these nodes alone; the permit's other nodes are free."""
 
-    job: str
-    attempt: int
     epoch: int
     keep: list[int]
 
 
-class Completed(Call, frozen=True, kw_only=True):
-    """An iteration's state is safe: after a crash the job starts after it.
+class Completed(RankCall, frozen=True, kw_only=True):
+    """An iteration's state is safe: after a crash the job starts after it. Answered when all ranks say so.
 
     The answer names the job's ``group`` and ``rollout_nodes`` from here on, as the job may have been moved.
     ``ends``: it moves to another host, and this process must end.
     """
 
-    job: str
-    attempt: int
     iteration: int
 
 
@@ -184,7 +181,7 @@ class Answer(Message, frozen=True, kw_only=True):
 
 
 class Granted(Message, frozen=True, kw_only=True):
-    """The permit that a request asked for. A later permit has a higher ``epoch``, which fences this one."""
+    """The permit that all ranks have asked for. A later one has a higher ``epoch``, which fences this one."""
 
     seq: int
     job: str

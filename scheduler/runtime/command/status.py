@@ -69,11 +69,22 @@ def _now(job: Mapping[str, Any]) -> str:
         return ""
     if job["holds"] is not None:
         progress = "" if job["progress"] is None else ", {} of {} responses".format(*job["progress"])
-        return f"runs {job['holds']}{progress}"
+        return f"runs {job['holds']}{progress}{_some(job, 'ranks_holding')}"
+    some = _some(job, "ranks_waiting")
+    if some:
+        return f"waits for its other ranks{some}"
     if job["waits_for"] is not None:
         behind = f", held by {', '.join(job['behind'])}" if job["behind"] else ", not yet due"
         return f"waits for {job['waits_for']} nodes{behind}"
     return "waits for a host" if job["host"] is None else "between two phases"
+
+
+def _some(job: Mapping[str, Any], which: str) -> str:
+    """Names these ranks of the job unless it is none or all of them."""
+    ranks = job[which]
+    if not 0 < len(ranks) < job["num_ranks"]:
+        return ""
+    return f", rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {job['num_ranks']}"
 
 
 def _turn(job: Mapping[str, Any]) -> str:

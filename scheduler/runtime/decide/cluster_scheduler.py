@@ -98,7 +98,7 @@ class ClusterScheduler:
         self._pid = pid
         self._ticked_s = now
         self._state = State(cluster, rows, now, clock)
-        self._permits = PermitCalls(self._state, cluster.lease_s)
+        self._permits = PermitCalls(self._state, cluster.lease_s, now)
         self._tails = TailCalls(self._state, self._permits)
         self._moves = MoveCalls(self._state, self._permits)
         self._jobs = JobCalls(self._state, self._permits, self._moves)
@@ -170,6 +170,7 @@ class ClusterScheduler:
         for host in self._state.hosts.silent(now, self._state.cluster.host_lease_s):
             self._hosts.lose(host, now)
         self._jobs.start_waiting(now)
+        self._permits.tell_apart(now)
         self._follow_up(now)
         if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
             for permits in self._state.permits.values():
@@ -182,15 +183,19 @@ class ClusterScheduler:
         """Ends the leases of a group that have run out, and issues the permits that are due."""
         permits = self._state.permits[group]
         for hold in permits.expired(now):
-            if hold.is_stopping and self._state.hosts.is_beside(self._state.jobs[hold.job].host):
+            if hold.silent and self._state.hosts.is_beside(self._state.jobs[hold.job].host):
                 # No runner has answered for a whole lease: it is gone, and a watcher has ended the process.
                 self._jobs.start_again(hold.job, "lease ran out, and the runner is gone", now)
                 continue
-            hold.is_stopping = True
-            hold.expires_s = now + permits.lease_s
-            self._state.event("expired", hold.job, phase=hold.phase, epoch=hold.epoch)
+            hold.silent = tuple(rank for rank, until_s in hold.until_s.items() if until_s <= now)
+            hold.renew(now + permits.lease_s)
+            self._state.event(
+                "expired", hold.job, phase=hold.phase, epoch=hold.epoch, ranks=list(hold.silent)
+            )
             self._state.order(Stop(job=hold.job, attempt=self._state.jobs[hold.job].attempt, is_lost=True))
-            logger.warning("lease ran out job=%s phase=%s group=%s", hold.job, hold.phase, group)
+            logger.warning(
+                "lease ran out job=%s phase=%s ranks=%s group=%s", hold.job, hold.phase, hold.silent, group
+            )
         self._permits.grant(group, now)  # the order waits only so long for a job between two phases
         self._state.touched.add(group)
 

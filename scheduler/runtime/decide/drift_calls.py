@@ -46,16 +46,16 @@ class DriftCalls:
 
     def releasing(self, call: Release, now: float) -> None:
         """A phase is about to release its nodes."""
-        if self._permits.why_not(call.job, call.attempt) is not None:
+        if self._permits.why_not(call) is not None:
             return
-        held_s = self._state.permits_of(call.job).held_s(call.job, call.epoch, now)
+        held_s = self._state.permits_of(call.job).held_s(call.job, call.epoch, now, call.rank)
         if held_s is not None:
             last = self._holds.setdefault(call.job, defaultdict(lambda: deque(maxlen=NUM_HOLDS)))
             last[call.phase].append(held_s)
 
     def completing(self, call: Completed, now: float) -> None:
         """An iteration is about to be safe: the job holds nothing and can be certified with other times."""
-        if self._permits.why_not(call.job, call.attempt) is not None:
+        if self._permits.why_not(call) is not None or not self._permits.is_last(call):
             return
         times, spec = self._drifted(call.job), self._state.specs[call.job]
         if not times or self._state.jobs[call.job].next_place or call.iteration + 1 >= spec.iterations:

@@ -34,7 +34,8 @@ class GroupPermits:
         """Each job's permit: a job holds nodes of one pool at a time."""
         self._clock = clock
         self._now = 0.0
-        self._asks: dict[str, tuple[Phase, int]] = {}
+        self._asks: dict[str, tuple[Phase, int, int]] = {}
+        """For each job that waits: phase, iteration, number of ranks."""
         self._group: Group | None = None
         self._certificate: Certificate | None = None
         self._book: PermitBook | None = None
@@ -81,9 +82,9 @@ class GroupPermits:
         if self._book is not None:
             self._book.leave(job, now)
 
-    def ask(self, job: str, phase: Phase, iteration: int) -> None:
+    def ask(self, job: str, phase: Phase, iteration: int, num_ranks: int = 1) -> None:
         """Queues a phase. Repeating the call changes nothing."""
-        self._asks[job] = phase, iteration
+        self._asks[job] = phase, iteration, num_ranks
 
     def grant(self, now: float) -> list[Hold]:
         """Issues the permits that are due, and returns them. Call it after each change and periodically."""
@@ -93,17 +94,17 @@ class GroupPermits:
             return []
         for hold in self.holds.values():
             book.heartbeat(hold.job, hold.epoch, now)
-        for job, (phase, _) in self._asks.items():
+        for job, (phase, *_) in self._asks.items():
             book.request(job, phase, now)
         granted = []
         for permit in book.advance(now):
-            phase, iteration = self._asks.pop(permit.job)
+            phase, iteration, num_ranks = self._asks.pop(permit.job)
             hold = Hold(
                 job=permit.job,
                 phase=phase,
                 iteration=iteration,
                 epoch=permit.epoch,
-                expires_s=now + self.lease_s,
+                until_s=dict.fromkeys(range(num_ranks), now + self.lease_s),
             )
             self.holds[permit.job] = hold
             granted.append(hold)
@@ -119,35 +120,37 @@ class GroupPermits:
         wake_s = self._book.next_wake_s(now)
         return min(times if wake_s is None else [*times, wake_s], default=None)
 
-    def beat(self, job: str, epoch: int, now: float) -> bool:
-        """Renews the lease; False if the job holds no permit of this epoch."""
+    def beat(self, job: str, epoch: int, now: float, rank: int = 0) -> bool:
+        """Renews a rank's lease; False if the job holds no permit of this epoch."""
         hold = self.holds.get(job)
         if hold is None or hold.epoch != epoch:
             return False
-        if not hold.is_stopping:
-            hold.expires_s = now + self.lease_s
+        if not hold.silent and rank in hold.until_s:
+            hold.until_s[rank] = now + self.lease_s
         return True
 
     def renew(self, now: float) -> None:
         """Gives every holder a whole lease, after a time in which no heartbeat could be heard."""
         for hold in self.holds.values():
-            hold.expires_s = now + self.lease_s
+            hold.renew(now + self.lease_s)
 
-    def release(self, job: str, epoch: int, now: float) -> bool:
-        """Ends the permit; False if the job no longer holds it."""
+    def release(self, job: str, epoch: int, now: float, rank: int = 0) -> bool:
+        """A rank is done; the last one ends the permit. False if the job no longer holds it."""
         hold = self.holds.get(job)
         if hold is None or hold.epoch != epoch:
             return False
         assert self._book is not None
         self._now = now
-        self._book.release(job, hold.epoch, now)
-        del self.holds[job]
+        hold.until_s.pop(rank, None)
+        if not hold.until_s:
+            self._book.release(job, hold.epoch, now)
+            del self.holds[job]
         return True
 
-    def held_s(self, job: str, epoch: int, now: float) -> float | None:
-        """How long the job has held this permit; None if it does not hold it."""
+    def held_s(self, job: str, epoch: int, now: float, rank: int = 0) -> float | None:
+        """How long the job has held this permit; None unless this rank is the last that holds it."""
         hold = self.holds.get(job)
-        if hold is None or hold.epoch != epoch:
+        if hold is None or hold.epoch != epoch or hold.until_s.keys() != {rank}:
             return None
         assert self._book is not None
         permit = self._book.permit_of(job)
@@ -204,6 +207,7 @@ class GroupPermits:
                 iteration=each.iteration,
                 epoch=each.epoch,
                 granted_s=permit.granted_s,
+                ranks=list(each.until_s),
             )
             for each in self.holds.values()
             if (permit := self._book.permit_of(each.job)) is not None
@@ -232,7 +236,7 @@ class GroupPermits:
                 phase=each.phase,
                 iteration=each.iteration,
                 epoch=each.epoch,
-                expires_s=now + self.lease_s,
+                until_s=dict.fromkeys(each.ranks, now + self.lease_s),
             )
 
     def holders_before(self, job: str) -> list[str]:

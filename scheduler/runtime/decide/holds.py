@@ -17,9 +17,19 @@ class Hold:
     phase: Phase
     iteration: int
     epoch: int
-    expires_s: float
-    is_stopping: bool = False
-    """The lease has run out, and the holder's process has been told to end."""
+    until_s: dict[int, float]
+    """When the lease of each rank ends that has not released its nodes yet."""
+    silent: tuple[int, ...] = ()
+    """The ranks whose lease has run out. The job's processes have been told to end."""
+
+    @property
+    def expires_s(self) -> float:
+        """When the first lease ends."""
+        return min(self.until_s.values())
+
+    def renew(self, until_s: float) -> None:
+        """Gives every rank that holds the permit a lease until then."""
+        self.until_s = dict.fromkeys(self.until_s, until_s)
 
 
 class HoldRow(msgspec.Struct, kw_only=True):
@@ -30,6 +40,8 @@ class HoldRow(msgspec.Struct, kw_only=True):
     iteration: int
     epoch: int
     granted_s: float
+    ranks: list[int]
+    """Those that have not released it."""
 
 
 class PermitsRow(msgspec.Struct, kw_only=True):

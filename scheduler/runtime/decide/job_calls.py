@@ -10,7 +10,7 @@ from rose.scheduler.group.certificate import Certificate, CertificateError, cert
 from rose.scheduler.group.order import round_robin
 from rose.scheduler.runtime.channel.messages import Cancel, Exited, Start, Stop
 from rose.scheduler.runtime.decide.move_calls import MoveCalls
-from rose.scheduler.runtime.decide.permit_calls import PermitCalls
+from rose.scheduler.runtime.decide.permit_calls import LATE, PermitCalls, named
 from rose.scheduler.runtime.decide.placing import Groups, Placed
 from rose.scheduler.runtime.decide.records import JobState
 from rose.scheduler.runtime.decide.state import State
@@ -153,7 +153,7 @@ class JobCalls:
         """No process of this attempt runs any more: its nodes go to the next job."""
         self._state.permits_of(name).drop(name, now)
         self._state.meter.dropped(name)
-        self._state.jobs[name].waiting = None
+        self._permits.forget(name)
         self._state.progress.pop(name, None)
         self._state.changed(name)
         self._state.changed_group(self._state.jobs[name].group)
@@ -167,7 +167,7 @@ class JobCalls:
             return
         self._state.event("exited", call.job, attempt=call.attempt, exit_status=call.exit_status)
         num_iterations = self._state.specs[call.job].iterations
-        how = f"attempt {call.attempt} ended with status {call.exit_status}"
+        how = f"attempt {call.attempt} ended with status {call.exit_status}{self._blamed(call.job)}"
         if record.state is JobState.CANCELLING:
             self.end(call.job, JobState.CANCELLED, "", now)
         elif record.is_fenced:
@@ -188,6 +188,14 @@ class JobCalls:
         else:
             record.num_crashes += 1
             self.start_again(call.job, how, now)
+
+    def _blamed(self, name: str) -> str:
+        """Names the ranks that were silent, or for which others waited, for the note of the attempt's end."""
+        hold, note = self._state.permits_of(name).holds.get(name), self._state.jobs[name].note
+        if hold is None or not hold.silent:
+            return f"; {note}" if note.startswith(LATE) else ""
+        who = named(hold.silent, self._state.specs[name].num_ranks)
+        return f": {who} fell silent in {hold.phase} of iteration {hold.iteration}"
 
     def end(self, name: str, state: JobState, note: str, now: float) -> None:
         """The job is over: frees its place and its memory."""

@@ -79,19 +79,20 @@ class MoveCalls:
 
     def completed(self, client: str, call: Completed, now: float) -> None:
         """An iteration is safe. The answer says where the job runs from here on."""
-        refusal = self._permits.completed(call, now)
-        if refusal is not None:
-            self._state.answer(client, call.seq, refusal)
+        is_new = call.job in self._state.jobs and call.iteration >= self._state.jobs[call.job].num_done
+        callers = self._permits.completed(client, call, now)
+        if not callers:
             return
         record = self._state.jobs[call.job]
-        if record.num_done < self._state.specs[call.job].iterations:
+        if is_new and record.num_done < self._state.specs[call.job].iterations:
             self._leave(call.job, now)
         body = {
             "group": record.group,
             "rollout_nodes": list(record.rollout_nodes),
             "ends": record.is_leaving,
         }
-        self._state.answer(client, call.seq, body=body)
+        for each, seq in callers.values():
+            self._state.answer(each, seq, body=body)
 
     def _leave(self, job: str, now: float) -> None:
         """Lets the job move. On another host, a new attempt continues it: a process stays on its host."""

@@ -1,25 +1,46 @@
 """Answers the calls of jobs' processes: requests, heartbeats, releases, completed iterations.
 
-Serves only the present attempt of a running job, and only under the epoch of its permit. Pure: takes ``now``.
+Serves only the present attempt of a running job, and only under the epoch of its permit. All ranks of a job
+get one permit for a phase: it is asked for when the last of them has asked, and over when the last has
+released it. A rank that others wait for is named after a lease. Pure: takes ``now``.
 """
 
-from rose.scheduler.cluster.model import POOL_PHASES
-from rose.scheduler.runtime.channel.messages import Completed, Granted, Heartbeat, Release, Request
+import logging
+from collections.abc import Iterable
+
+from rose.scheduler.cluster.model import POOL_PHASES, Phase
+from rose.scheduler.runtime.channel.messages import Completed, Granted, Heartbeat, RankCall, Release, Request
 from rose.scheduler.runtime.decide.holds import Hold
-from rose.scheduler.runtime.decide.records import JobState, PermitRequest
+from rose.scheduler.runtime.decide.records import Asked, JobState
 from rose.scheduler.runtime.decide.state import State
+
+logger = logging.getLogger(__name__)
 
 
 class PermitCalls:
     """Answers Request, Heartbeat, Release and Completed calls."""
 
-    def __init__(self, state: State, lease_s: float) -> None:
+    def __init__(self, state: State, lease_s: float, now: float) -> None:
         self._state = state
         self._lease_s = lease_s
+        self._apart_s = {name: now for name in state.live if self._are_apart(name)}
+        """Since when only some ranks of a job have asked or released; without the jobs whose note says so."""
+
+    def _are_apart(self, job: str) -> bool:
+        record, num_ranks = self._state.jobs[job], self._num_ranks(job)
+        hold = self._state.permits_of(job).holds.get(job) if record.state.is_placed else None
+        asked = record.waiting
+        is_whole = asked is None or len(asked.callers) == num_ranks
+        return not is_whole or (hold is not None and len(hold.until_s) < num_ranks)
+
+    def forget(self, job: str) -> None:
+        """The attempt has ended: nothing of it waits."""
+        self._apart_s.pop(job, None)
+        self._state.jobs[job].waiting = None
 
     def request(self, client: str, call: Request, now: float) -> None:
         """A phase asks for its nodes."""
-        refusal = self.why_not(call.job, call.attempt)
+        refusal = self.why_not(call)
         if refusal is None and call.phase not in POOL_PHASES:
             refusal = f"phase {call.phase!r} needs no permit"
         if refusal is not None:
@@ -27,20 +48,73 @@ class PermitCalls:
             return
         permits, record = self._state.permits_of(call.job), self._state.jobs[call.job]
         hold = permits.holds.get(call.job)
-        if hold is not None and (hold.phase, hold.iteration) != (call.phase, call.iteration):
+        if hold is not None and call.rank in hold.until_s:
+            if (hold.phase, hold.iteration) == (call.phase, call.iteration):  # asked again
+                self._send_grant(hold, client, call.seq)
+                return
             refusal = f"{call.job} still holds its permit for {hold.phase} of iteration {hold.iteration}"
             self._state.answer(client, call.seq, refusal)
             return
-        request = PermitRequest(phase=call.phase, iteration=call.iteration, client=client, seq=call.seq)
-        if hold is not None:  # asked again, or queued by the phase before
-            self._send_grant(hold, request)
+        if not self._gather(client, call, call.phase, now):
             return
-        record.waiting = request
-        self._state.changed(call.job)
-        permits.ask(call.job, call.phase, call.iteration)
+        permits.ask(call.job, call.phase, call.iteration, self._num_ranks(call.job))
         self._state.meter.asked(call.job, call.phase, now)
         self._state.changed_group(record.group)
-        self.grant(self._state.jobs[call.job].group, now)
+        self.grant(record.group, now)
+
+    def _gather(self, client: str, call: Request | Completed, phase: Phase | None, now: float) -> bool:
+        """Notes that a rank has asked. Returns whether all have; refuses a rank that does something else."""
+        record = self._state.jobs[call.job]
+        new = Asked(phase=phase, iteration=call.iteration, callers={call.rank: (client, call.seq)})
+        asked = record.waiting
+        if asked is not None and (asked.phase, asked.iteration) == (phase, call.iteration):
+            new.callers.update({rank: each for rank, each in asked.callers.items() if rank != call.rank})
+        elif asked is not None and asked.callers.keys() != {call.rank}:
+            others = named(asked.callers, self._num_ranks(call.job))
+            refusal = f"rank {call.rank} asks for {new}, {others} for {asked}: all ranks must enter the same "
+            self._state.answer(client, call.seq, f"{refusal}phases in the same order")
+            return False
+        record.waiting = new
+        self._state.changed(call.job)
+        return self._note_apart(call.job, len(new.callers) < self._num_ranks(call.job), now)
+
+    def _note_apart(self, job: str, is_apart: bool, now: float) -> bool:
+        """Notes since when some ranks wait for others. Returns whether they are together."""
+        if is_apart:
+            self._apart_s.setdefault(job, now)
+        else:
+            self._apart_s.pop(job, None)
+            record = self._state.jobs[job]
+            if record.note.startswith(LATE):
+                record.note = ""
+        return not is_apart
+
+    def is_last(self, call: Completed) -> bool:
+        """Whether all other ranks have already said that this iteration is complete."""
+        asked = self._state.jobs[call.job].waiting
+        is_same = asked is not None and (asked.phase, asked.iteration) == (None, call.iteration)
+        ranks = {call.rank, *asked.callers} if is_same and asked is not None else {call.rank}
+        return len(ranks) == self._num_ranks(call.job)
+
+    def tell_apart(self, now: float) -> None:
+        """Names the ranks for which others of their job have waited for a lease."""
+        for job in [each for each, since_s in self._apart_s.items() if now - since_s > self._lease_s]:
+            del self._apart_s[job]
+            record = self._state.jobs[job]
+            if record.state is not JobState.RUNNING:
+                continue
+            hold, asked = self._state.permits_of(job).holds.get(job), record.waiting
+            if hold is not None:
+                late, what = set(hold.until_s), f"is still in {hold.phase} of iteration {hold.iteration}"
+            elif asked is not None:
+                late = set(range(self._num_ranks(job))) - asked.callers.keys()
+                what = f"has not come to {asked}"
+            else:
+                continue
+            record.note = f"{LATE}{named(late, self._num_ranks(job))} {what}"
+            self._state.changed(job)
+            self._state.event("rank_late", job, ranks=sorted(late), note=record.note)
+            logger.warning("rank late job=%s %s", job, record.note)
 
     def grant(self, group: str, now: float) -> None:
         """Issues the permits that are due in a group."""
@@ -48,7 +122,8 @@ class PermitCalls:
             record = self._state.jobs[hold.job]
             self._state.meter.granted(hold.job, hold.phase, now)
             assert record.waiting is not None, hold
-            self._send_grant(hold, record.waiting)
+            for client, seq in record.waiting.callers.values():
+                self._send_grant(hold, client, seq)
             record.waiting = None
             self._state.changed(hold.job)
             self._state.changed_group(group)
@@ -56,9 +131,9 @@ class PermitCalls:
                 "granted", hold.job, phase=hold.phase, iteration=hold.iteration, epoch=hold.epoch
             )
 
-    def _send_grant(self, hold: Hold, request: PermitRequest) -> None:
+    def _send_grant(self, hold: Hold, client: str, seq: int) -> None:
         grant = Granted(
-            seq=request.seq,
+            seq=seq,
             job=hold.job,
             attempt=self._state.jobs[hold.job].attempt,
             phase=hold.phase,
@@ -66,65 +141,87 @@ class PermitCalls:
             epoch=hold.epoch,
             lease_s=self._lease_s,
         )
-        self._state.send(request.client, grant)
+        self._state.send(client, grant)
 
     def heartbeat(self, client: str, call: Heartbeat, now: float) -> None:
-        """A holder is alive."""
-        refusal = self.why_not(call.job, call.attempt)
-        if refusal is None and not self._state.permits_of(call.job).beat(call.job, call.epoch, now):
+        """A rank that holds a permit is alive."""
+        refusal = self.why_not(call)
+        if refusal is None and not self._beat(call, now):
             refusal = _fenced(call.phase, call.epoch)
         self._state.answer(client, call.seq, refusal)
 
+    def _beat(self, call: Heartbeat, now: float) -> bool:
+        return self._state.permits_of(call.job).beat(call.job, call.epoch, now, call.rank)
+
     def release(self, client: str, call: Release, now: float) -> None:
-        """A holder is done: the next phases may begin."""
-        refusal = self.why_not(call.job, call.attempt)
+        """A rank is done: the next phases may begin when all are."""
+        refusal = self.why_not(call)
         if refusal is not None:
             self._state.answer(client, call.seq, refusal)
             return
         permits, record = self._state.permits_of(call.job), self._state.jobs[call.job]
-        if permits.release(call.job, call.epoch, now):
-            record.released_epoch = call.epoch
-            self._state.meter.released(call.job, now)
-            self._state.event("released", call.job, phase=call.phase, epoch=call.epoch)
-            self._state.progress.pop(call.job, None)
-            if call.next_phase is not None:
-                record.waiting = PermitRequest(
-                    phase=call.next_phase, iteration=call.next_iteration, client=client, seq=0
-                )
-                permits.ask(call.job, call.next_phase, call.next_iteration)
-                self._state.meter.asked(call.job, call.next_phase, now)
-            self._state.changed(call.job)
-            self._state.changed_group(self._state.jobs[call.job].group)
-            self.grant(self._state.jobs[call.job].group, now)
+        if permits.release(call.job, call.epoch, now, call.rank):
+            self._state.changed_group(record.group)
+            if self._note_apart(call.job, call.job in permits.holds, now):
+                record.released_epoch = call.epoch
+                self._state.meter.released(call.job, now)
+                self._state.event("released", call.job, phase=call.phase, epoch=call.epoch)
+                self._state.progress.pop(call.job, None)
+                self._state.changed(call.job)
+                self.grant(record.group, now)
         elif record.released_epoch != call.epoch:
             refusal = _fenced(call.phase, call.epoch)
         self._state.answer(client, call.seq, refusal)
 
-    def completed(self, call: Completed, now: float) -> str | None:
-        """An iteration is safe. Returns why the call is refused, or None; the caller answers it."""
-        refusal = self.why_not(call.job, call.attempt)
-        if refusal is None:
-            record = self._state.jobs[call.job]
-            if call.iteration >= record.num_done:  # else a second time, after a restart
-                self._state.meter.completed(call.job, now)
-                record.completed(now)
-                self._state.groups.touch(record.group)
-            record.num_done = max(record.num_done, call.iteration + 1)
-            record.num_crashes = 0
-            self._state.changed(call.job)
-            self._state.event("completed", call.job, iteration=call.iteration)
-        return refusal
+    def completed(self, client: str, call: Completed, now: float) -> dict[int, tuple[str, int]]:
+        """An iteration is safe when all ranks say so. Returns whom the caller has to answer then."""
+        refusal = self.why_not(call)
+        if refusal is not None:
+            self._state.answer(client, call.seq, refusal)
+            return {}
+        record = self._state.jobs[call.job]
+        if call.iteration < record.num_done:  # a second time, after a restart
+            return {call.rank: (client, call.seq)}
+        if not self._gather(client, call, None, now):
+            return {}
+        assert record.waiting is not None
+        callers, record.waiting = record.waiting.callers, None
+        self._state.meter.completed(call.job, now)
+        record.completed(now)
+        self._state.groups.touch(record.group)
+        record.num_done, record.num_crashes = call.iteration + 1, 0
+        self._state.changed(call.job)
+        self._state.event("completed", call.job, iteration=call.iteration)
+        return callers
 
-    def why_not(self, job: str, attempt: int) -> str | None:
-        """Returns why a call of this attempt is refused, or None."""
-        record = self._state.jobs.get(job)
+    def why_not(self, call: RankCall) -> str | None:
+        """Returns why a call of a job's process is refused, or None."""
+        record = self._state.jobs.get(call.job)
         if record is None:
-            return f"no job {job!r}"
-        if record.attempt != attempt:
-            return f"attempt {attempt} was replaced by attempt {record.attempt}"
+            return f"no job {call.job!r}"
+        if record.attempt != call.attempt:
+            return f"attempt {call.attempt} was replaced by attempt {record.attempt}"
         if record.is_fenced:
-            return f"attempt {attempt} has to end: {record.note}"
-        return None if record.state is JobState.RUNNING else f"the job is {record.state}"
+            return f"attempt {call.attempt} has to end: {record.note}"
+        if record.state is not JobState.RUNNING:
+            return f"the job is {record.state}"
+        num_ranks = self._num_ranks(call.job)
+        return None if call.rank < num_ranks else f"no rank {call.rank}: the job's file has {num_ranks} ranks"
+
+    def _num_ranks(self, job: str) -> int:
+        return self._state.specs[job].num_ranks
+
+
+LATE = "others wait: "
+"""Begins the note of a job of which some ranks wait for others."""
+
+
+def named(ranks: Iterable[int], num_ranks: int) -> str:
+    """Names ranks in a sentence; a job of one rank has no other word for it than its process."""
+    if num_ranks == 1:
+        return "its process"
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _fenced(phase: str, epoch: int) -> str:

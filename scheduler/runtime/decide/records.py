@@ -43,14 +43,18 @@ class JobState(StrEnum):
         return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
 
-class PermitRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that no permit answers yet."""
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks of a job have asked for and wait for. It counts when all ranks have asked."""
 
-    phase: Phase
+    phase: Phase | None
+    """A permit for this phase; None: the iteration is complete."""
     iteration: int
-    client: str
-    seq: int
-    """0: the release of the phase before queued it, and nobody waits for an answer yet."""
+    callers: dict[int, tuple[str, int]]
+    """For each rank that has asked, its client and the number of its call."""
+
+    def __str__(self) -> str:
+        what = self.phase.value if self.phase is not None else "the end"
+        return f"{what} of iteration {self.iteration}"
 
 
 class NextPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +117,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """Why it is in this state."""
     released_epoch: int = 0
     """The last permit that was given back: giving it back again changes nothing."""
-    waiting: PermitRequest | None = None
+    waiting: Asked | None = None
     next_place: NextPlace | None = None
     """It is being moved."""
     moves: list[MoveRecord] = msgspec.field(default_factory=list)

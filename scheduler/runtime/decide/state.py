@@ -106,9 +106,10 @@ class State:
                 order = msgspec.json.decode(rows[f"order:{group.name}"], type=OrderRow)
                 permits.restore(order, msgspec.json.decode(rows[f"group:{group.name}"], type=PermitsRow), now)
             for member in group.members:
-                record = self.jobs[member.job.name]
-                if record.waiting is not None and record.group == group.name:
-                    permits.ask(member.job.name, record.waiting.phase, record.waiting.iteration)
+                record, num_ranks = self.jobs[member.job.name], self.specs[member.job.name].num_ranks
+                asked = record.waiting if record.group == group.name else None
+                if asked is not None and asked.phase is not None and len(asked.callers) == num_ranks:
+                    permits.ask(member.job.name, asked.phase, asked.iteration, num_ranks)
             self.touched.add(group.name)
 
     def _adopt(self, name: str, record: JobRecord) -> None:
@@ -335,7 +336,10 @@ class State:
             "iterations": [record.num_done, spec.iterations],
             "attempt": record.attempt,
             "restarts": record.num_restarts,
+            "num_ranks": spec.num_ranks,
             "holds": hold.phase if hold is not None else None,
+            "ranks_holding": sorted(hold.until_s) if hold is not None else [],
+            "ranks_waiting": sorted(record.waiting.callers) if record.waiting is not None else [],
             "waits_for": record.waiting.phase if record.waiting is not None else None,
             "behind": permits.holders_before(name) if permits is not None else [],
             "priority": spec.priority,

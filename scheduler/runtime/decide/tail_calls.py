@@ -38,7 +38,7 @@ class TailCalls:
 
     def report(self, client: str, call: Report, now: float) -> None:
         """Records progress. The answer names the nodes to move to, if the tail should move."""
-        refusal = self._permits.why_not(call.job, call.attempt)
+        refusal = self._permits.why_not(call)
         if refusal is not None:
             self._state.answer(client, call.seq, refusal)
             return
@@ -50,7 +50,7 @@ class TailCalls:
 
     def moved(self, client: str, call: Moved, now: float) -> None:
         """The tail runs on fewer nodes now, so other jobs may use the rest."""
-        refusal = self._permits.why_not(call.job, call.attempt)
+        refusal = self._permits.why_not(call)
         if refusal is None:
             permits = self._state.permits_of(call.job)
             refusal = permits.begin_tail(call.job, call.epoch, call.keep, now)

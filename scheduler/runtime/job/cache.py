@@ -1,10 +1,11 @@
 """A suspended phase's working set in host memory, from which a warm start loads.
 
-Owns one folder of shared memory per job and phase. A job never keeps more than it was given. A set that was
-not written to its end does not count: its index is removed first and written last. A new attempt starts cold,
-from its own checkpoint.
+Owns one folder of shared memory per job, phase and rank. The ranks of a job never keep more together than the
+job was given. A set that was not written to its end does not count: its index is removed first and written
+last. A new attempt starts cold, from its own checkpoint.
 """
 
+import fcntl
 import json
 import math
 import shutil
@@ -19,6 +20,8 @@ from rose.errors import CacheFull
 
 Array = npt.NDArray[np.generic]
 _INDEX = "index.json"
+_CLAIM = "bytes"
+"""The file with the size of a rank's set, for the other ranks. It is written before the set."""
 
 
 class _Entry(TypedDict):
@@ -38,11 +41,11 @@ class WorkingSet(Protocol):
 
 
 class HostCache:
-    """The cached state of one phase of one job on this host. Not thread-safe: a phase runs once at a time."""
+    """One rank's state of one phase of one job. Not thread-safe: a phase runs once at a time in a process."""
 
-    def __init__(self, folder: Path, limit_bytes: int, owner: str) -> None:
-        """``owner`` names job and phase in errors."""
-        self._folder = folder
+    def __init__(self, folder: Path, limit_bytes: int, owner: str, rank: int = 0) -> None:
+        """``folder`` and ``limit_bytes`` are those of all ranks; ``owner`` names job and phase in errors."""
+        self._folder = folder / f"rank-{rank}"
         self._limit_bytes = limit_bytes
         self._owner = owner
 
@@ -55,13 +58,8 @@ class HostCache:
 
     def keep(self, arrays: Mapping[str, Array]) -> None:
         """Replaces the set. Raises: CacheFull, with the old set untouched, if it is over the limit."""
-        wanted = sum(array.nbytes for array in arrays.values())
-        if wanted > self._limit_bytes:
-            raise CacheFull(
-                f"{self._owner}: {wanted} bytes in {len(arrays)} arrays, {self._limit_bytes} allowed; "
-                "ask for more in the job's memory"
-            )
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._claim(sum(array.nbytes for array in arrays.values()), len(arrays))
         self._index_path.unlink(missing_ok=True)
         index: dict[str, _Entry] = {}
         for number, (name, array) in enumerate(arrays.items()):
@@ -69,11 +67,25 @@ class HostCache:
             _write(self._folder / file, array)
             index[name] = {"file": file, "dtype": array.dtype.str, "shape": list(array.shape)}
         for path in self._folder.iterdir():
-            if path.name not in {entry["file"] for entry in index.values()}:
+            if path.name not in {_CLAIM, *(entry["file"] for entry in index.values())}:
                 path.unlink()
         fresh = self._folder / "index.new"
         fresh.write_text(json.dumps(index))
         fresh.rename(self._index_path)
+
+    def _claim(self, wanted: int, num_arrays: int) -> None:
+        """Writes down the size of the new set, one rank at a time. Raises: CacheFull."""
+        with (self._folder.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            claims = [each for each in self._folder.parent.glob(f"*/{_CLAIM}") if each.parent != self._folder]
+            others = sum(int(each.read_text()) for each in claims)
+            if wanted + others > self._limit_bytes:
+                beside = f", {others} of {len(claims)} other ranks" if claims else ""
+                raise CacheFull(
+                    f"{self._owner}: {wanted} bytes in {num_arrays} arrays{beside}, {self._limit_bytes} "
+                    "allowed; ask for more in the job's memory"
+                )
+            (self._folder / _CLAIM).write_text(str(wanted))
 
     def arrays(self) -> dict[str, Array]:
         """Returns the set, read-only and not copied; empty if there is none."""

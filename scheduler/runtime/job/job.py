@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rose.config import Settings
+from rose.config import Settings, launched_rank
 from rose.errors import ChannelError, ConfigError, PermitLost
 from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
@@ -52,9 +52,11 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     rollout_nodes: list[int]
     """Their numbers in the group when the attempt starts."""
+    num_ranks: int = 1
+    """The processes that enter the phases together."""
     cache_folder: str
     limit_bytes: dict[str, int]
-    """Host memory of each phase's suspended state, on each of its nodes."""
+    """Host memory of each phase's suspended state, of all ranks together."""
     recording: Recording | None = None
     """Where to record the phases' times under `rose sched profile`."""
 
@@ -68,12 +70,13 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningJob:
-    """This process as one attempt of a job. Phases run one at a time, in one thread."""
+    """This process as one rank of one attempt of a job. Phases run one at a time, in one thread."""
 
-    def __init__(self, file: JobFile) -> None:
+    def __init__(self, file: JobFile, rank: int = 0) -> None:
         self.file = file
+        self.rank = rank
         self.recorder = Recorder(file.recording) if file.recording is not None else None
-        channel = ChannelUrl.parse(file.channel).join(f"job:{file.name}:{file.attempt}")
+        channel = ChannelUrl.parse(file.channel).join(f"job:{file.name}:{file.attempt}:{rank}")
         self._client = ControlClient(channel, CONNECT_TIMEOUT_S)
         self.group, self.rollout_nodes = file.group, tuple(file.rollout_nodes)
         """Where the job runs. Both may change in `complete`."""
@@ -82,8 +85,8 @@ class RunningJob:
         threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
 
     @contextmanager
-    def permit(self, phase: Phase, iteration: int, next_phase: Phase | None) -> Iterator[None]:
-        """Holds the phase's nodes inside the context, and queues `next_phase` when it ends without an error.
+    def permit(self, phase: Phase, iteration: int) -> Iterator[None]:
+        """Holds the phase's nodes inside the context, with all other ranks of the job.
 
         Raises: PermitLost if the permit was taken back or is refused.
         """
@@ -96,9 +99,9 @@ class RunningJob:
         try:
             yield
         except BaseException:
-            self._release(grant, None, iteration)
+            self._release(grant)
             raise
-        reply = self._release(grant, next_phase, iteration)
+        reply = self._release(grant)
         if reply.error is not None:
             raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {reply.error}")
 
@@ -107,17 +110,14 @@ class RunningJob:
             self._held = grant
             self._is_held.notify()
 
-    def _release(self, grant: Granted, next_phase: Phase | None, iteration: int) -> Answer:
+    def _release(self, grant: Granted) -> Answer:
         self._hold(None)
-        release = self._call(
-            Release, phase=grant.phase, epoch=grant.epoch, next_phase=next_phase, next_iteration=iteration
-        )
-        reply = self._client.ask(release)
+        reply = self._client.ask(self._call(Release, phase=grant.phase, epoch=grant.epoch))
         assert isinstance(reply, Answer), reply
         return reply
 
     def complete(self, iteration: int) -> None:
-        """Records that the iteration's state is safe: the next attempt starts after it.
+        """Records that the iteration's state is safe: the next attempt starts after it. Waits for all ranks.
 
         The job may be in another group from here on: its next phases load their states on that group's nodes.
         Raises: SystemExit if that group is on another host; PermitLost if this attempt has been replaced.
@@ -173,15 +173,17 @@ class RunningJob:
             raise PermitLost(f"{self.file.name}: the rollout's tail: {reply.error}")
 
     def _call(self, kind: Callable[..., Call], **fields: Any) -> Call:
-        """Returns a new call of this attempt."""
-        return kind(seq=self._client.next_seq(), job=self.file.name, attempt=self.file.attempt, **fields)
+        """Returns a new call of this rank of this attempt."""
+        mine = {"job": self.file.name, "attempt": self.file.attempt, "rank": self.rank}
+        return kind(seq=self._client.next_seq(), **mine, **fields)
 
     def cache(self, phase: Phase) -> HostCache:
-        """Returns the phase's state in host memory."""
+        """Returns this rank's state of the phase in host memory."""
         return HostCache(
             Path(self.file.cache_folder) / phase,
             self.file.limit_bytes.get(phase, 0),
             f"{phase} of job {self.file.name}",
+            self.rank,
         )
 
     def _beat(self) -> None:
@@ -190,15 +192,7 @@ class RunningJob:
                 self._is_held.wait_for(lambda: self._held is not None)
                 held = self._held
             assert held is not None
-            self._client.tell(
-                Heartbeat(
-                    seq=self._client.next_seq(),
-                    job=held.job,
-                    attempt=held.attempt,
-                    phase=held.phase,
-                    epoch=held.epoch,
-                )
-            )
+            self._client.tell(self._call(Heartbeat, phase=held.phase, epoch=held.epoch))
             time.sleep(held.lease_s / HEARTBEATS_A_LEASE)
 
 
@@ -206,4 +200,24 @@ class RunningJob:
 def running_job() -> RunningJob | None:
     """Returns this process's job; None if no runner has started the process. Raises: ConfigError."""
     path = Settings.from_environment().job_file
-    return RunningJob(JobFile.read(path)) if path is not None else None
+    if path is None:
+        return None
+    file = JobFile.read(path)
+    return RunningJob(file, _rank(file, launched_rank()))
+
+
+def _rank(file: JobFile, launched: tuple[int, int] | None) -> int:
+    """Returns this process's rank. Raises: ConfigError if the launcher and the job's file disagree."""
+    rank, num_ranks = launched if launched is not None else (0, 1)
+    if num_ranks == file.num_ranks:
+        return rank
+    said = f"job {file.name}: its file says num_ranks: {file.num_ranks}, "
+    if launched is None:
+        raise ConfigError(
+            f"{said}and this process has no RANK and WORLD_SIZE in its environment; start it with "
+            f"torchrun --nproc-per-node {file.num_ranks}, or set num_ranks: 1"
+        )
+    raise ConfigError(
+        f"{said}WORLD_SIZE is {num_ranks}; set num_ranks: {num_ranks} in it, or start as many processes as "
+        "it says"
+    )

@@ -72,14 +72,14 @@ class Progress:
         num_tokens: int | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """Tells the scheduler how many of a phase's responses are done, for long-tail migration.
+        """Tells the scheduler how many of a phase's responses are done. Of several ranks, rank 0 speaks.
 
         num_tokens: the length of the longest response that still runs. lengths: those of all responses, with
         the last report. If the rest should move, this calls the phase's `move_tail`; when that returns, other
         jobs may use the nodes that it left.
         """
         job = running_job()
-        if job is None:
+        if job is None or job.rank:
             return
         kind = _phase_named(phase)
         move = _loop.moves.get(kind)
@@ -90,16 +90,11 @@ class Progress:
 
 
 class _Loop:
-    """This program's phases and the iteration that they are in. A process has one, as it runs one job."""
+    """What moves this program's tails, and its iteration. A process has one, as it runs one job."""
 
     def __init__(self) -> None:
-        self.phases: set[Phase] = set()
         self.moves: dict[Phase, MoveTail] = {}
         self.iteration = 0
-
-    def after(self, phase: Phase) -> Phase | None:
-        """The phase to queue at the release of ``phase``. A new iteration requests its own permit later."""
-        return Phase.TRAIN if phase is Phase.ROLLOUT and Phase.TRAIN in self.phases else None
 
 
 _loop = _Loop()
@@ -126,7 +121,6 @@ def phase(
     kind = _phase_named(name)
 
     def wrap(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        _loop.phases.add(kind)
         if move_tail is not None:
             _loop.moves[kind] = move_tail
 
@@ -137,7 +131,7 @@ def phase(
                 return function(*args, **kwargs)
             if kind not in POOL_PHASES:
                 return _run(job, lambda: function(*args, **kwargs))
-            with job.permit(kind, _loop.iteration, _loop.after(kind)):
+            with job.permit(kind, _loop.iteration):
                 return _run(job, lambda: function(*args, **kwargs))
 
         def _run(job: RunningJob, run: Callable[[], Result]) -> Result:

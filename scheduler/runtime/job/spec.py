@@ -69,6 +69,8 @@ class RunSpec(JobSpec):
     """A group of the cluster's file, or a running one. None: the policy chooses."""
     rollout_nodes: tuple[int, ...] | None = None
     """The rollout nodes of `group` that the job is pinned to. None: the first ones."""
+    num_ranks: int = Field(default=1, ge=1)
+    """The processes that enter the phases together: torchrun's WORLD_SIZE."""
     max_restarts: int = Field(default=3, ge=0)
     """After so many crashes without an iteration in between, the next one fails the job."""
 
@@ -78,6 +80,10 @@ class RunSpec(JobSpec):
 
     @model_validator(mode="after")
     def _pins_make_sense(self) -> Self:
+        if self.tail is not None and self.num_ranks > 1:
+            raise ValueError(
+                f"num_ranks is {self.num_ranks}: only a job of one rank can move its tail; remove `tail`"
+            )
         nodes = self.rollout_nodes
         if nodes is None:
             return self

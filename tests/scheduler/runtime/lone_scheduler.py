@@ -87,9 +87,10 @@ class Scheduler:
         return self.call(Submit, spec={**spec_of(name), **fields}, client="cli")
 
     def request(
-        self, job: str, phase: str = "rollout", iteration: int = 0, attempt: int = 1
+        self, job: str, phase: str = "rollout", iteration: int = 0, attempt: int = 1, rank: int = 0
     ) -> list[SchedulerMessage]:
-        return self.call(Request, job=job, attempt=attempt, phase=phase, iteration=iteration, client=job)
+        asked = {"job": job, "attempt": attempt, "phase": phase, "iteration": iteration}
+        return self.call(Request, **asked, rank=rank, client=f"{job}:{rank}" if rank else job)
 
     def job(self, name: str) -> dict[str, Any]:
         [reply] = self.call(Status, job=name)

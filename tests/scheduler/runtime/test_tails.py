@@ -68,14 +68,10 @@ def test_a_tail_moves_where_the_past_says_so_and_what_it_leaves_goes_on() -> Non
     again = scheduler.call(Moved, job="a", attempt=1, epoch=held.epoch, keep=[0], client="a")
     assert only(Answer, again).error is None
     scheduler.restart(scheduler.now)
-    released = scheduler.call(
-        Release, job="b", attempt=1, phase="rollout", epoch=granted.epoch, next_phase="train", client="b"
-    )
-    assert not [each for each in released if isinstance(each, Granted)], "a trains first"
-    released = scheduler.call(
-        Release, job="a", attempt=1, phase="rollout", epoch=held.epoch, next_phase="train", client="a"
-    )
-    assert only(Granted, released).job == "a"
+    scheduler.call(Release, job="b", attempt=1, phase="rollout", epoch=granted.epoch, client="b")
+    assert scheduler.request("b", "train") == [], "a trains first"
+    scheduler.call(Release, job="a", attempt=1, phase="rollout", epoch=held.epoch, client="a")
+    assert only(Granted, scheduler.request("a", "train")).job == "a"
 
 
 def test_a_tail_that_could_end_too_late_or_gains_nothing_stays() -> None:

@@ -1,0 +1,135 @@
+"""Jobs of several processes: one permit a phase for all ranks, and a name for each rank that is missing."""
+
+from typing import Any
+
+import pytest
+from lone_scheduler import LEASE_S, Scheduler, error_of, only
+
+from rose.scheduler.runtime.channel.messages import (
+    Answer,
+    Completed,
+    Exited,
+    Granted,
+    Heartbeat,
+    Hello,
+    Release,
+    SchedulerMessage,
+    Start,
+    Stop,
+)
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    """With jobs a and b of two ranks each."""
+    made = Scheduler()
+    made.call(Hello, client="runner", running={}, log_folder="/logs")
+    for name in ("a", "b"):
+        made.submit(name, num_ranks=2)
+    return made
+
+
+def grants(answers: list[SchedulerMessage]) -> list[Granted]:
+    return [each for each in answers if isinstance(each, Granted)]
+
+
+def both_ask(scheduler: Scheduler, job: str, phase: str = "rollout", **fields: Any) -> list[Granted]:
+    assert grants(scheduler.request(job, phase, **fields)) == []
+    return grants(scheduler.request(job, phase, rank=1, **fields))
+
+
+def release(scheduler: Scheduler, grant: Granted, rank: int) -> list[Granted]:
+    answers = scheduler.call(
+        Release, job=grant.job, attempt=grant.attempt, phase=grant.phase, epoch=grant.epoch, rank=rank
+    )
+    assert only(Answer, answers).error is None
+    return grants(answers)
+
+
+def beat(scheduler: Scheduler, grant: Granted, rank: int) -> None:
+    beaten = {"job": grant.job, "attempt": grant.attempt, "phase": grant.phase, "epoch": grant.epoch}
+    assert only(Answer, scheduler.call(Heartbeat, **beaten, rank=rank)).error is None
+
+
+def test_all_ranks_get_one_permit_and_the_last_release_ends_it(scheduler: Scheduler) -> None:
+    first, second = both_ask(scheduler, "a")
+    assert first.epoch == second.epoch and first.seq != second.seq
+    assert both_ask(scheduler, "b") == []
+    assert release(scheduler, first, rank=0) == []
+    assert scheduler.request("a", "train") == [], "rank 1 is still in its rollout"
+    assert scheduler.job("a")["ranks_holding"] == [1]
+    assert release(scheduler, first, rank=0) == [], "a call that arrives twice is one rank's"
+    assert {each.job for each in release(scheduler, second, rank=1)} == {"b"}
+    assert {each.phase for each in grants(scheduler.request("a", "train", rank=1))} == {"train"}
+
+
+def test_what_ranks_have_asked_and_released_survives_the_scheduler(scheduler: Scheduler) -> None:
+    grant, _ = both_ask(scheduler, "a")
+    release(scheduler, grant, rank=1)
+    assert both_ask(scheduler, "b") == []
+    scheduler.restart(scheduler.now)
+    assert scheduler.job("a")["ranks_holding"] == [0]
+    assert [each.job for each in release(scheduler, grant, rank=0)] == ["b", "b"]
+    scheduler.request("a", "train", rank=1)
+    scheduler.restart(scheduler.now)
+    assert len(grants(scheduler.request("a", "train"))) == 2
+
+
+def test_a_silent_rank_ends_the_attempt_and_is_named(scheduler: Scheduler) -> None:
+    grant, _ = both_ask(scheduler, "a")
+    told: list[SchedulerMessage] = []
+    for _ in range(6):
+        beat(scheduler, grant, rank=0)
+        told += scheduler.wait(LEASE_S / 4)
+    assert only(Stop, told).job == "a"
+    answers = scheduler.call(Exited, job="a", attempt=1, exit_status=-9, client="runner")
+    assert only(Start, answers).attempt == 2
+    assert scheduler.job("a")["note"].endswith("rank 1 fell silent in rollout of iteration 0")
+
+
+def test_a_rank_that_others_wait_for_is_named_after_a_lease(scheduler: Scheduler) -> None:
+    scheduler.request("a", rank=1)
+    assert scheduler.job("a")["ranks_waiting"] == [1]
+    scheduler.wait(LEASE_S / 2)
+    assert scheduler.job("a")["note"] == ""
+    scheduler.wait(LEASE_S)
+    assert scheduler.job("a")["note"] == "others wait: rank 0 has not come to rollout of iteration 0"
+    grant = grants(scheduler.request("a"))[0]
+    assert scheduler.job("a")["note"] == "", "it has come"
+    release(scheduler, grant, rank=0)
+    scheduler.restart(scheduler.now)
+    for _ in range(6):
+        beat(scheduler, grant, rank=1)
+        scheduler.wait(LEASE_S / 4)
+    assert scheduler.job("a")["note"] == "others wait: rank 1 is still in rollout of iteration 0"
+    scheduler.call(Exited, job="a", attempt=1, exit_status=1, client="runner")
+    note = scheduler.job("a")["note"]
+    assert note == "attempt 1 ended with status 1; others wait: rank 1 is still in rollout of iteration 0"
+
+
+def test_nothing_of_an_attempt_counts_for_the_next(scheduler: Scheduler) -> None:
+    scheduler.request("a", rank=1)
+    scheduler.call(Exited, job="a", attempt=1, exit_status=1, client="runner")
+    assert scheduler.request("a", attempt=2) == [], "rank 1 of this attempt has not asked"
+    assert len(grants(scheduler.request("a", attempt=2, rank=1))) == 2
+
+
+def test_an_iteration_is_complete_when_all_ranks_say_so(scheduler: Scheduler) -> None:
+    done = {"job": "a", "attempt": 1, "iteration": 0}
+    assert scheduler.call(Completed, **done, rank=1) == []
+    assert scheduler.job("a")["iterations"][0] == 0
+    answers = scheduler.call(Completed, **done, rank=0)
+    assert [each.error for each in answers if isinstance(each, Answer)] == [None, None]
+    assert scheduler.job("a")["iterations"][0] == 1
+    again = only(Answer, scheduler.call(Completed, **done, rank=1))
+    assert again.body["group"] == "main", "asked again, each rank hears the same"
+
+
+def test_ranks_that_part_and_unknown_ranks_are_refused(scheduler: Scheduler) -> None:
+    scheduler.request("a", "rollout", iteration=1)
+    said = error_of(scheduler.request("a", "train", iteration=0, rank=1))
+    assert said == (
+        "rank 1 asks for train of iteration 0, rank 0 for rollout of iteration 1: all ranks must enter the "
+        "same phases in the same order"
+    )
+    assert "no rank 2: the job's file has 2 ranks" in error_of(scheduler.request("a", rank=2))
