@@ -108,6 +108,8 @@ def _table(profile: JobProfile) -> Table:
             f"{phase.peak_resident_gib:.2f} GiB",
             f"{phase.cached_bytes / 1e9:.3f} GB",
         )
+    for earlier, seconds in profile.outside.items():
+        table.add_row(f"outside, after {earlier}", f"{seconds.worst:.3f} s", f"{seconds.median:.3f} s")
     return table
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rose.scheduler.cluster.cycle import round_robin_s
+from rose.scheduler.cluster.cycle import depends_on_order, round_robin_s
 from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.rates import timetable
@@ -131,13 +131,12 @@ def is_saturated(group: Group) -> bool:
 
 def certified(group: Group, limit_of: LimitOf, *, multi_rate: bool) -> Group | None:
     """The group in an order that keeps all limits, if one was found: as it stands; with its last member at
-    another place where jobs on several nodes make that matter; then with periods of their own, if that may
-    be."""
+    another place where that matters; then with periods of their own, if that may be."""
     limits_s = [limit_of(member.job) for member in group.members]
     group = replace(group, periods_s=()) if group.periods_s else group
     if round_robin_s(group) <= min(limits_s) * (1 + EPSILON):
         return group
-    if any(len(member.rollout_nodes) > 1 for member in group.members):
+    if depends_on_order(group):
         *others, last = group.members
         for place in range(1, len(others)):
             order = replace(group, members=(*others[:place], last, *others[place:]))

@@ -94,7 +94,7 @@ def _table(jobs: Sequence[Job], limits_s: Sequence[float], num_train_nodes: int)
     return _Table(
         rollout_s=rollout_s,
         train_s=train_s,
-        solo_s=rollout_s + train_s + np.array([job.sync_s for job in jobs]),
+        solo_s=rollout_s + train_s + np.array([job.outside_s for job in jobs]),
         limit_s=np.array(limits_s) * (1 + EPSILON),
         rollout_bytes=np.array([float(job.rollout_bytes) for job in jobs]),
         train_bytes=np.array([float(job.train_bytes) for job in jobs]),

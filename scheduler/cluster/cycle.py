@@ -3,9 +3,10 @@
 No schedule that follows the order exceeds it while phases keep to their worst-case times.
 
 Round-robin with every job on one rollout node: the longer of T_cycle and T_load (WEAVE Theorem 1). With a
-job on several nodes that is too short (three jobs: bound 76, optimum 78), so the period of the order itself
-is computed: phases are nodes of a graph, "not before the end of" its edges, an edge into the next cycle has
-height 1, and the period is the largest sum of times over heights among the graph's cycles.
+job on several nodes that is too short (three jobs: bound 76, optimum 78), and so it is with a job that spends
+time outside of phases. Then the period of the order itself is computed: phases are nodes of a graph, "not
+before the end of" its edges, an edge into the next cycle has height 1, and the period is the largest sum of
+times over heights among the graph's cycles.
 """
 
 from rose.scheduler.cluster.model import Group
@@ -21,9 +22,12 @@ def promised_s(group: Group) -> tuple[float, ...]:
 
 def round_robin_s(group: Group) -> float:
     """The length of one cycle in the members' order."""
-    if all(len(member.rollout_nodes) == 1 for member in group.members):
-        return group.round_robin_s
-    return _order_s(group)
+    return _order_s(group) if depends_on_order(group) else group.round_robin_s
+
+
+def depends_on_order(group: Group) -> bool:
+    """Whether the length of a cycle may depend on the order of the members."""
+    return any(len(member.rollout_nodes) > 1 or member.job.outside_s for member in group.members)
 
 
 def starts_s(group: Group) -> tuple[tuple[float, float], ...]:
@@ -49,8 +53,8 @@ def _edges(group: Group) -> list[_Edge]:
     edges: list[_Edge] = []
     train_s = [member.job.train_s_on(group.num_train_nodes) for member in group.members]
     for k, member in enumerate(group.members):
-        edges.append((2 * k, 2 * k + 1, member.job.rollout_s, 0))
-        edges.append((2 * k + 1, 2 * k, train_s[k] + member.job.sync_s, 1))
+        edges.append((2 * k, 2 * k + 1, member.job.rollout_s + member.job.after_rollout_s, 0))
+        edges.append((2 * k + 1, 2 * k, train_s[k] + member.job.after_train_s, 1))
     everyone = range(len(group.members))
     users = [
         [k for k in everyone if n in group.members[k].rollout_nodes] for n in range(group.num_rollout_nodes)

@@ -39,7 +39,7 @@ def _ends_s(group: Group, residents: Sequence[Resident], now_s: float) -> list[f
     size = len(residents)
     train_s = [member.job.train_s_on(group.num_train_nodes) for member in group.members]
     rollout_s = [member.job.rollout_s for member in group.members]
-    sync_s = [member.job.sync_s for member in group.members]
+    outside_s = [member.job.outside_s for member in group.members]
     node = [member.rollout_nodes[0] for member in group.members]
     solo_s = [member.job.solo_s for member in group.members]
     left_s = [_left_s(resident, now_s) for resident in residents]
@@ -52,7 +52,7 @@ def _ends_s(group: Group, residents: Sequence[Resident], now_s: float) -> list[f
             load_s = [0.0] * group.num_rollout_nodes
             for k in there:
                 load_s[node[k]] += rollout_s[k]
-            longest_s = max(train_s[k] + rollout_s[k] + sync_s[k] for k in there)
+            longest_s = max(train_s[k] + rollout_s[k] + outside_s[k] for k in there)
             cycle_s = max(longest_s, sum(train_s[k] for k in there), *load_s)
             pace = {k: cycle_s / solo_s[k] for k in there}
         first = min(there, key=lambda k: left_s[k] * pace[k])

@@ -159,8 +159,8 @@ class GroupIndex:
         rows = np.flatnonzero(fits)
         train_s = own_train_s / column("num_train_nodes")[rows]
         limit = np.minimum(column("limit_s")[rows], limit_s) * more
-        alone = train_s <= limit_s * more - (job.rollout_s + job.sync_s)
-        in_turn = alone & (train_s <= limit - (job.rollout_s + job.sync_s))
+        alone = train_s <= limit_s * more - (job.rollout_s + job.outside_s)
+        in_turn = alone & (train_s <= limit - (job.rollout_s + job.outside_s))
         in_turn &= (column("train_s")[rows] + train_s <= limit) & (column("busiest_s")[rows] <= limit)
         any_way = in_turn
         if multi_rate:

@@ -13,16 +13,10 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """The phases of one iteration."""
+    """The phases of one iteration that hold nodes, each of the pool of the same name."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"
-    SYNC = "sync"
-    """The transfer of weights after training. It holds no nodes and needs no permit."""
-
-
-POOL_PHASES = (Phase.ROLLOUT, Phase.TRAIN)
-"""The phases that hold nodes, each of the pool of the same name."""
 
 
 class SloKind(StrEnum):
@@ -38,10 +32,11 @@ class SloKind(StrEnum):
 class Job:
     """One RL job, as profiled once at its longest responses.
 
-    `rollout_s` and `train_s` are worst-case times of a phase on the job's own node counts; `sync_s` is the
-    transfer of weights after training, during which the job holds neither pool. `slo` is the longest allowed
-    iteration over `solo_s`. `rollout_bytes` and `train_bytes` are what a suspended phase keeps in the host
-    memory of each of its nodes.
+    `rollout_s` and `train_s` are worst-case times of a phase on the job's own node counts.
+    `after_rollout_s` and `after_train_s` are the longest times from the end of a phase until the job asks for
+    the next, in which it holds no nodes: rewards, the transfer of weights, checkpoints, evaluation. `slo` is
+    the longest allowed iteration over `solo_s`. `rollout_bytes` and `train_bytes` are what a suspended phase
+    keeps in the host memory of each of its nodes.
     """
 
     name: str
@@ -54,12 +49,22 @@ class Job:
     num_iterations: int = 1
     rollout_bytes: int = 0
     train_bytes: int = 0
-    sync_s: float = 0.0
+    after_rollout_s: float = 0.0
+    after_train_s: float = 0.0
+
+    @property
+    def outside_s(self) -> float:
+        """The longest time of an iteration in which the job holds no nodes by itself, without waiting."""
+        return self.after_rollout_s + self.after_train_s
+
+    def after_s(self, phase: Phase) -> float:
+        """The longest time from the end of a phase until the job asks for the next."""
+        return self.after_rollout_s if phase is Phase.ROLLOUT else self.after_train_s
 
     @property
     def solo_s(self) -> float:
         """An iteration alone on the nodes it asked for: what its SLO is relative to."""
-        return self.rollout_s + self.train_s + self.sync_s
+        return self.rollout_s + self.train_s + self.outside_s
 
     def train_s_on(self, num_train_nodes: int) -> float:
         """A training phase on another number of nodes, in proportion. Source: WEAVE §4.2, footnote 3."""
@@ -91,7 +96,7 @@ class Group:
 
     def solo_s(self, job: Job) -> float:
         """An iteration of a member alone on this group's nodes."""
-        return job.rollout_s + job.train_s_on(self.num_train_nodes) + job.sync_s
+        return job.rollout_s + job.train_s_on(self.num_train_nodes) + job.outside_s
 
     @property
     def cycle_s(self) -> float:
@@ -113,6 +118,7 @@ class Group:
     def round_robin_s(self) -> float:
         """Length of a round-robin cycle if every job is pinned to one rollout node. Source: WEAVE Theorem 1.
 
-        With jobs on several nodes it is only a lower bound; the certificate's tests have a counterexample.
+        With jobs on several nodes, or with time outside of phases, it is only a lower bound; the tests of
+        certificates and cycles have counterexamples.
         """
         return max(self.cycle_s, self.load_s)

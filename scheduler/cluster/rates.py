@@ -36,6 +36,8 @@ class _Task:
     """A member on its group's nodes."""
 
     rollout_s: float
+    between_s: float
+    """From the rollout's end to training."""
     train_s: float
     solo_s: float
     limit_s: float
@@ -57,6 +59,7 @@ def timetable(group: Group, limits_s: Sequence[float]) -> tuple[Slot, ...] | Non
     tasks = [
         _Task(
             member.job.rollout_s,
+            member.job.after_rollout_s,
             member.job.train_s_on(group.num_train_nodes),
             group.solo_s(member.job),
             limit_s * (1 + _EPSILON),
@@ -178,7 +181,7 @@ def _rollout_start(
     busy: Sequence[_Busy], task: _Task, num: int, common_s: float, train_at_s: float
 ) -> float | None:
     """The latest free start that lets the rollout end before training, and after the training before."""
-    latest_s = train_at_s - task.rollout_s
+    latest_s = train_at_s - task.between_s - task.rollout_s
     earliest_s = latest_s - (num * common_s - task.solo_s)
     if _is_free(busy, latest_s, task.rollout_s, num, common_s):
         return latest_s

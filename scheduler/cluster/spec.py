@@ -4,13 +4,14 @@ A file that parses gives jobs that each fit the pools' nodes alone. Every error 
 and the numbers.
 """
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rose.config import Section
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import Job, SloKind
+from rose.scheduler.cluster.model import Job, Phase, SloKind
 from rose.scheduler.cluster.pools import H20, H800, HOST_BYTES, Pool, Pools
 
 CLUSTER_EXAMPLE = """\
@@ -27,6 +28,8 @@ jobs:
       train: {pool: h800, nodes: 1, seconds: 100, memory_gb: 240, after: [rollout]}
       sync: {seconds: 8, after: [train]}
 """
+PHASE_NAME = r"^[a-z][a-z0-9_-]{0,31}$"
+"""The names of phases. A phase's folder in the host cache has its name."""
 _GB = 10**9
 
 
@@ -34,17 +37,26 @@ class PhaseSpec(Section):
     """One phase. `seconds` at `max_tokens`; without them the job has to be profiled before it is placed."""
 
     pool: str | None = None
-    nodes: Annotated[int, Field(ge=1, description="8-GPU nodes")] = 1
+    nodes: Annotated[int, Field(ge=0, description="8-GPU nodes; 0 for a phase that needs none")] = 1
     seconds: Annotated[float | None, Field(gt=0)] = None
     memory_gb: Annotated[float, Field(ge=0, description="host memory on each node while suspended")] = 0.0
     after: tuple[str, ...] = ()
+
+
+class OutsideSpec(Section):
+    """The longest times of an iteration in which the job is in no phase."""
+
+    after_rollout_s: Annotated[float, Field(ge=0)] = 0.0
+    after_train_s: Annotated[float, Field(ge=0)] = 0.0
 
 
 class JobSpec(Section):
     """One RL job as its user describes it."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-    phases: dict[str, PhaseSpec]
+    phases: dict[Annotated[str, Field(pattern=PHASE_NAME)], PhaseSpec]
+    """`rollout` and `train`, and any others, which need no nodes: `sync`, `checkpoint`."""
+    outside: OutsideSpec = OutsideSpec()
     slo: Annotated[float, Field(description="longest allowed iteration over the one alone")] = 2.0
     slo_kind: SloKind = SloKind.ITERATION
     max_tokens: Annotated[int, Field(ge=1)]
@@ -56,13 +68,49 @@ class JobSpec(Section):
             raise ValueError(
                 f"job {self.name}: slo {self.slo:g} allows no slowdown at all; a shared job needs more than 1"
             )
-        known = {"rollout", "train", "sync"}
-        if unknown := sorted(set(self.phases) - known):
-            raise ValueError(f"job {self.name}: no phase {unknown[0]}; phases are rollout, train and sync")
-        if missing := sorted({"rollout", "train"} - set(self.phases)):
+        if missing := sorted(set(Phase) - set(self.phases)):
             raise ValueError(f"job {self.name}: phase {missing[0]} is missing; add it")
+        for name, phase in self.phases.items():
+            if name in set(Phase) and phase.nodes == 0:
+                raise ValueError(f"job {self.name}: {name} with nodes: 0; {name} needs at least one node")
+            if name not in set(Phase) and phase.nodes:
+                raise ValueError(
+                    f"job {self.name}: {name} with nodes: {phase.nodes}; only rollout and train hold nodes, "
+                    "write nodes: 0"
+                )
         self._check_order()
         return self
+
+    @field_validator("phases", mode="before")
+    @classmethod
+    def _others_need_no_nodes(cls, phases: Any) -> Any:
+        if not isinstance(phases, Mapping):
+            return phases
+        return {
+            name: {"nodes": 0, **phase} if isinstance(phase, Mapping) and name not in set(Phase) else phase
+            for name, phase in phases.items()
+        }
+
+    def free_phases(self, after: Phase) -> list[str]:
+        """Names the phases without nodes between the end of this phase and the next that holds some.
+
+        A phase that comes after neither is between training and the next rollout.
+        """
+        return [name for name in self.phases if name not in set(Phase) and self._follows(name) is after]
+
+    def after_s(self, phase: Phase) -> float:
+        """The longest time from the end of a phase until the job asks for the next."""
+        outside = self.outside
+        outside_s = outside.after_rollout_s if phase is Phase.ROLLOUT else outside.after_train_s
+        return outside_s + sum(self.phases[name].seconds or 0.0 for name in self.free_phases(phase))
+
+    def _follows(self, name: str) -> Phase:
+        earlier, left = set[str](), [name]
+        while left:
+            left += [each for each in self.phases[left.pop()].after if each not in earlier]
+            earlier.update(left)
+        is_between = Phase.ROLLOUT in earlier and Phase.TRAIN not in earlier
+        return Phase.ROLLOUT if is_between else Phase.TRAIN
 
     def _check_order(self) -> None:
         """Each phase after those it names; what is left when none can start is a cycle."""
@@ -89,12 +137,15 @@ class JobSpec(Section):
         rollout, train = self.phases["rollout"], self.phases["train"]
         for name, phase, pool in (("rollout", rollout, pools.rollout), ("train", train, pools.train)):
             self._check_phase(name, phase, pool)
-        sync = self.phases.get("sync")
+        for name in (*self.free_phases(Phase.ROLLOUT), *self.free_phases(Phase.TRAIN)):
+            if self.phases[name].seconds is None:
+                raise ConfigError(f"job {self.name}: {name} has no seconds; rose sched profile measures them")
         return Job(
             name=self.name,
             rollout_s=rollout.seconds or 0.0,
             train_s=train.seconds or 0.0,
-            sync_s=(sync.seconds or 0.0) if sync is not None else 0.0,
+            after_rollout_s=self.after_s(Phase.ROLLOUT),
+            after_train_s=self.after_s(Phase.TRAIN),
             num_rollout_nodes=rollout.nodes,
             num_train_nodes=train.nodes,
             slo=self.slo,

@@ -66,7 +66,7 @@ class Certificate:
     constraints: tuple[Constraint, ...]
     bounds: Mapping[str, JobBound]
     durations_s: tuple[float, ...]
-    syncs_s: tuple[float, ...]
+    gaps_s: tuple[float, ...]
     """The time from the end of each step until the same job's next step may start."""
 
     @cached_property
@@ -104,9 +104,9 @@ def certify(group: Group, order: CyclicOrder, limits_s: Mapping[str, float] | No
             f"group {group.name} has {', '.join(jobs)}, the order {', '.join(order.steps_of_job)}"
         )
     durations_s = tuple(_duration_s(group, jobs[step.job], step.kind) for step in order.steps)
-    syncs_s = tuple(jobs[step.job].sync_s if step.kind is Phase.TRAIN else 0.0 for step in order.steps)
+    gaps_s = tuple(jobs[step.job].after_s(step.kind) for step in order.steps)
     ticks = [_ticks(duration) for duration in durations_s]
-    after = [_ticks(each + sync) for each, sync in zip(durations_s, syncs_s, strict=True)]
+    after = [_ticks(each + gap) for each, gap in zip(durations_s, gaps_s, strict=True)]
     precedence = [*_precedence(order, ticks, after)]
     limits = {name: limit_s(job) for name, job in jobs.items()} | dict(limits_s or {})
     at_least = max((each.ticks for each in precedence if each.before == each.after), default=1)
@@ -122,7 +122,7 @@ def certify(group: Group, order: CyclicOrder, limits_s: Mapping[str, float] | No
                 name: _bound(group, order, job, limits[name], starts, cycle) for name, job in jobs.items()
             },
             durations_s=durations_s,
-            syncs_s=syncs_s,
+            gaps_s=gaps_s,
         )
 
     try:

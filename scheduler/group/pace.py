@@ -148,7 +148,7 @@ class Pace:
             self._on[resource].time_s = now
 
     def ready(self, number: int, now: float) -> int | None:
-        """A job asks for this step. It is late if its earlier step's worst case is over.
+        """A job asks for this step. It is late if the worst case of what came before is over.
 
         Returns by how many passes a job that was absent must come later; 0 for all others. None: the job may
         not join yet, and must ask again.
@@ -159,8 +159,7 @@ class Pace:
             return self._join(job, number, now)
         if self._following(self._order.steps_of_job[job], last.number) != number:
             last.number = max(-1, number - 1)
-            last.time_s = now
-        last.time_s = max(last.time_s, now)
+        last.time_s = now  # also where what came in between took less than its worst case
         return 0
 
     def _join(self, job: str, number: int, now: float) -> int | None:
@@ -206,9 +205,7 @@ class Pace:
         for key in step.resources:
             if self._on[key].number <= number:  # a resource that a tail freed may be further
                 self._on[key] = _Last(time_s, number)
-        self._of[step.job] = _Last(
-            time_s + self._certificate.syncs_s[number % len(self._order.steps)], number
-        )
+        self._of[step.job] = _Last(time_s + self._certificate.gaps_s[number % len(self._order.steps)], number)
 
     def _following(self, steps: tuple[int, ...], number: int) -> int:
         """The number of the next step in a chain, without steps of absent jobs and steps given up."""

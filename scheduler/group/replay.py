@@ -38,7 +38,7 @@ PhaseModel = Callable[[Permit, int], PhaseTimes]
 
 @dataclass(slots=True)
 class History:
-    """When each iteration's rollout started, and when its training and sync were done."""
+    """When each iteration's rollout started, and when its training and what follows were done."""
 
     starts_s: dict[str, list[float]] = field(default_factory=dict)
     ends_s: dict[str, list[float]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class _Replay:
         self._freed: dict[str, tuple[int, ...] | None] = {}
         self._num_events = 0
         for name in self._left:
-            self._add(0.0, "rollout", name)
+            self._add(0.0, Phase.ROLLOUT, name)
         for name, time_s in leaves_s.items():
             self._add(time_s, "leave", name)
 
@@ -136,8 +136,8 @@ class _Replay:
         elif what == "done" and permit is not None:
             self._book.release(name, permit.epoch, now)
             self._after(permit, now)
-        elif what == "rollout":
-            self._book.request(name, Phase.ROLLOUT, now)
+        elif what in (Phase.ROLLOUT, Phase.TRAIN):
+            self._book.request(name, Phase(what), now)
 
     def _begin(self, permit: Permit, now: float) -> None:
         name = permit.job
@@ -152,14 +152,14 @@ class _Replay:
 
     def _after(self, permit: Permit, now: float) -> None:
         name = permit.job
+        gap_s = self._certificate.gaps_s[permit.step_number % len(self._certificate.order.steps)]
         if permit.kind is Phase.ROLLOUT:
-            self._book.request(name, Phase.TRAIN, now)
+            self._add(now + gap_s, Phase.TRAIN, name)
             return
-        sync_s = self._certificate.syncs_s[permit.step_number % len(self._certificate.order.steps)]
-        self._history.ends_s[name].append(now + sync_s)
+        self._history.ends_s[name].append(now + gap_s)
         self._left[name] -= 1
         if self._left[name] > 0:
-            self._add(now + sync_s, "rollout", name)
+            self._add(now + gap_s, Phase.ROLLOUT, name)
         else:
             self._book.leave(name, now)
 

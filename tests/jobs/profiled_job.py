@@ -16,6 +16,7 @@ from rose.scheduler.runtime.job.cache import ArraySet
 
 MISTAKE, FOLDER = sys.argv[1], Path(sys.argv[2])
 TOKEN_S, TRAIN_S, ORDINARY_TOKENS = 0.002, 0.03, 10
+RESET_S, REWARDS_S, CHECKPOINT_S = 0.05, 0.1, 0.2
 weights = ArraySet()
 
 
@@ -47,10 +48,21 @@ def sync() -> None:
     pass
 
 
+@rose.phase("checkpoint")
+def checkpoint() -> None:
+    time.sleep(CHECKPOINT_S)
+
+
 @rose.runtime_hook
 def iteration(progress: rose.Progress) -> None:
+    if MISTAKE == "saves":
+        time.sleep(RESET_S)
     rollout(progress)
+    if MISTAKE == "saves":
+        time.sleep(REWARDS_S)
     train()
+    if MISTAKE == "saves":
+        checkpoint()
     if MISTAKE == "syncs":
         sync()
 

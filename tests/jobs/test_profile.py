@@ -74,6 +74,23 @@ def test_a_profiled_job_is_submitted_as_it_was_written(
     assert [each["num_tokens"] for each in notes(tmp_path)[3:]] == [10, 10], "no run of its own is forced"
 
 
+def test_what_a_job_does_outside_of_phases_is_measured_and_certified(tmp_path: Path) -> None:
+    phases = {"rollout": {}, "train": {"after": ["rollout"]}, "checkpoint": {"nodes": 0, "after": ["train"]}}
+    job = write_job(tmp_path, "saves", phases=phases)
+    assert main([str(job), "--iterations", "2"]) == 0
+    written = yaml.safe_load((tmp_path / "job.profiled.yaml").read_text())
+    assert written["outside"]["after_rollout_s"] >= 0.1 and written["outside"]["after_train_s"] >= 0.05
+    assert written["phases"]["checkpoint"]["seconds"] >= 0.2
+    with ServedCluster(tmp_path) as cluster:
+        submitted = cluster.command("submit", str(tmp_path / "job.profiled.yaml"))
+        assert submitted.returncode == 0, submitted.stderr
+        alone_s = sum(phase["seconds"] for phase in written["phases"].values()) + sum(
+            written["outside"].values()
+        )
+        assert json.loads(submitted.stdout)["iteration_s"] == pytest.approx(alone_s)
+        cluster.wait_state("small", "done")
+
+
 def test_a_job_that_forgets_its_tokens_is_told_so_and_so_is_who_reads_its_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

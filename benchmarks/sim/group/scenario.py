@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rose.scheduler.cluster.model import Group, Job, Member, SloKind
+from rose.scheduler.cluster.model import Group, Job, Member, Phase, SloKind
 from rose.scheduler.group.certificate import Certificate, certify
 from rose.scheduler.group.order import CyclicOrder, order_of
 
@@ -30,7 +30,7 @@ def group_of(
 
 
 def random_group(rng: random.Random, max_jobs: int = 5, max_nodes: int = 3) -> Group:
-    """Phases of whole seconds up to 60, half of the jobs with a sync, jobs on any of the nodes."""
+    """Phases of whole seconds up to 60, half of them with time outside afterwards, on any of the nodes."""
     num_nodes = rng.randint(1, max_nodes)
     jobs = [
         (
@@ -41,11 +41,12 @@ def random_group(rng: random.Random, max_jobs: int = 5, max_nodes: int = 3) -> G
         for _ in range(rng.randint(1, max_jobs))
     ]
     group = group_of(jobs)
-    members = [
-        replace(each, job=replace(each.job, sync_s=rng.choice((0.0, rng.uniform(0, 20)))))
-        for each in group.members
-    ]
-    return replace(group, members=tuple(members))
+
+    def with_gaps(job: Job) -> Job:
+        gaps_s = [rng.choice((0.0, rng.uniform(0, 20))) for _ in Phase]
+        return replace(job, after_rollout_s=gaps_s[0], after_train_s=gaps_s[1])
+
+    return replace(group, members=tuple(replace(each, job=with_gaps(each.job)) for each in group.members))
 
 
 def random_order(group: Group, rng: random.Random) -> CyclicOrder:

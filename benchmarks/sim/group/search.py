@@ -163,8 +163,9 @@ def _as_they_start(group: Group, counts: Sequence[int]) -> list[int]:
         end = starts[index] + member.job.rollout_s
         for node in member.rollout_nodes:
             nodes[node] = end
-        train_s = max(train_s, end) + member.job.train_s_on(group.num_train_nodes)
-        ready[index] = train_s + member.job.sync_s
+        train_s = max(train_s, end + member.job.after_rollout_s)
+        train_s += member.job.train_s_on(group.num_train_nodes)
+        ready[index] = train_s + member.job.after_train_s
         left[index] -= 1
         order.append(index)
     return order

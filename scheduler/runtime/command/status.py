@@ -69,10 +69,11 @@ def _now(job: Mapping[str, Any]) -> str:
         return ""
     if job["holds"] is not None:
         progress = "" if job["progress"] is None else ", {} of {} responses".format(*job["progress"])
-        return f"runs {job['holds']}{progress}{_some(job, 'ranks_holding')}"
+        some = _some(job, "ranks_holding")
+        return f"runs {job['holds']}{progress}" + (f", {some} still in it" if some else "")
     some = _some(job, "ranks_waiting")
     if some:
-        return f"waits for its other ranks{some}"
+        return f"{some} waiting for the others"
     if job["waits_for"] is not None:
         behind = f", held by {', '.join(job['behind'])}" if job["behind"] else ", not yet due"
         return f"waits for {job['waits_for']} nodes{behind}"
@@ -84,7 +85,7 @@ def _some(job: Mapping[str, Any], which: str) -> str:
     ranks = job[which]
     if not 0 < len(ranks) < job["num_ranks"]:
         return ""
-    return f", rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {job['num_ranks']}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {job['num_ranks']}"
 
 
 def _turn(job: Mapping[str, Any]) -> str:

@@ -114,7 +114,8 @@ class ClusterScheduler:
         match call:
             case Request():
                 self._moves.arrived(call, now)
-                self._permits.request(client, call, now)
+                if self._permits.request(client, call, now):
+                    self._drift.asked(call, now)
             case Heartbeat():
                 self._permits.heartbeat(client, call, now)
             case Release():

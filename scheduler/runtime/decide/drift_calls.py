@@ -1,6 +1,7 @@
-"""Certifies a job anew whose phases take longer than its file says, with the times that were measured.
+"""Certifies a job anew that takes longer than its file says, with the times that were measured.
 
-Owns how long each job held its nodes lately, and uses the longest times. The job stays if its group can be
+Owns how long each job held its nodes lately, how long it was away between two phases, and uses the longest
+times. The job stays if its group can be
 certified with them. Otherwise it alone is placed like a new job and continues there after its last iteration.
 If no place can be certified, it stays, and its note says so. Times are never shortened, and no other job is
 moved. Pure: takes ``now``.
@@ -13,13 +14,13 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rose.config import parse_config
 from rose.errors import ConfigError, PoolsFull
-from rose.scheduler.cluster.model import POOL_PHASES, Phase
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.certificate import CertificateError
-from rose.scheduler.runtime.channel.messages import Completed, Release
+from rose.scheduler.runtime.channel.messages import Completed, Release, Request
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
 from rose.scheduler.runtime.decide.state import State
@@ -27,22 +28,48 @@ from rose.scheduler.runtime.job.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-NUM_HOLDS = 3
-"""A phase has drifted when this many holds in a row were too long; a single one may be an accident."""
+NUM_TIMES = 3
+"""A time has drifted when this many in a row were too long; a single one may be an accident."""
 MARGIN = 0.1
 MIN_S = 1.0
-"""A hold is too long if it exceeds the file's time by this share and by this many seconds."""
+"""A time is too long if it exceeds the file's by this share and by this many seconds."""
+
+
+class _What(NamedTuple):
+    """What takes time: a phase, or what follows it until the job asks for the next."""
+
+    phase: Phase
+    is_outside: bool
+
+    def __str__(self) -> str:
+        return f"the time after {self.phase}" if self.is_outside else self.phase.value
+
+    def of_file(self, spec: RunSpec) -> float:
+        """Returns the time that the job's file says."""
+        if self.is_outside:
+            return spec.after_s(self.phase)
+        seconds = spec.phases[self.phase].seconds
+        assert seconds is not None, "no job is placed without times"
+        return seconds
 
 
 class DriftCalls:
-    """Watches Release and Completed calls for drift."""
+    """Watches Request, Release and Completed calls for drift."""
 
     def __init__(self, state: State, permits: PermitCalls, jobs: JobCalls) -> None:
         self._state = state
         self._permits = permits
         self._jobs = jobs
-        self._holds: dict[str, dict[Phase, deque[float]]] = {}
-        """The last holds of each job and phase, in seconds."""
+        self._last: dict[str, dict[_What, deque[float]]] = {}
+        """The last times of each job, in seconds."""
+        self._released: dict[str, tuple[Phase, float]] = {}
+        """The last phase of each job, and when it ended, until the job asks for the next."""
+
+    def asked(self, call: Request, now: float) -> None:
+        """All ranks of a job ask for a phase, for the first time or again."""
+        phase, ended_s = self._released.pop(call.job, (call.phase, now))
+        if phase is not call.phase:
+            self._note(call.job, _What(phase, is_outside=True), now - ended_s)
 
     def releasing(self, call: Release, now: float) -> None:
         """A phase is about to release its nodes."""
@@ -50,8 +77,12 @@ class DriftCalls:
             return
         held_s = self._state.permits_of(call.job).held_s(call.job, call.epoch, now, call.rank)
         if held_s is not None:
-            last = self._holds.setdefault(call.job, defaultdict(lambda: deque(maxlen=NUM_HOLDS)))
-            last[call.phase].append(held_s)
+            self._note(call.job, _What(call.phase, is_outside=False), held_s)
+            self._released[call.job] = call.phase, now
+
+    def _note(self, job: str, what: _What, seconds: float) -> None:
+        times = self._last.setdefault(job, defaultdict(lambda: deque(maxlen=NUM_TIMES)))
+        times[what].append(seconds)
 
     def completing(self, call: Completed, now: float) -> None:
         """An iteration is about to be safe: the job holds nothing and can be certified with other times."""
@@ -60,12 +91,13 @@ class DriftCalls:
         times, spec = self._drifted(call.job), self._state.specs[call.job]
         if not times or self._state.jobs[call.job].next_place or call.iteration + 1 >= spec.iterations:
             return
-        del self._holds[call.job]
+        for what in times:
+            del self._last[call.job][what]
         said = ", ".join(
-            f"{phase} takes {seconds:.6g} s, its file says {spec.phases[phase].seconds:.6g}"
-            for phase, seconds in times.items()
+            f"{what} takes {seconds:.6g} s, its file says {what.of_file(spec):.6g}"
+            for what, seconds in times.items()
         )
-        content = _with_times(self._state.jobs[call.job].spec, times)
+        content = _with_times(self._state.jobs[call.job].spec, spec, times)
         measured = parse_config(content, RunSpec, "job")
         try:
             where = self._stay(measured, now) or self._go(measured, now)
@@ -78,16 +110,16 @@ class DriftCalls:
 
     def forget(self, job: str) -> None:
         """The attempt has ended, or another job has the name."""
-        self._holds.pop(job, None)
+        self._last.pop(job, None)
+        self._released.pop(job, None)
 
-    def _drifted(self, job: str) -> dict[Phase, float]:
-        """Returns the phases that were too long, with the longest of their last times."""
+    def _drifted(self, job: str) -> dict[_What, float]:
+        """Returns what was too long, with the longest of its last times."""
         times = {}
-        for phase, last in self._holds.get(job, {}).items():
-            if phase in POOL_PHASES and len(last) == NUM_HOLDS:
-                file_s = self._state.specs[job].phases[phase].seconds
-                if file_s is not None and min(last) > file_s + max(MIN_S, MARGIN * file_s):
-                    times[phase] = max(last)
+        for what, last in self._last.get(job, {}).items():
+            file_s = what.of_file(self._state.specs[job])
+            if len(last) == NUM_TIMES and min(last) > file_s + max(MIN_S, MARGIN * file_s):
+                times[what] = max(last)
         return times
 
     def _stay(self, spec: RunSpec, now: float) -> str | None:
@@ -124,7 +156,12 @@ class DriftCalls:
         self._state.event(event, job, reason=note)
 
 
-def _with_times(content: Mapping[str, Any], times: Mapping[Phase, float]) -> dict[str, Any]:
-    phases = content["phases"]
-    changed = {phase: {**phases[phase], "seconds": seconds} for phase, seconds in times.items()}
-    return {**content, "phases": {**phases, **changed}}
+def _with_times(content: Mapping[str, Any], spec: RunSpec, times: Mapping[_What, float]) -> dict[str, Any]:
+    """Returns the job's file with these times. Those of phases without nodes stay as they are."""
+    phases, outside = dict(content["phases"]), spec.outside.model_dump()
+    for (phase, is_outside), seconds in times.items():
+        if is_outside:
+            outside[f"after_{phase}_s"] += seconds - spec.after_s(phase)
+        else:
+            phases[phase] = {**phases[phase], "seconds": seconds}
+    return {**content, "phases": phases, "outside": outside}

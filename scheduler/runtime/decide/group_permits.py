@@ -60,8 +60,9 @@ class GroupPermits:
         self._group, self._certificate, self._pace = group, certificate, Pace(certificate, now)
         for name in certificate.bounds:
             self._pace.leave(name)  # until it asks
-        # A transfer of weights is no absence.
-        between_s = self.lease_s + max((member.job.sync_s for member in group.members), default=0.0)
+        # A transfer of weights or a checkpoint is no absence.
+        gaps_s = (member.job.after_s(phase) for member in group.members for phase in Phase)
+        between_s = self.lease_s + max(gaps_s, default=0.0)
         return PermitBook(certificate.order, lease_s=self.lease_s, between_s=between_s, pace=self._pace)
 
     @property

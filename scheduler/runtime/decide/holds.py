@@ -40,7 +40,7 @@ class HoldRow(msgspec.Struct, kw_only=True):
     iteration: int
     epoch: int
     granted_s: float
-    ranks: list[int]
+    ranks: list[int] = msgspec.field(default_factory=lambda: [0])
     """Those that have not released it."""
 
 

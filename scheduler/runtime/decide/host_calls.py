@@ -10,7 +10,7 @@ import logging
 
 import msgspec
 
-from rose.scheduler.cluster.model import POOL_PHASES
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.channel.messages import Alive, Dead, Hello, Stop
 from rose.scheduler.runtime.decide.hosts import Host
 from rose.scheduler.runtime.decide.job_calls import JobCalls
@@ -30,9 +30,7 @@ class HostCalls:
     def hello(self, client: str, call: Hello, now: float) -> None:
         """A runner has connected: starts the jobs that it lacks, and stops those that it should not have."""
         num_nodes = (
-            {kind: call.num_nodes.get(kind, 0) for kind in POOL_PHASES}
-            if call.num_nodes is not None
-            else None
+            {kind: call.num_nodes.get(kind, 0) for kind in Phase} if call.num_nodes is not None else None
         )
         host = Host(client=client, log_folder=call.log_folder, num_nodes=num_nodes)
         self._state.hosts.by_name[call.host] = host

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rose.scheduler.cluster.model import POOL_PHASES, Group, Phase
+from rose.scheduler.cluster.model import Group, Phase
 
 
 class Host(msgspec.Struct, kw_only=True):
@@ -64,10 +64,9 @@ class Hosts:
         """
         alive = [host for host in self.by_name.values() if host.is_alive or with_dead]
         if not self.by_name or any(host.num_nodes is None for host in alive):
-            return dict.fromkeys(POOL_PHASES)
+            return dict.fromkeys(Phase)
         return {
-            kind: sum(host.num_nodes[kind] for host in alive if host.num_nodes is not None)
-            for kind in POOL_PHASES
+            kind: sum(host.num_nodes[kind] for host in alive if host.num_nodes is not None) for kind in Phase
         }
 
     def settle(self, name: str, group: Group | None) -> bool:
@@ -124,7 +123,7 @@ class Hosts:
         free = {name: self._free(name) for name, host in self.by_name.items() if host.is_alive}
         by_room = sorted(free, key=lambda name: (name not in known, -sum(free[name].values()), name))
         for name in by_room:
-            if all(_count(nodes, kind) <= free[name][kind] for kind in POOL_PHASES):
+            if all(_count(nodes, kind) <= free[name][kind] for kind in Phase):
                 return dict.fromkeys(nodes, name)
         found: dict[str, str] = {}
         for node in nodes:
@@ -140,7 +139,7 @@ class Hosts:
         offered = self.by_name[name].num_nodes
         return {
             kind: offered[kind] - self._num_used[name, kind.value] if offered is not None else float("inf")
-            for kind in POOL_PHASES
+            for kind in Phase
         }
 
 

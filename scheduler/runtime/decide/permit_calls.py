@@ -8,7 +8,7 @@ released it. A rank that others wait for is named after a lease. Pure: takes ``n
 import logging
 from collections.abc import Iterable
 
-from rose.scheduler.cluster.model import POOL_PHASES, Phase
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.channel.messages import Completed, Granted, Heartbeat, RankCall, Release, Request
 from rose.scheduler.runtime.decide.holds import Hold
 from rose.scheduler.runtime.decide.records import Asked, JobState
@@ -24,7 +24,10 @@ class PermitCalls:
         self._state = state
         self._lease_s = lease_s
         self._apart_s = {name: now for name in state.live if self._are_apart(name)}
-        """Since when only some ranks of a job have asked or released; without the jobs whose note says so."""
+        """For each job of which only some ranks have asked or released, when the last of these did.
+
+        Without the jobs whose note says so.
+        """
 
     def _are_apart(self, job: str) -> bool:
         record, num_ranks = self._state.jobs[job], self._num_ranks(job)
@@ -38,29 +41,28 @@ class PermitCalls:
         self._apart_s.pop(job, None)
         self._state.jobs[job].waiting = None
 
-    def request(self, client: str, call: Request, now: float) -> None:
-        """A phase asks for its nodes."""
+    def request(self, client: str, call: Request, now: float) -> bool:
+        """A phase asks for its nodes. Returns whether all ranks have asked and wait, or get them now."""
         refusal = self.why_not(call)
-        if refusal is None and call.phase not in POOL_PHASES:
-            refusal = f"phase {call.phase!r} needs no permit"
         if refusal is not None:
             self._state.answer(client, call.seq, refusal)
-            return
+            return False
         permits, record = self._state.permits_of(call.job), self._state.jobs[call.job]
         hold = permits.holds.get(call.job)
         if hold is not None and call.rank in hold.until_s:
             if (hold.phase, hold.iteration) == (call.phase, call.iteration):  # asked again
                 self._send_grant(hold, client, call.seq)
-                return
+                return False
             refusal = f"{call.job} still holds its permit for {hold.phase} of iteration {hold.iteration}"
             self._state.answer(client, call.seq, refusal)
-            return
+            return False
         if not self._gather(client, call, call.phase, now):
-            return
+            return False
         permits.ask(call.job, call.phase, call.iteration, self._num_ranks(call.job))
         self._state.meter.asked(call.job, call.phase, now)
         self._state.changed_group(record.group)
         self.grant(record.group, now)
+        return True
 
     def _gather(self, client: str, call: Request | Completed, phase: Phase | None, now: float) -> bool:
         """Notes that a rank has asked. Returns whether all have; refuses a rank that does something else."""
@@ -76,18 +78,19 @@ class PermitCalls:
             return False
         record.waiting = new
         self._state.changed(call.job)
-        return self._note_apart(call.job, len(new.callers) < self._num_ranks(call.job), now)
+        self._note_apart(call.job, now)
+        return len(new.callers) == self._num_ranks(call.job)
 
-    def _note_apart(self, job: str, is_apart: bool, now: float) -> bool:
-        """Notes since when some ranks wait for others. Returns whether they are together."""
-        if is_apart:
-            self._apart_s.setdefault(job, now)
-        else:
-            self._apart_s.pop(job, None)
-            record = self._state.jobs[job]
-            if record.note.startswith(LATE):
-                record.note = ""
-        return not is_apart
+    def _note_apart(self, job: str, now: float) -> None:
+        """A rank has asked or released: notes since when others are missing."""
+        if self._are_apart(job):
+            self._apart_s[job] = now
+            return
+        self._apart_s.pop(job, None)
+        record = self._state.jobs[job]
+        if record.note.startswith(LATE):
+            record.note = ""
+            self._state.changed(job)
 
     def is_last(self, call: Completed) -> bool:
         """Whether all other ranks have already said that this iteration is complete."""
@@ -101,10 +104,10 @@ class PermitCalls:
         for job in [each for each, since_s in self._apart_s.items() if now - since_s > self._lease_s]:
             del self._apart_s[job]
             record = self._state.jobs[job]
-            if record.state is not JobState.RUNNING:
+            if record.state is not JobState.RUNNING or record.is_fenced:
                 continue
             hold, asked = self._state.permits_of(job).holds.get(job), record.waiting
-            if hold is not None:
+            if hold is not None:  # also where some ask for the next phase already
                 late, what = set(hold.until_s), f"is still in {hold.phase} of iteration {hold.iteration}"
             elif asked is not None:
                 late = set(range(self._num_ranks(job))) - asked.callers.keys()
@@ -162,7 +165,8 @@ class PermitCalls:
         permits, record = self._state.permits_of(call.job), self._state.jobs[call.job]
         if permits.release(call.job, call.epoch, now, call.rank):
             self._state.changed_group(record.group)
-            if self._note_apart(call.job, call.job in permits.holds, now):
+            self._note_apart(call.job, now)
+            if call.job not in permits.holds:
                 record.released_epoch = call.epoch
                 self._state.meter.released(call.job, now)
                 self._state.event("released", call.job, phase=call.phase, epoch=call.epoch)

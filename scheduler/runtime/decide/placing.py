@@ -17,7 +17,7 @@ from rose.errors import JobRefused
 from rose.scheduler.cluster.candidates import Kind, memory_shortage
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.groups import Cluster, compact
-from rose.scheduler.cluster.model import POOL_PHASES, Group, Job, Member, Phase
+from rose.scheduler.cluster.model import Group, Job, Member, Phase
 from rose.scheduler.cluster.policies import alone
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
@@ -80,7 +80,7 @@ class Groups:
         self._view = Cluster(self._pools, pause_s=spec.move_pause_s)
         self._stale: set[str] = set()
         """Groups that the view shows as they were."""
-        self._num_used = dict.fromkeys(POOL_PHASES, 0)
+        self._num_used = dict.fromkeys(Phase, 0)
         """Nodes of groups with members."""
 
     def place(self, spec: RunSpec, now: float, avoid: str | None = None) -> Placed:

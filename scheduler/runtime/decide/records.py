@@ -49,8 +49,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase | None
     """A permit for this phase; None: the iteration is complete."""
     iteration: int
-    callers: dict[int, tuple[str, int]]
-    """For each rank that has asked, its client and the number of its call."""
+    callers: dict[int, tuple[str, int]] = msgspec.field(default_factory=dict)
+    """For each rank that has asked, its client and the number of its call. Empty in rows without ranks."""
 
     def __str__(self) -> str:
         what = self.phase.value if self.phase is not None else "the end"

@@ -177,7 +177,7 @@ class RunningJob:
         mine = {"job": self.file.name, "attempt": self.file.attempt, "rank": self.rank}
         return kind(seq=self._client.next_seq(), **mine, **fields)
 
-    def cache(self, phase: Phase) -> HostCache:
+    def cache(self, phase: str) -> HostCache:
         """Returns this rank's state of the phase in host memory."""
         return HostCache(
             Path(self.file.cache_folder) / phase,

@@ -16,18 +16,23 @@ same program runs alone, without permits.
         save_checkpoint(progress.iteration)
 
     iteration()
+
+A phase of another name, such as a checkpoint, needs no nodes and no permit: other jobs use the nodes.
 """
 
 import functools
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
-from rose.scheduler.cluster.model import POOL_PHASES, Phase
+from rose.errors import ConfigError
+from rose.scheduler.cluster.model import Phase
+from rose.scheduler.cluster.spec import PHASE_NAME
 from rose.scheduler.runtime.job.cache import WorkingSet
 from rose.scheduler.runtime.job.job import RunningJob, running_job
-from rose.scheduler.runtime.job.recording import PhaseBegan, PhaseRun
+from rose.scheduler.runtime.job.recording import IterationDone, PhaseBegan, PhaseRun
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +53,8 @@ class Progress:
     def forced_tokens(self) -> int | None:
         """The length that every response must have under `rose sched profile`; None in every other run.
 
-        With vLLM, set ``ignore_eos``, and ``min_tokens`` and ``max_tokens`` to it. Save no checkpoint where
-        this is set: a profile's training is not meant to be kept.
+        With vLLM, set ``ignore_eos``, and ``min_tokens`` and ``max_tokens`` to it. Where this is set, save
+        checkpoints elsewhere: they are measured, and a profile's training is not meant to be kept.
         """
         job = running_job()
         return job.recorder.forced_tokens() if job is not None and job.recorder is not None else None
@@ -111,43 +116,46 @@ def _phase_named(name: str) -> Phase:
 def phase(
     name: str, *, working_set: WorkingSet | None = None, move_tail: MoveTail | None = None
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Runs the function under a permit for the nodes of its pool; a "sync" needs none.
+    """Runs "rollout" and "train" under a permit for the nodes of their pools. Any other phase needs none.
 
     working_set: loaded from host memory before and offloaded after the function, under the same permit.
     move_tail: called from inside `Progress.report` of a rollout, with the rollout nodes (by their numbers in
     the group) onto which the responses that still run are to move; when it returns, the others are unused.
-    Raises: ValueError for another name; in the function's calls PermitLost and CacheFull.
+    Raises: ValueError for what is no name; in the function's calls PermitLost, CacheFull and ConfigError.
     """
-    kind = _phase_named(name)
+    if re.fullmatch(PHASE_NAME, name) is None:
+        raise ValueError(f"phase {name!r}: expected rollout, train, or a name like checkpoint ({PHASE_NAME})")
+    kind = Phase(name) if name in set(Phase) else None
 
     def wrap(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         if move_tail is not None:
-            _loop.moves[kind] = move_tail
+            _loop.moves[_phase_named(name)] = move_tail
 
         @functools.wraps(function)
         def shim(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             job = running_job()
             if job is None:
                 return function(*args, **kwargs)
-            if kind not in POOL_PHASES:
+            if kind is None:
                 return _run(job, lambda: function(*args, **kwargs))
             with job.permit(kind, _loop.iteration):
                 return _run(job, lambda: function(*args, **kwargs))
 
         def _run(job: RunningJob, run: Callable[[], Result]) -> Result:
             if job.recorder is not None:
-                job.recorder.note(PhaseBegan(phase=kind))
+                job.recorder.note(PhaseBegan(phase=name))
+            _refuse_unknown(job, name)
             began_s = time.monotonic()
             if working_set is not None:
-                working_set.load(job.cache(kind))
+                working_set.load(job.cache(name))
             loaded_s = time.monotonic()
             result = run()
             ran_s = time.monotonic()
             if working_set is not None:
-                working_set.offload(job.cache(kind))
+                working_set.offload(job.cache(name))
             if job.recorder is not None:
                 times = (began_s, loaded_s, ran_s, time.monotonic())
-                job.recorder.note(_phase_run(kind, times, job.cache(kind).num_bytes))
+                job.recorder.note(_phase_run(name, job.rank, times, job.cache(name).num_bytes))
             return result
 
         return shim
@@ -155,10 +163,23 @@ def phase(
     return wrap
 
 
-def _phase_run(phase: Phase, times: tuple[float, float, float, float], cached_bytes: int) -> PhaseRun:
+def _refuse_unknown(job: RunningJob, phase: str) -> None:
+    """Raises: ConfigError for a phase that the job's file lacks; `rose sched profile` says so itself."""
+    known = job.file.limit_bytes
+    if phase not in known and job.recorder is None:
+        raise ConfigError(
+            f"job {job.file.name}: no phase {phase!r} in its file, which has {', '.join(known)}; add it "
+            "there with nodes: 0 and its seconds, or mend the name"
+        )
+
+
+def _phase_run(
+    phase: str, rank: int, times: tuple[float, float, float, float], cached_bytes: int
+) -> PhaseRun:
     began_s, loaded_s, ran_s, offloaded_s = times
     return PhaseRun(
         phase=phase,
+        rank=rank,
         iteration=_loop.iteration,
         begin_s=began_s,
         load_s=loaded_s - began_s,
@@ -188,6 +209,8 @@ def runtime_hook(function: Callable[[Progress], object]) -> Callable[..., None]:
             _loop.iteration = iteration
             function(Progress(iteration, last))
             if job is not None:
+                if job.recorder is not None:
+                    job.recorder.note(IterationDone(iteration=iteration, at_s=time.monotonic()))
                 job.complete(iteration)
 
     return loop

@@ -9,13 +9,13 @@ Source: WEAVE §4.1: phases are profiled once, at the token limit, so that no la
 import copy
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from rose.errors import ProfileError
-from rose.scheduler.cluster.model import POOL_PHASES
+from rose.scheduler.cluster.model import Phase
 from rose.scheduler.cluster.spec import PhaseSpec
 from rose.scheduler.runtime.job.recording import PhaseRun, Recorded
 from rose.scheduler.runtime.job.spec import RunSpec
@@ -47,7 +47,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseProfile:
-    """One phase. `total_s` is what a permit is held for: loading, running, offloading."""
+    """One phase. `total_s` is what a permit is held for: loading, running, offloading, by all ranks."""
 
     total_s: Seconds
     load_s: Seconds
@@ -56,6 +56,7 @@ class PhaseProfile:
     peak_resident_gib: float
     """The peak over all of the job's processes; shared pages count in each of them."""
     cached_bytes: int
+    """Of all ranks together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,8 @@ class JobProfile:
     num_iterations: int
     has_asked_tokens: bool
     phases: Mapping[str, PhaseProfile]
+    outside: Mapping[Phase, Seconds]
+    """For each phase with nodes, the time after it in which the job is in no phase."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,6 +79,7 @@ class JobProfile:
             "iterations": self.num_iterations,
             "has_asked_tokens": self.has_asked_tokens,
             "phases": {name: asdict(phase) for name, phase in self.phases.items()},
+            "outside": {f"after_{phase}_s": asdict(seconds) for phase, seconds in self.outside.items()},
         }
 
 
@@ -103,6 +107,7 @@ def to_be_profiled(spec: RunSpec, num_iterations: int, group: str) -> dict[str, 
         "max_tokens": spec.max_tokens,
         "iterations": NUM_WARM_UP + num_iterations,
         "group": group,
+        "num_ranks": spec.num_ranks,
         "max_restarts": 0,
         "ray": spec.ray.model_dump() if spec.ray is not None else None,
     }
@@ -123,14 +128,14 @@ def cluster_of(spec: RunSpec, group: str) -> dict[str, Any]:
 
 
 def check_phases(spec: RunSpec, recorded: Recorded) -> None:
-    """Raises: ProfileError for a phase that the file lacks, or that runs twice in an iteration."""
+    """Raises: ProfileError for a phase that the file lacks, or one on nodes that an iteration has twice."""
     for phase in recorded.began:
         if phase not in spec.phases:
             raise ProfileError(
                 f"{spec.name}: enters phase {phase}, its file has {', '.join(spec.phases)}; add it there"
             )
-    counts = Counter((run.phase, run.iteration) for run in recorded.runs if run.phase in POOL_PHASES)
-    for (phase, iteration), count in counts.items():
+    held = [run for run in recorded.runs if run.phase in set(Phase)]
+    for (phase, iteration, _), count in Counter((run.phase, run.iteration, run.rank) for run in held).items():
         if count > 1:
             raise ProfileError(
                 f"{spec.name}: {count} times {phase} in iteration {iteration}; a group's order has "
@@ -143,7 +148,12 @@ def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[Sample]) -> 
     check_phases(spec, recorded)
     measured = [run for run in recorded.runs if run.iteration >= NUM_WARM_UP]
     seen = {run.phase for run in measured}
-    missing = [name for name in spec.phases if name not in seen]
+    # What needs no nodes may be rare, such as an evaluation: the file says how long it takes.
+    missing = [
+        name
+        for name, phase in spec.phases.items()
+        if name not in seen and (phase.nodes or phase.seconds is None)
+    ]
     if missing:
         raise ProfileError(
             f"{spec.name}: never entered phase {missing[0]}, only {', '.join(sorted(seen)) or 'none'}; put "
@@ -155,9 +165,51 @@ def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[Sample]) -> 
         num_iterations=len({run.iteration for run in measured}),
         has_asked_tokens=recorded.has_asked_tokens,
         phases={
-            name: _phase([run for run in measured if run.phase == name], samples) for name in spec.phases
+            name: _phase([run for run in measured if run.phase == name], samples)
+            for name in spec.phases
+            if name in seen
         },
+        outside=_outside(spec, measured, recorded.done_s),
     )
+
+
+def _outside(
+    spec: RunSpec, measured: Sequence[PhaseRun], done_s: Mapping[int, float]
+) -> dict[Phase, Seconds]:
+    """What is between the phases with nodes, less the phases without: from one end to the next beginning.
+
+    What comes before an iteration's rollout counts as after the training of that iteration.
+    """
+    found: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+    for iteration in sorted({run.iteration for run in measured}):
+        runs = [run for run in measured if run.iteration == iteration]
+        begin_s, end_s = ({each: of(runs, each) for each in Phase} for of in (_begin_s, _end_s))
+        before_s = begin_s[Phase.ROLLOUT] - done_s.get(iteration - 1, begin_s[Phase.ROLLOUT])
+        after_s = done_s.get(iteration, end_s[Phase.TRAIN]) - end_s[Phase.TRAIN]
+        gaps_s = {
+            Phase.ROLLOUT: begin_s[Phase.TRAIN] - end_s[Phase.ROLLOUT],
+            Phase.TRAIN: before_s + after_s,
+        }
+        for phase, gap_s in gaps_s.items():
+            named = [run for run in runs if run.phase in spec.free_phases(phase)]
+            found[phase].append(max(0.0, gap_s - _longest_s(named, "total_s")))
+    return {phase: Seconds.of(values) for phase, values in found.items()}
+
+
+def _begin_s(runs: Sequence[PhaseRun], phase: str) -> float:
+    return min(run.begin_s for run in runs if run.phase == phase)
+
+
+def _end_s(runs: Sequence[PhaseRun], phase: str) -> float:
+    return max(run.end_s for run in runs if run.phase == phase)
+
+
+def _longest_s(runs: Sequence[PhaseRun], part: str) -> float:
+    """Returns the time of the slowest rank in one iteration, in which it may have several calls."""
+    of_ranks: dict[int, float] = defaultdict(float)
+    for run in runs:
+        of_ranks[run.rank] += getattr(run, part)
+    return max(of_ranks.values(), default=0.0)
 
 
 def _phase(runs: Sequence[PhaseRun], samples: Sequence[Sample]) -> PhaseProfile:
@@ -165,16 +217,25 @@ def _phase(runs: Sequence[PhaseRun], samples: Sequence[Sample]) -> PhaseProfile:
     iterations = [[run for run in runs if run.iteration == each] for each in {run.iteration for run in runs}]
 
     def seconds(part: str) -> Seconds:
-        return Seconds.of([sum(getattr(run, part) for run in each) for each in iterations])
+        return Seconds.of([_longest_s(each, part) for each in iterations])
+
+    def held_s(runs: Sequence[PhaseRun]) -> float:
+        """From the first rank's begin to the last one's end."""
+        is_one_call = len({run.rank for run in runs}) == len(runs)
+        return _end_s(runs, runs[0].phase) - _begin_s(runs, runs[0].phase) if is_one_call else 0.0
 
     return PhaseProfile(
-        total_s=seconds("total_s"),
+        total_s=Seconds.of([max(held_s(each), _longest_s(each, "total_s")) for each in iterations]),
         load_s=seconds("load_s"),
         run_s=seconds("run_s"),
         offload_s=seconds("offload_s"),
         peak_resident_gib=max(_peak_bytes(run, samples) for run in runs) / _GIB,
-        cached_bytes=max(run.cached_bytes for run in runs),
+        cached_bytes=max(sum(_last_bytes(each).values()) for each in iterations),
     )
+
+
+def _last_bytes(runs: Sequence[PhaseRun]) -> dict[int, int]:
+    return {run.rank: run.cached_bytes for run in runs}
 
 
 def _peak_bytes(run: PhaseRun, samples: Sequence[Sample]) -> int:
@@ -188,12 +249,19 @@ def _peak_bytes(run: PhaseRun, samples: Sequence[Sample]) -> int:
 
 
 def filled(content: Mapping[str, Any], spec: RunSpec, profile: JobProfile) -> dict[str, Any]:
-    """Returns the job's file with the measured seconds, and host memory where the file names none."""
+    """Returns the job's file with the measured seconds, and host memory where the file names none.
+
+    A longer time outside of phases that the file names is kept: what is rare need not be in the profile.
+    """
     written = copy.deepcopy(dict(content))
     for name, phase in profile.phases.items():
         written["phases"][name]["seconds"] = math.ceil(phase.total_s.worst * 1e3) / 1e3
         if phase.cached_bytes and not _has_memory(spec.phases[name]):
             written["phases"][name]["memory_gb"] = math.ceil(phase.cached_bytes / 1e6) / 1e3
+    written["outside"] = spec.outside.model_dump()
+    for earlier, seconds in profile.outside.items():
+        key = f"after_{earlier}_s"
+        written["outside"][key] = max(written["outside"][key], math.ceil(seconds.worst * 1e3) / 1e3)
     return written
 
 

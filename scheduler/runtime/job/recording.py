@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from rose.scheduler.cluster.model import Phase
-
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a JobFile that makes its run a profile."""
@@ -20,9 +18,10 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One phase from its permit to its release."""
+    """One rank's phase from its permit to its release, or one that needs no permit."""
 
-    phase: Phase
+    phase: str
+    rank: int = 0
     iteration: int
     begin_s: float
     """On time.monotonic(), which all processes of a host share."""
@@ -49,15 +48,27 @@ class TokensAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class PhaseBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The job has its permit for a phase, or needs none."""
 
-    phase: Phase
+    phase: str
+
+
+class IterationDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A rank has done all of an iteration."""
+
+    iteration: int
+    at_s: float
+
+
+Line = PhaseRun | TokensAsked | PhaseBegan | IterationDone
 
 
 class Recorded(NamedTuple):
     """All lines that have been written so far."""
 
-    began: list[Phase]
+    began: list[str]
     """All phases that began, also those that have not ended."""
     runs: list[PhaseRun]
+    done_s: dict[int, float]
+    """When the last rank had done each iteration."""
     has_asked_tokens: bool
 
 
@@ -72,14 +83,11 @@ class Recorder:
         """Returns the length of every response, and records that the job has read it."""
         if not self._has_asked:
             self._has_asked = True
-            self._write(TokensAsked())
+            self.note(TokensAsked())
         return self._recording.forced_tokens
 
-    def note(self, line: PhaseBegan | PhaseRun) -> None:
-        """Records that a phase begins or has ended."""
-        self._write(line)
-
-    def _write(self, line: PhaseBegan | PhaseRun | TokensAsked) -> None:
+    def note(self, line: Line) -> None:
+        """Records what happens now."""
         with Path(self._recording.path).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
 
@@ -87,10 +95,12 @@ class Recorder:
 def read_recording(path: Path) -> Recorded:
     """Reads what the job has recorded so far."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    decoder = msgspec.json.Decoder(PhaseBegan | PhaseRun | TokensAsked)
+    decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
     found = [decoder.decode(line) for line in lines]
+    done = [each for each in found if isinstance(each, IterationDone)]
     return Recorded(
         began=[each.phase for each in found if isinstance(each, PhaseBegan)],
         runs=[each for each in found if isinstance(each, PhaseRun)],
+        done_s={each.iteration: each.at_s for each in sorted(done, key=lambda each: each.at_s)},
         has_asked_tokens=any(isinstance(each, TokensAsked) for each in found),
     )

@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.scheduler.cluster.cycle import promised_s, round_robin_s
 from rose.scheduler.cluster.model import Group, Job, Member
+from rose.scheduler.group.certificate import certify
+from rose.scheduler.group.order import round_robin
 
 
 def member(name: str, rollout_s: float, train_s: float, nodes: tuple[int, ...]) -> Member:
@@ -25,6 +29,15 @@ def test_the_counterexample_of_jobs_on_several_nodes_takes_longer_than_the_theor
     found = [group(*(jobs[k] for k in order), num_rollout_nodes=2) for order in orders]
     assert found[0].round_robin_s == 76
     assert min(round_robin_s(one) for one in found) == pytest.approx(77.5)  # 78 in whole seconds
+
+
+def test_time_outside_of_phases_makes_cycles_longer_than_the_theorems_bound() -> None:
+    jobs = [member("a", 50, 50, (0,)), member("b", 1, 40, (0,)), member("c", 1, 1, (0,))]
+    jobs[2] = replace(jobs[2], job=replace(jobs[2].job, after_train_s=100))
+    one = group(*jobs, num_rollout_nodes=1)
+    limits_s = dict.fromkeys("abc", 1000.0)
+    assert one.round_robin_s == 102
+    assert round_robin_s(one) == pytest.approx(certify(one, round_robin(one), limits_s).cycle_s) == 121
 
 
 @settings(max_examples=60, deadline=None)

@@ -27,8 +27,8 @@ def replay(group: Group, slots: tuple[Slot, ...]) -> None:
     for member, slot in zip(group.members, slots, strict=True):
         job = member.job
         train_s = job.train_s_on(group.num_train_nodes)
-        assert slot.rollout_at_s + job.rollout_s <= slot.train_at_s + 1e-6
-        assert slot.train_at_s + train_s + job.sync_s <= slot.rollout_at_s + slot.period_s + 1e-6
+        assert slot.rollout_at_s + job.rollout_s + job.after_rollout_s <= slot.train_at_s + 1e-6
+        assert slot.train_at_s + train_s + job.after_train_s <= slot.rollout_at_s + slot.period_s + 1e-6
         for repetition in range(int(horizon_s / slot.period_s)):
             at_s = repetition * slot.period_s
             busy.setdefault("train", []).append((slot.train_at_s + at_s, train_s))
@@ -62,14 +62,24 @@ def test_two_long_jobs_may_train_longer_in_a_row_than_a_short_ones_period() -> N
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.floats(20, 600), st.floats(10, 300), st.integers(0, 2), st.floats(1.01, 3)),
+        st.tuples(
+            *(st.floats(20, 600), st.floats(10, 300), st.integers(0, 2), st.floats(1.01, 3)),
+            *(st.sampled_from((0.0, 5.0, 80.0)), st.sampled_from((0.0, 5.0, 80.0))),
+        ),
         min_size=1,
         max_size=5,
     )
 )
-def test_whatever_is_promised_can_be_replayed(jobs: list[tuple[float, float, int, float]]) -> None:
+def test_whatever_is_promised_can_be_replayed(
+    jobs: list[tuple[float, float, int, float, float, float]],
+) -> None:
     found = group_of([job[:3] for job in jobs])
-    limits_s = [slo * (rollout_s + train_s) for rollout_s, train_s, _, slo in jobs]
+    members = [
+        replace(each, job=replace(each.job, after_rollout_s=before_s, after_train_s=after_s))
+        for each, (*_, before_s, after_s) in zip(found.members, jobs, strict=True)
+    ]
+    found = replace(found, members=tuple(members))
+    limits_s = [each.job.solo_s * job[3] for each, job in zip(members, jobs, strict=True)]
     replay(found, slots_of(found))
     slots = timetable(found, limits_s)
     if slots is not None:

@@ -25,14 +25,16 @@ def changed(phase: str, **keys: Any) -> dict[str, Any]:
 
 def test_the_example_is_a_job() -> None:
     (job,) = parse_config(example(), ClusterSpec, "cluster.yaml").to_jobs()
-    assert (job.rollout_s, job.train_s, job.sync_s, job.rollout_bytes) == (120, 100, 8, 276 * 10**9)
+    assert (job.rollout_s, job.train_s, job.after_train_s, job.rollout_bytes) == (120, 100, 8, 276 * 10**9)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (changed("rollout", memory_gb=2001), "rollout keeps 2001 GB on each node, a h20 node has 2000 GB"),
-        (changed("train", nodes=0), "greater than or equal to 1, got 0"),
+        (changed("train", nodes=0), "train with nodes: 0; train needs at least one node"),
+        (changed("sync", nodes=2), "sync with nodes: 2; only rollout and train hold nodes, write nodes: 0"),
+        (changed("sync", seconds=None), "sync has no seconds; rose sched profile measures them"),
         (changed("train", nodes=21), "train needs 21 nodes, pool h800 has 20"),
         (changed("train", pool="a100"), "train wants pool a100, train phases run on h800"),
         (changed("train", seconds=None), "train has no seconds; rose sched profile measures them"),

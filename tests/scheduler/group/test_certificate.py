@@ -79,7 +79,7 @@ def test_a_lifetime_slo_lets_single_iterations_be_longer() -> None:
 
 
 def test_fewer_training_nodes_and_the_sync_count() -> None:
-    job = Job(name="a", rollout_s=10, train_s=20, num_train_nodes=2, sync_s=5, slo=2)
+    job = Job(name="a", rollout_s=10, train_s=20, num_train_nodes=2, after_train_s=5, slo=2)
     group = replace(group_of([(1, 1, (0,))]), members=(Member(job=job, rollout_nodes=(0,)),))
     assert certify(group, round_robin(group)).bounds["a"].longest_s == 10 + 40 + 5
 

@@ -52,7 +52,7 @@ def run(folder: Path, name: str, rank: int) -> None:
     def train(iteration: int, samples: torch.Tensor) -> None:
         begin_s = time.monotonic()
         optimizer.zero_grad()
-        model(samples).square().mean().backward()  # type: ignore[no-untyped-call]
+        model(samples).square().mean().backward()
         optimizer.step()
         if iteration + 1 == NUM_ITERATIONS:
             shards = [parameter.to_local().detach().numpy() for parameter in model.parameters()]  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.group.scenario import group_of, random_group, tightened
 
-from rose.scheduler.cluster.model import POOL_PHASES, Group, Phase, SloKind
+from rose.scheduler.cluster.model import Group, Phase, SloKind
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.group.order import round_robin
 from rose.scheduler.runtime.decide.group_permits import GroupPermits
@@ -91,10 +91,9 @@ class Run:
         if what == "done":
             hold = self.permits.holds[name]
             assert self.permits.release(name, hold.epoch, self.now)
-            if hold.phase is Phase.TRAIN:
-                self._add(self.jobs[name].sync_s, "rollout", name)
-                return
-            what = "train"
+            following = Phase.ROLLOUT if hold.phase is Phase.TRAIN else Phase.TRAIN
+            self._add(self.jobs[name].after_s(hold.phase) * self._share(), following, name)
+            return
         self._asks[name] = Phase(what)
         self.permits.ask(name, self._asks[name], 0)
 
@@ -110,7 +109,10 @@ class Run:
                 starts.append(self.now)
             else:
                 worst_s = job.train_s_on(self.group.num_train_nodes)
-            self._add(worst_s * self.rng.choice((0.0, self.rng.random(), 1.0, 1.0)), "done", hold.job)
+            self._add(worst_s * self._share(), "done", hold.job)
+
+    def _share(self) -> float:
+        return self.rng.choice((0.0, self.rng.random(), 1.0, 1.0))
 
     def _add(self, later_s: float, what: str, name: str) -> None:
         event = (self.now + later_s, next(self._number), what, name, self._attempts[name])
@@ -179,6 +181,20 @@ def test_no_iteration_is_longer_than_certified(seed: int) -> None:
     assert any(run.lengths_s.values())
 
 
+def test_a_job_that_was_outside_of_phases_for_less_than_its_longest_time_does_not_wait_for_that() -> None:
+    group = group_of([(50.0, 50.0, (0,))], slo=1.0)
+    member = replace(
+        group.members[0], job=replace(group.members[0].job, after_rollout_s=60, after_train_s=90)
+    )
+    group = replace(group, members=(member,))
+    permits = GroupPermits(LEASE_S, "clock")
+    permits.form(group, certify(group, round_robin(group)), 0.0)
+    job = member.job.name
+    for now in (0.0, 10.0):
+        run_through(permits, job, Phase.ROLLOUT, now)
+        run_through(permits, job, Phase.TRAIN, now + 5.0)
+
+
 def two_on_two_nodes() -> tuple[Group, Certificate]:
     group = group_of([(50.0, 50.0, (0,)), (50.0, 50.0, (1,))], slo=1.0)
     return group, certify(group, round_robin(group))
@@ -203,7 +219,7 @@ def test_a_job_whose_phases_took_no_time_waits_for_its_turn_in_the_timetable(
     group, certificate = two_on_two_nodes()
     permits.form(group, certificate, 0.0)
     permits.ask("b", Phase.ROLLOUT, 0)
-    for phase in POOL_PHASES:
+    for phase in Phase:
         run_through(permits, "a", phase, 0.0)
     assert not begin(permits, "a", Phase.ROLLOUT, 0.0), "else its next one would take 150 s, for b's 50 + 50"
     if clock is not None:
@@ -220,7 +236,7 @@ def test_a_new_scheduler_on_the_same_clock_knows_how_long_phases_have_been_runni
         permits = GroupPermits(LEASE_S, "clock")
         permits.form(*two_on_two_nodes(), 0.0)
         permits.ask("b", Phase.ROLLOUT, 0)
-        for phase in POOL_PHASES:
+        for phase in Phase:
             run_through(permits, "a", phase, 0.0)
         assert permits.holds["b"].phase is Phase.ROLLOUT
         if is_restarted:

@@ -4,12 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_ranks
 import numpy as np
 import pytest
 from fsdp_job import NUM_ITERATIONS, NUM_RANKS
-from served_cluster import PATIENCE_S, ServedCluster, overlap
+from served_cluster import PATIENCE_S, ServedCluster, kill, overlap, wait_until
+from sim.ranks.jobs import RankedJobs
 
 JOB = Path(__file__).with_name("fsdp_job.py")
+FORKING_JOB = Path(__file__).with_name("forking_job.py")
 
 
 @pytest.mark.slow
@@ -34,6 +37,46 @@ def test_two_fsdp_jobs_alternate_and_end_with_the_weights_of_each_alone(tmp_path
             assert len(kept.files) == 4
             for each in kept.files:
                 assert kept[each].tobytes() == expected[each].tobytes(), (name, rank, each)
+
+
+def test_a_killed_rank_is_named_and_the_job_goes_on_behind_its_last_iteration(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path, lease_s=5.0) as cluster:
+        (tmp_path / "hold-a").touch()
+        command = [sys.executable, str(FORKING_JOB), str(tmp_path), "0.05", "0.05"]
+        cluster.submit("a", command=command, num_ranks=2)
+        wait_until(lambda: cluster.job("a")["holds"] == "train", "its training")
+        kill(int((tmp_path / "rank-1").read_text()))
+        wait_until(lambda: cluster.job("a")["restarts"] == 1, "its second attempt")
+        note = cluster.job("a")["note"]
+        assert note.endswith(": rank 1 fell silent in train of iteration 0")
+        (tmp_path / "hold-a").unlink()
+        assert cluster.wait_state("a", "done")["iterations"] == [3, 3]
+        assert len(cluster.phases("a")) == 2 * (1 + 2 * 3), "both ranks: a rollout, then all of it"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_no_rank_runs_beside_another_job_whoever_is_killed(num_ranks: int) -> None:
+    specs = [bench_ranks.spec(name, 3.0, num_ranks=num_ranks) for name in "abc"]
+    seen = RankedJobs(specs, seed=num_ranks, shortest=0.3).run(num_phases=300, kill_every_s=20.0)
+    assert seen.overlaps == [] and len(seen.kills) == 3
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.6])
+def test_no_iteration_is_longer_than_certified_because_of_a_checkpoint(
+    share: float, is_declared: bool
+) -> None:
+    late = bench_ranks.late(share, is_declared, num_iterations=20, seed=0)
+    assert len(late) > 10 and not any(late[0 if is_declared else bench_ranks.NUM_TO_DRIFT :])
+
+
+def test_a_phase_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
+    with ServedCluster(tmp_path) as cluster:
+        program = "import rose; rose.phase('trian')(print)()"
+        cluster.submit("a", command=[sys.executable, "-c", program], max_restarts=0)
+        cluster.wait_state("a", "failed")
+        log = Path(cluster.job("a")["log"]).read_text()
+    assert "job a: no phase 'trian' in its file, which has rollout, train; add it" in log
 
 
 def test_a_job_that_forks_ranks_without_telling_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,9 @@ JOB: dict[str, Any] = {
     "group": "group-1",
     "iterations": [3, 500],
     "restarts": 0,
+    "num_ranks": 1,
+    "ranks_holding": [],
+    "ranks_waiting": [],
     "holds": None,
     "waits_for": None,
     "behind": [],
@@ -35,6 +38,22 @@ def test_a_job_takes_one_line_that_says_what_it_does() -> None:
         "code-32b  running  group-1  3 of 500    waits for train nodes, held by math-7b",
         "x         running  group-1  3 of 500    waits for a host",
         "old       done     group-1  500 of 500",
+    ]
+
+
+def test_ranks_that_others_wait_for_are_told_by_those_that_came() -> None:
+    four = {**JOB, "num_ranks": 4}
+    jobs = [
+        {**four, "holds": "train", "ranks_holding": [1]},
+        {**four, "waits_for": "train", "ranks_waiting": [0, 2]},
+        {**four, "waits_for": "train", "ranks_waiting": [0, 1, 2, 3]},
+        {**four, "holds": "rollout", "ranks_holding": [0, 1, 2, 3]},
+    ]
+    assert [line.split("  ")[-1] for line in status_lines(jobs, 80)[1:]] == [
+        "runs train, rank 1 of 4 still in it",
+        "ranks 0, 2 of 4 waiting for the others",
+        "waits for train nodes, not yet due",
+        "runs rollout",
     ]
 
 

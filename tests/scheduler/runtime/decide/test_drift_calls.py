@@ -43,12 +43,16 @@ class Drifting:
         answers = self.scheduler.call(Release, **fields, client="a")
         assert only(Answer, answers).error is None
 
-    def iterate(self, first: int, count: int, rollout_s: float) -> dict[str, Any]:
+    def iterate(
+        self, first: int, count: int, rollout_s: float, rewards_s: float = 0.0, checkpoint_s: float = 0.0
+    ) -> dict[str, Any]:
         """What the job is told when the last one is safe."""
         body: dict[str, Any] = {}
         for iteration in range(first, first + count):
             self.run_phase("rollout", iteration, rollout_s)
+            self.scheduler.now += rewards_s
             self.run_phase("train", iteration, HOUR_S)
+            self.scheduler.now += checkpoint_s
             answers = self.scheduler.call(Completed, job="a", attempt=1, iteration=iteration, client="a")
             body = dict(only(Answer, answers).body)
         return body
@@ -63,6 +67,23 @@ def test_a_group_with_room_is_certified_with_the_times_that_were_measured() -> N
     drifting.iterate(NUM_HOLDS, NUM_HOLDS, 1.6 * HOUR_S)
     assert "5760" in drifting.note("a"), "the new times are its file's now, and not too short"
     assert drifting.note("b") == ""
+
+
+def test_time_outside_of_phases_drifts_as_phases_do() -> None:
+    phases = {**long_job("a")["phases"], "checkpoint": {"seconds": 600.0}}
+    drifting = Drifting(slo=5.0, of_a={"phases": phases, "outside": {"after_train_s": 300.0}})
+    drifting.iterate(0, NUM_HOLDS + 1, HOUR_S, checkpoint_s=950.0)
+    assert drifting.note("a") == "", "within the margin of 900 s"
+    drifting.iterate(NUM_HOLDS + 1, NUM_HOLDS, HOUR_S, rewards_s=1200.0, checkpoint_s=1800.0)
+    said = "the time after rollout takes 1200 s, its file says 0: certified anew in group-1"
+    assert drifting.note("a") == said
+    drifting.iterate(2 * NUM_HOLDS + 1, 1, HOUR_S, rewards_s=1200.0, checkpoint_s=1800.0)
+    said = "the time after train takes 1800 s, its file says 900: certified anew in group-1"
+    assert drifting.note("a") == said
+    drifting.iterate(2 * NUM_HOLDS + 2, NUM_HOLDS + 1, HOUR_S, rewards_s=1200.0, checkpoint_s=1800.0)
+    assert drifting.note("a") == said, "the new times are its file's now"
+    spec = drifting.scheduler.control._state.specs["a"]
+    assert (spec.outside.after_train_s, spec.phases["checkpoint"].seconds) == (1200.0, 600.0)
 
 
 def test_what_is_left_of_a_lifetimes_slo_is_that_of_the_measured_times() -> None:

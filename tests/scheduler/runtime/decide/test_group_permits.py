@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from rose.scheduler.cluster.model import POOL_PHASES, Group, Job, Member, Phase
+from rose.scheduler.cluster.model import Group, Job, Member, Phase
 from rose.scheduler.group.certificate import certify
 from rose.scheduler.runtime.decide.group_permits import GroupPermits
 from rose.scheduler.runtime.decide.holds import OrderRow, PermitsRow
@@ -110,7 +110,7 @@ def test_a_node_has_one_holder_and_nobody_starves(seed: int) -> None:
         play.now += 0.1
         for name in play.names:
             play.step(name)
-    assert set(play.num_released) == {(name, phase) for name in play.names for phase in POOL_PHASES}
+    assert set(play.num_released) == {(name, phase) for name in play.names for phase in Phase}
 
 
 def test_a_group_whose_jobs_are_all_away_waits_for_them() -> None:

@@ -47,7 +47,12 @@ def release(scheduler: Scheduler, grant: Granted, rank: int) -> list[Granted]:
 
 
 def beat(scheduler: Scheduler, grant: Granted, rank: int) -> None:
-    beaten = {"job": grant.job, "attempt": grant.attempt, "phase": grant.phase, "epoch": grant.epoch}
+    beaten: dict[str, Any] = {
+        "job": grant.job,
+        "attempt": grant.attempt,
+        "phase": grant.phase,
+        "epoch": grant.epoch,
+    }
     assert only(Answer, scheduler.call(Heartbeat, **beaten, rank=rank)).error is None
 
 
@@ -102,9 +107,14 @@ def test_a_rank_that_others_wait_for_is_named_after_a_lease(scheduler: Scheduler
         beat(scheduler, grant, rank=1)
         scheduler.wait(LEASE_S / 4)
     assert scheduler.job("a")["note"] == "others wait: rank 1 is still in rollout of iteration 0"
+    release(scheduler, grant, rank=1)
+    assert scheduler.job("a")["note"] == ""
+    scheduler.request("a", "train")
+    scheduler.wait(2 * LEASE_S)
+    assert scheduler.job("a")["note"] == "others wait: rank 1 has not come to train of iteration 0"
     scheduler.call(Exited, job="a", attempt=1, exit_status=1, client="runner")
     note = scheduler.job("a")["note"]
-    assert note == "attempt 1 ended with status 1; others wait: rank 1 is still in rollout of iteration 0"
+    assert note == "attempt 1 ended with status 1; others wait: rank 1 has not come to train of iteration 0"
 
 
 def test_nothing_of_an_attempt_counts_for_the_next(scheduler: Scheduler) -> None:
@@ -115,7 +125,7 @@ def test_nothing_of_an_attempt_counts_for_the_next(scheduler: Scheduler) -> None
 
 
 def test_an_iteration_is_complete_when_all_ranks_say_so(scheduler: Scheduler) -> None:
-    done = {"job": "a", "attempt": 1, "iteration": 0}
+    done: dict[str, Any] = {"job": "a", "attempt": 1, "iteration": 0}
     assert scheduler.call(Completed, **done, rank=1) == []
     assert scheduler.job("a")["iterations"][0] == 0
     answers = scheduler.call(Completed, **done, rank=0)

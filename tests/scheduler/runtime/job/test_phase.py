@@ -36,6 +36,10 @@ def test_a_program_runs_alone_without_permits() -> None:
         iteration()
 
 
-def test_an_unknown_phase_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="phase 'roll': expected one of rollout, train, sync"):
-        rose.phase("roll")
+def test_what_is_no_phase_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"phase '\.\./x': expected rollout, train, or a name like checkpoint"
+    ):
+        rose.phase("../x")
+    with pytest.raises(ValueError, match="phase 'sync': expected one of rollout, train"):
+        rose.phase("sync", move_tail=print)(print)

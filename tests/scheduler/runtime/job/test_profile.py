@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from rose.errors import ProfileError
-from rose.scheduler.cluster.model import Phase
 from rose.scheduler.runtime.job.profile import JobProfile, Sample, filled, profile_of
 from rose.scheduler.runtime.job.recording import PhaseRun, Recorded
 from rose.scheduler.runtime.job.spec import RunSpec
@@ -20,11 +19,17 @@ def content(**phases: dict[str, Any]) -> dict[str, Any]:
 
 def run(phase: str, iteration: int, run_s: float, begin_s: float = 0.0, **more: Any) -> PhaseRun:
     fields: dict[str, Any] = {"load_s": 0.0, "offload_s": 0.0, "cached_bytes": 0, **more}
-    return PhaseRun(phase=Phase(phase), iteration=iteration, begin_s=begin_s, run_s=run_s, **fields)
+    return PhaseRun(phase=phase, iteration=iteration, begin_s=begin_s, run_s=run_s, **fields)
 
 
-def profile(file: dict[str, Any], runs: list[PhaseRun], samples: tuple[Sample, ...] = ()) -> JobProfile:
-    recorded = Recorded(began=[each.phase for each in runs], runs=runs, has_asked_tokens=True)
+def profile(
+    file: dict[str, Any],
+    runs: list[PhaseRun],
+    samples: tuple[Sample, ...] = (),
+    done_s: dict[int, float] | None = None,
+) -> JobProfile:
+    began = [each.phase for each in runs]
+    recorded = Recorded(began=began, runs=runs, done_s=done_s or {}, has_asked_tokens=True)
     return profile_of(RunSpec.model_validate(file), recorded, samples)
 
 
@@ -43,6 +48,45 @@ def test_times_are_the_longest_after_the_warm_up_copies_included() -> None:
 def test_a_sync_of_several_calls_counts_as_one() -> None:
     runs = [run(phase, 1, 1.0) for phase in ("rollout", "train", "sync", "sync")]
     assert profile(content(sync={}), runs).phases["sync"].total_s.worst == 2.0
+
+
+def test_a_phase_of_several_ranks_lasts_from_the_first_permit_to_the_last_release() -> None:
+    runs = [
+        run(phase, 1, run_s, begin_s=begin_s, rank=rank, cached_bytes=100 + rank)
+        for rank, begin_s, run_s in ((0, 10.0, 3.0), (1, 10.5, 4.0))
+        for phase in ("rollout", "train")
+    ]
+    train = profile(content(), runs).phases["train"]
+    assert (train.total_s.worst, train.run_s.worst, train.cached_bytes) == (4.5, 4.0, 201)
+
+
+def test_the_time_outside_of_phases_is_what_no_phase_explains() -> None:
+    file = content(
+        rewards={"after": ["rollout"]},
+        train={"after": ["rewards"]},
+        checkpoint={"after": ["train"]},
+        evaluate={"seconds": 50.0},
+    )
+    file["outside"] = {"after_train_s": 0.5}
+    runs = [
+        *(run("rollout", 1, 4.0, begin_s=11.0), run("rewards", 1, 1.5, begin_s=15.0)),
+        *(run("train", 1, 2.0, begin_s=17.0), run("checkpoint", 1, 3.0, begin_s=20.0)),
+    ]
+    found = profile(file, runs, done_s={0: 10.75, 1: 23.0})
+    assert {phase.value: each.worst for phase, each in found.outside.items()} == {
+        "rollout": 0.5,
+        "train": 1.25,
+    }
+    written = filled(file, RunSpec.model_validate(file), found)
+    assert written["outside"] == {"after_rollout_s": 0.5, "after_train_s": 1.25}
+    assert written["phases"]["checkpoint"] == {"after": ["train"], "seconds": 3.0}
+    assert written["phases"]["evaluate"] == {"seconds": 50.0}, (
+        "it is rare, and its file says how long it takes"
+    )
+    longer = {**file, "outside": {"after_train_s": 60.0}}
+    assert filled(longer, RunSpec.model_validate(longer), found)["outside"]["after_train_s"] == 60.0
+    job = RunSpec.model_validate(written)
+    assert [job.after_s(phase) for phase in found.outside] == [0.5 + 1.5, 1.25 + 3.0 + 50.0]
 
 
 def test_memory_is_that_of_the_phase_or_of_the_nearest_moment() -> None:
@@ -77,6 +121,7 @@ def test_the_file_gets_times_and_the_memory_that_it_does_not_name() -> None:
         "rollout": {"nodes": 2, "seconds": 2.001, "memory_gb": 5.0},
         "train": {"after": ["rollout"], "seconds": 2.001, "memory_gb": 0.004},
     }
+    assert written["outside"] == {"after_rollout_s": 0.0, "after_train_s": 0.0}
     assert {key: written[key] for key in file if key != "phases"} == {
         key: file[key] for key in file if key != "phases"
     }
