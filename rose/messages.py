@@ -68,6 +68,8 @@ class HarmStatus(BaseModel):
     """What the share of closed slices goes by."""
     hours: list[HarmWindow] = []
     """The last hour first; up to 24."""
+    tenants: dict[str, HarmWindow] = {}
+    """The present hour of those whose requests name them (``rose_tenant``): the 16 with the most requests."""
 
 
 class RoutingStatus(BaseModel):
@@ -190,8 +192,8 @@ class Profile(BaseModel):
 
     file: str
     model: dict[str, float]
-    observations: list[tuple[int, int, int, float]]
-    """Prefill tokens, decodes, their context tokens and seconds of each step."""
+    observations: list[tuple[int, int, int, float, float]]
+    """Prefill tokens, decodes, their context tokens, prefill pairs and seconds of each step."""
 
 
 class ConcurrencyPoint(BaseModel):

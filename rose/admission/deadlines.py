@@ -19,7 +19,7 @@ from rose.admission.slack import (
     shrunk_target,
     token_due,
 )
-from rose.admission.step_time import StepTimeModel
+from rose.admission.step_time import StepTimeModel, attended_pairs
 from rose.types import SLO, Deployment, GateMode
 
 # A request waits for its tokenizer and the queue between processes, but not for a minute: a longer wait, or a
@@ -50,6 +50,7 @@ class _TokenTimes:
         "is_measured",
         "last_token_s",
         "num_output_tokens",
+        "tenant",
         "tpot_s",
         "ttft_s",
         "ttft_waited_s",
@@ -58,6 +59,7 @@ class _TokenTimes:
 
     def __init__(self, now: float, tpot_s: float | None) -> None:
         self.is_measured = False
+        self.tenant = ""
         self.ttft_s = 0.0
         self.ttft_waited_s = 0.0
         self.waited_mark_s = 0.0
@@ -103,8 +105,8 @@ class ServingDeadlines:
         """Waits since the queue of prefills was last empty: they delay whoever joins it."""
         self._waits: deque[tuple[float, float]] = deque(maxlen=64)
         """When the last waits ended, and how long they were: a request may have come during one."""
-        self._arrivals: dict[str, tuple[float, float]] = {}
-        """The time of a pending request's arrival, and ``_waited_s`` less the waits it joined."""
+        self._arrivals: dict[str, tuple[float, float, str]] = {}
+        """The time of a pending request's arrival, ``_waited_s`` less the waits it joined, and its tenant."""
         self.ended: list[RequestDelay] = []
         """Requests that have ended, for their reader to take."""
         self._class_step_s, self._class_until_s = NEVER, -NEVER
@@ -123,16 +125,23 @@ class ServingDeadlines:
         """Requests between their first and last token."""
         return len(self._decodes)
 
-    def arrived(self, request_id: str, now: float, prompt_tokens: int, own_slo: SLO | None = None) -> None:
+    def arrived(
+        self,
+        request_id: str,
+        now: float,
+        prompt_tokens: int,
+        own_slo: SLO | None = None,
+        tenant: str = "",
+    ) -> None:
         """Adds a request that entered the scheduler, in queue order; ``own_slo`` overrides the
         deployment's."""
         if self._is_decoder:
-            self.arrived_prefilled(request_id, now, own_slo)
+            self.arrived_prefilled(request_id, now, own_slo, tenant)
             return
         if not self._pending:
             self._queue_waited_s = 0.0
         during_s = sum(min(seconds, end_s - now) for end_s, seconds in self._waits if end_s > now)
-        self._arrivals[request_id] = (now, self._waited_s - max(self._queue_waited_s, during_s))
+        self._arrivals[request_id] = (now, self._waited_s - max(self._queue_waited_s, during_s), tenant)
         self._pending[request_id] = PendingPrefill(
             arrival_s=now,
             remaining_tokens=prompt_tokens,
@@ -141,7 +150,9 @@ class ServingDeadlines:
         if own_slo is not None:
             self._own_tpot_s[request_id] = own_slo.tpot_s
 
-    def arrived_prefilled(self, request_id: str, now: float, own_slo: SLO | None = None) -> None:
+    def arrived_prefilled(
+        self, request_id: str, now: float, own_slo: SLO | None = None, tenant: str = ""
+    ) -> None:
         """Adds a request whose KV comes from a prefiller; its arrival counts as its last token's time.
 
         ROSE §4.1: a decoder uses TPOT slack alone. If the due time passes while the KV is on its way,
@@ -149,7 +160,7 @@ class ServingDeadlines:
         """
         tpot_s = own_slo.tpot_s if own_slo is not None else None
         times = self._decodes[request_id] = _TokenTimes(now, tpot_s)
-        times.is_measured, times.waited_mark_s = True, self._waited_s
+        times.is_measured, times.waited_mark_s, times.tenant = True, self._waited_s, tenant
         times.num_output_tokens = 1  # the prefiller's
         times.due_s = token_due(now, now, 1, *self._target_and_cap(tpot_s))
         self._due_s = None
@@ -178,11 +189,13 @@ class ServingDeadlines:
         longest_s = self._settings.effective_max_step_s
         return min(longest_s, self._class_step_s) if now < self._class_until_s else longest_s
 
-    def prefilled(self, request_id: str, remaining_tokens: int) -> None:
+    def prefilled(self, request_id: str, remaining_tokens: int, computed_tokens: int = 0) -> None:
         """Says that a chunk of its prompt was computed or found cached. Unknown ids are decoding already."""
         p = self._pending.get(request_id)
         if p is not None:
-            self._pending[request_id] = replace(p, remaining_tokens=remaining_tokens)
+            self._pending[request_id] = replace(
+                p, remaining_tokens=remaining_tokens, computed_tokens=computed_tokens
+            )
 
     def produced(self, request_ids: Iterable[str], now: float, num_tokens: int = 1) -> None:
         """Says that these requests produced tokens in the step that ended now."""
@@ -215,7 +228,7 @@ class ServingDeadlines:
         self._pending.pop(request_id, None)
         times = _TokenTimes(now, self._own_tpot_s.pop(request_id, None))
         times.is_measured = request_id in self._arrivals
-        arrival_s, mark_s = self._arrivals.pop(request_id, (now, self._waited_s))
+        arrival_s, mark_s, times.tenant = self._arrivals.pop(request_id, (now, self._waited_s, ""))
         times.ttft_s = now - arrival_s
         times.ttft_waited_s, times.waited_mark_s = self._waited_s - mark_s, self._waited_s
         return times
@@ -243,6 +256,7 @@ class ServingDeadlines:
             ttft_waited_s=times.ttft_waited_s,
             tpot_s=span_s / num_gaps if num_gaps > 0 else 0.0,
             tpot_waited_s=(self._waited_s - times.waited_mark_s) / num_gaps if num_gaps > 0 else 0.0,
+            tenant=times.tenant,
         )
 
     def set_load(self, load: float) -> None:
@@ -271,7 +285,8 @@ class ServingDeadlines:
         if not self._decodes:
             return True
         prefill = 1 if self._is_decoder else self._chunk_tokens
-        return now + model.predict_safe(prefill, len(self._decodes), context_tokens) <= self._least_cap()
+        step_s = model.predict_safe(prefill, len(self._decodes), context_tokens, attended_pairs(prefill))
+        return now + step_s <= self._least_cap()
 
     def prefill_room(self, now: float, model: StepTimeModel, context_tokens: float = 0) -> int:
         """Returns how many prompt tokens the step that starts now may have so that no decode breaks its ITL
@@ -283,7 +298,9 @@ class ServingDeadlines:
         if not self._decodes or not self._is_prefill_first:
             return self._chunk_tokens
         budget_s = self._least_cap() - now
-        room = model.tokens_within(budget_s, len(self._decodes), self._chunk_tokens, context_tokens)
+        room = model.tokens_within(
+            budget_s, len(self._decodes), self._chunk_tokens, context_tokens, self._most_computed()
+        )
         return max(room, MIN_PREFILL_TOKENS)
 
     def _least_cap(self) -> float:
@@ -342,10 +359,15 @@ class ServingDeadlines:
         if not self._decodes:
             return NEVER
         # The next step is mixed: waiting prefill fills what the decodes leave of the budget.
-        prefill = 0
+        prefill, pairs = 0, 0.0
         if self._pending:
             room = max(0, self._chunk_tokens - self.num_decodes)
             prefill = min(room, sum(p.remaining_tokens for p in self._pending.values()))
+            pairs = attended_pairs(prefill, self._most_computed())
         if self._due_s is None:
             self._due_s = min(times.due_s for times in self._decodes.values())
-        return self._due_s - model.predict_safe(prefill, len(self._decodes), context_tokens)
+        return self._due_s - model.predict_safe(prefill, len(self._decodes), context_tokens, pairs)
+
+    def _most_computed(self) -> int:
+        """Returns the longest context that a token of the waiting prefills may have before its chunk."""
+        return max((p.computed_tokens for p in self._pending.values()), default=0)

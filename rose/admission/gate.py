@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from rose.admission.slack import BANK_LIMIT_BUDGETS, NEVER
-from rose.admission.step_time import StepTimeModel
+from rose.admission.step_time import StepTimeModel, attended_pairs
 from rose.types import SLO, Deployment, GateMode
 
 # TPOT slack is real capacity, but spending all of it multiplies serving's end-to-end time by 16 to 20 and its
@@ -175,6 +175,8 @@ class RolloutCandidate:
     num_decodes: int
     context_tokens: int
     """Sum of the decoding sequences' context lengths."""
+    computed_tokens: int = 0
+    """The most tokens that a prefilling request may have computed before this step."""
     waited_s: float = 0.0
     """Seconds since its last step ended, while it had something to run."""
 
@@ -275,7 +277,7 @@ class GatePolicy:
         most = min(candidate.prefill_tokens_waiting, max(0, self.settings.chunk_tokens - num_decodes))
         prefill = 0
         if model.predict_safe(0, num_decodes, context) <= budget_s:
-            prefill = model.tokens_within(budget_s, num_decodes, most, context) if most else 0
+            prefill = model.tokens_within(budget_s, num_decodes, most, context, candidate.computed_tokens)
         else:
             per_decode = context / max(1, num_decodes)
             num_decodes = model.decodes_within(budget_s, num_decodes, per_decode)
@@ -286,7 +288,7 @@ class GatePolicy:
         is_whole = num_decodes == candidate.num_decodes and prefill >= piece
         if not is_whole and budget_s < longest_s and self._saves(budget_s, candidate, piece, model):
             return _wait(now, GateReason.SAVING)
-        return _admit(now, model, prefill, num_decodes, context)
+        return _admit(now, model, prefill, num_decodes, context, candidate.computed_tokens)
 
     def _saves(self, budget_s: float, candidate: RolloutCandidate, piece: int, model: StepTimeModel) -> bool:
         """Whether slack this short is better kept for a whole step: all decodes and a piece of the prefill,
@@ -294,7 +296,8 @@ class GatePolicy:
         if candidate.waited_s >= self._patience_s:
             return False
         for prefill in (piece, 0):
-            whole_s = model.predict_safe(prefill, candidate.num_decodes, candidate.context_tokens)
+            pairs = attended_pairs(prefill, candidate.computed_tokens)
+            whole_s = model.predict_safe(prefill, candidate.num_decodes, candidate.context_tokens, pairs)
             if whole_s <= self._worth_saving_s:
                 return budget_s < whole_s
         return False
@@ -303,15 +306,17 @@ class GatePolicy:
         num_decodes = min(candidate.num_decodes, MIN_STEP_TOKENS)
         prefill = 0 if num_decodes else min(candidate.prefill_tokens_waiting, MIN_STEP_TOKENS)
         context = candidate.context_tokens * num_decodes / max(1, candidate.num_decodes)
-        return _admit(now, model, prefill, num_decodes, context)
+        return _admit(now, model, prefill, num_decodes, context, candidate.computed_tokens)
 
 
-def _admit(now: float, model: StepTimeModel, prefill: int, num_decodes: int, context: float) -> GateDecision:
+def _admit(
+    now: float, model: StepTimeModel, prefill: int, num_decodes: int, context: float, computed_tokens: int
+) -> GateDecision:
     return GateDecision(
         max_tokens=prefill + num_decodes,
         max_seqs=num_decodes,
         reason=GateReason.ADMITTED,
-        step_s=model.predict_safe(prefill, num_decodes, context),
+        step_s=model.predict_safe(prefill, num_decodes, context, attended_pairs(prefill, computed_tokens)),
         retry_at_s=now,
     )
 

@@ -32,6 +32,8 @@ QUANTILES = (50, 99)
 BUSY_PERCENTILES = (75, 90)
 """Of the slices, by how full their batches are: where the requests of each quantile come from."""
 
+TENANT_BYTES = 32
+
 MEASURING_SHARE = 0.05
 """Of the slices, closed at all times: fifteen a minute."""
 CONTROL_WINDOWS_S = (60.0, 600.0, 3600.0)
@@ -58,6 +60,8 @@ class RequestDelay:
     tpot_s: float
     """Mean time per output token after the first; 0 for a request of one token."""
     tpot_waited_s: float
+    tenant: str = ""
+    """Whose it is, in at most TENANT_BYTES; empty if it does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

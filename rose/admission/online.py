@@ -1,11 +1,12 @@
 """The step-time model of a running engine, kept true by its own steps.
 
 It keeps a sliding window of observed steps, and is cautious where it knows little: a stale profile is widened
-within a few steps, and without a profile almost nothing is admitted.
+within a few steps and refitted within a few hundred, and without a profile almost nothing is admitted.
 """
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rose.admission.step_time import (
@@ -15,29 +16,40 @@ from rose.admission.step_time import (
     StepObservation,
     StepTimeModel,
     fit,
+    refit,
 )
 
 WINDOW_STEPS = 256
 # Sorting the window takes tens of microseconds. It is done every few steps, and at once after a miss.
 REFRESH_STEPS = 8
+# A refit takes less than 1 ms of the engine's time.
+REFIT_STEPS = 256
 # A fit on the steps that happened to come, not on a planned grid, extrapolates: it keeps at least this ratio.
 UNPLANNED_RATIO = 2.0
 
 
 class OnlineStepTime:
-    """A step-time model whose error bounds follow the last steps. One thread uses it, the engine's.
+    """A step-time model that follows the last steps. One thread uses it, the engine's.
 
-    With a profile it has the profile's coefficients, and the window's ratio and margin, which are not better
-    than the profile's until the window has more than a few steps. Without one it is UNPROFILED, so that
-    rollouts run one small step at a time and only while serving is idle, until the window has
-    MIN_OBSERVATIONS steps of different prefill and decode sizes. From then on it is a fit of those with a
-    doubled safety ratio.
+    With a profile it starts from the profile's costs, and the window's ratio and margin, which are not better
+    than the profile's until the window has more than a few steps. Every REFIT_STEPS the costs are fitted
+    again, to the window and the profile's own steps. Without a profile it is UNPROFILED, so that rollouts run
+    one small step at a time and only while serving is idle, until the window has MIN_OBSERVATIONS steps of
+    different prefill and decode sizes. From then on it is a fit of those with a doubled safety ratio.
     """
 
-    def __init__(self, profile: StepTimeModel | None, *, window_steps: int = WINDOW_STEPS) -> None:
+    def __init__(
+        self,
+        profile: StepTimeModel | None,
+        planned: Sequence[StepObservation] = (),
+        *,
+        window_steps: int = WINDOW_STEPS,
+    ) -> None:
+        """``planned`` are the steps that the profile was fitted to; without them its costs stay."""
         if window_steps < MIN_OBSERVATIONS:
             raise ValueError(f"window_steps must be at least {MIN_OBSERVATIONS}, got {window_steps}")
         self._base = profile
+        self._planned = planned
         self._ratio_floor = 1.0 if profile is not None else UNPLANNED_RATIO
         self._model = profile if profile is not None else UNPROFILED
         self._window: deque[StepObservation] = deque(maxlen=window_steps)
@@ -45,6 +57,9 @@ class OnlineStepTime:
         self._errors_s: deque[float] = deque(maxlen=window_steps)
         """The errors of the window's steps against the base model; empty without one."""
         self._steps_since_refresh = 0
+        self._steps_since_refit = 0
+        if profile is not None and planned:
+            refit(profile, planned, planned)  # the first call loads the solver, which takes tens of ms
 
     @property
     def model(self) -> StepTimeModel:
@@ -56,31 +71,29 @@ class OnlineStepTime:
         """Whether predictions rest on a profile, or on enough steps of this engine."""
         return self._base is not None
 
-    def observe(self, prefill_tokens: int, num_decodes: int, context_tokens: int, seconds: float) -> None:
+    def observe(self, step: StepObservation) -> None:
         """Adds one finished step. A step that is slower than its safe prediction refreshes the model at
         once."""
-        if seconds <= 0 or prefill_tokens + num_decodes <= 0:
-            raise ValueError(f"a step needs tokens and time, got {prefill_tokens=} {num_decodes=} {seconds=}")
-        observation = StepObservation(
-            prefill_tokens=prefill_tokens,
-            num_decodes=num_decodes,
-            context_tokens=context_tokens,
-            seconds=seconds,
-        )
-        self._window.append(observation)
+        if step.seconds <= 0 or step.prefill_tokens + step.num_decodes <= 0:
+            raise ValueError(f"a step needs tokens and time, got {step}")
+        self._window.append(step)
         if self._base is not None:
-            self._compare(observation, self._base)
+            self._compare(step, self._base)
         self._steps_since_refresh += 1
-        was_missed = seconds > self._model.predict_safe(prefill_tokens, num_decodes, context_tokens)
+        self._steps_since_refit += 1
+        model = self._model
+        was_missed = step.seconds > model.predict_step(step) * model.ratio_q99 + model.margin_s
         if was_missed or self._steps_since_refresh >= REFRESH_STEPS:
             self._steps_since_refresh = 0
             self._refresh()
 
     def _refresh(self) -> None:
         if self._base is None and self._has_variety():
-            self._base = fit(list(self._window))
-            for observation in self._window:
-                self._compare(observation, self._base)
+            self._rebase(fit(list(self._window)))
+        elif self._base is not None and self._planned and self._steps_since_refit >= REFIT_STEPS:
+            base = self._base
+            fitted = refit(base, self._planned, list(self._window))
+            self._rebase(replace(fitted, ratio_q99=base.ratio_q99, margin_s=base.margin_s))
         if self._base is None:
             return
         ratio_q99, margin_s = self._window_errors()
@@ -91,6 +104,14 @@ class OnlineStepTime:
         ratio_q99 = max(ratio_q99, self._ratio_floor)
         self._model = replace(self._base, ratio_q99=ratio_q99, margin_s=margin_s)
 
+    def _rebase(self, base: StepTimeModel) -> None:
+        self._base = base
+        self._steps_since_refit = 0
+        self._ratios.clear()
+        self._errors_s.clear()
+        for observation in self._window:
+            self._compare(observation, base)
+
     def _has_variety(self) -> bool:
         # A cost that no two steps tell apart would be fitted as 0, and its steps would be admitted as free.
         prefills = {o.prefill_tokens for o in self._window if o.prefill_tokens > 0}
@@ -98,7 +119,7 @@ class OnlineStepTime:
         return len(self._window) >= MIN_OBSERVATIONS and len(prefills) >= 2 and len(decodes) >= 2
 
     def _compare(self, o: StepObservation, base: StepTimeModel) -> None:
-        predicted_s = base.predict(o.prefill_tokens, o.num_decodes, o.context_tokens)
+        predicted_s = base.predict_step(o)
         self._ratios.append(o.seconds / predicted_s)
         self._errors_s.append(abs(o.seconds - predicted_s))
 

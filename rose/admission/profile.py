@@ -1,7 +1,4 @@
-"""Step-time profiles: the files that keep the fits, and their plot.
-
-No engine is run here: the caller measures its steps.
-"""
+"""Step-time profiles: the files that keep the fits, and their plot. No engine is run here."""
 
 import hashlib
 import json
@@ -11,10 +8,17 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from rose.admission.step_time import StepObservation, StepTimeModel, drop_warm_up, fit, fit_errors
+from rose.admission.step_time import (
+    StepObservation,
+    StepTimeModel,
+    attended_pairs,
+    drop_warm_up,
+    fit,
+    fit_errors,
+)
 from rose.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,11 @@ class ProfileKey:
     hardware: str
     vllm_version: str
     parallelism: str
+    dtype: str
+    quantization: str
+    kv_dtype: str
+    graphs: str
+    """Which steps are captured as CUDA graphs, as vLLM calls it, or "eager"."""
 
     @property
     def file_name(self) -> str:
@@ -56,19 +65,11 @@ def fit_profile(observations: Sequence[StepObservation], key: ProfileKey, direct
     return model
 
 
-def load_profile(directory: Path, key: ProfileKey) -> StepTimeModel | None:
-    """Loads the stored fit; None if there is none for this key.
+def load_profile(directory: Path, key: ProfileKey) -> tuple[StepTimeModel, list[StepObservation]] | None:
+    """Loads the stored fit and the steps that it was made from; None if there is none for this key.
 
     Raises: ConfigError for a file that is no profile.
     """
-    stored = load_measured_profile(directory, key)
-    return stored[0] if stored is not None else None
-
-
-def load_measured_profile(
-    directory: Path, key: ProfileKey
-) -> tuple[StepTimeModel, list[StepObservation]] | None:
-    """Loads the stored fit as load_profile does, with the steps that it was made from."""
     path = directory / key.file_name
     if not path.exists():
         return None
@@ -76,8 +77,7 @@ def load_measured_profile(
         body = json.loads(path.read_text())
         if body["format"] != FORMAT_VERSION or body["key"] != asdict(key):
             return None
-        # Files of earlier versions have no observations.
-        observations = [observation_of(one) for one in body.get("observations", [])]
+        observations = [observation_of(one) for one in body["observations"]]
         return StepTimeModel.from_json(body["model"]), observations
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -85,15 +85,32 @@ def load_measured_profile(
         ) from error
 
 
-def observation_of(fields: Sequence[float]) -> StepObservation:
+def observation_of(values: Sequence[float]) -> StepObservation:
     """Inverts dataclasses.astuple. Raises: ValueError for another number of fields."""
-    prefill_tokens, num_decodes, context_tokens, seconds = fields
+    prefill_tokens, num_decodes, context_tokens, prefill_pairs, seconds = values
     return StepObservation(
         prefill_tokens=int(prefill_tokens),
         num_decodes=int(num_decodes),
         context_tokens=int(context_tokens),
+        prefill_pairs=prefill_pairs,
         seconds=seconds,
     )
+
+
+def nearest_profile(directory: Path, key: ProfileKey) -> str:
+    """Says how the profile of this model that fits best differs from ``key``; empty if the model has none."""
+    wanted, nearest = asdict(key), list[str]()
+    for path in directory.glob("*.json"):
+        try:
+            stored = json.loads(path.read_text())["key"]
+            different = [
+                f"{n} {stored.get(n)} (here {wanted[n]})" for n in wanted if stored.get(n) != wanted[n]
+            ]
+            if stored["model"] == key.model and (not nearest or len(different) < len(nearest)):
+                nearest = different
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not a profile: whoever loads it says so
+    return ", ".join(nearest)
 
 
 def plot_profile(model: StepTimeModel, observations: Sequence[StepObservation], path: Path) -> None:
@@ -108,12 +125,13 @@ def plot_profile(model: StepTimeModel, observations: Sequence[StepObservation], 
     kept = drop_warm_up(observations)
     prefills = [o for o in kept if o.num_decodes == 0]
     _scatter(prefill, "prefill tokens in the step", [(o.prefill_tokens, o.seconds) for o in prefills])
-    _fitted(prefill, model, [(tokens, 0, 0) for tokens in sorted({o.prefill_tokens for o in prefills})], "")
+    whole = sorted({o.prefill_tokens for o in prefills})
+    _fitted(prefill, model, [(n, 0, 0, attended_pairs(n)) for n in whole], ", nothing computed before")
     decodes = [o for o in kept if o.prefill_tokens == 0]
     _scatter(decode, "decodes in the step", [(o.num_decodes, o.seconds) for o in decodes])
     contexts = sorted(o.context_tokens // o.num_decodes for o in decodes)
     for context in sorted({contexts[0], contexts[-1]}) if contexts else []:
-        shapes = [(0, count, count * context) for count in sorted({o.num_decodes for o in decodes})]
+        shapes = [(0, count, count * context, 0.0) for count in sorted({o.num_decodes for o in decodes})]
         _fitted(decode, model, shapes, f", context {context}")
     for axes in (prefill, decode):
         axes.set_ylim(bottom=0)
@@ -129,8 +147,10 @@ def _scatter(axes: Any, label: str, points: Sequence[tuple[int, float]]) -> None
     axes.set_ylabel("step (ms)")
 
 
-def _fitted(axes: Any, model: StepTimeModel, shapes: Sequence[tuple[int, int, int]], note: str) -> None:
-    at = [prefill + decodes for prefill, decodes, _ in shapes]
+def _fitted(
+    axes: Any, model: StepTimeModel, shapes: Sequence[tuple[int, int, int, float]], note: str
+) -> None:
+    at = [prefill + decodes for prefill, decodes, _, _ in shapes]
     fitted_ms = [1e3 * model.predict(*shape) for shape in shapes]
     (line,) = axes.plot(at, fitted_ms, label=f"fitted{note}")
     safe_ms = [1e3 * model.predict_safe(*shape) for shape in shapes]

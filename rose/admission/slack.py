@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rose.admission.step_time import StepTimeModel
+from rose.admission.step_time import StepTimeModel, attended_pairs
 from rose.types import SLO
 
 # Part of the budget at which credit is earned, so that the mean over the answer stays below the budget.
@@ -29,8 +29,14 @@ class PendingPrefill:
 
     arrival_s: float
     remaining_tokens: int
+    computed_tokens: int = 0
     ttft_s: float | None = None
     """Its own TTFT objective; None for the deployment's."""
+
+    @property
+    def pairs(self) -> float:
+        """What is left of it as prefill pairs."""
+        return attended_pairs(self.remaining_tokens, self.computed_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +78,7 @@ def literal_latest_start(
     decode_s = model.predict(0, len(active), context_tokens)
     slacks = []
     for p in pending:
-        prefill_s = model.predict_prefill(p.remaining_tokens, chunk_tokens)
+        prefill_s = model.predict_prefill(p.remaining_tokens, chunk_tokens, prefill_pairs=p.pairs)
         slacks.append(ttft_slack(now, p.arrival_s, _own(p.ttft_s, slo.ttft_s), prefill_s))
     slacks += [tpot_slack(now, d.last_token_s, _own(d.tpot_s, slo.tpot_s), decode_s) for d in active]
     return now + min(slacks, default=NEVER)
@@ -94,11 +100,14 @@ def latest_start_ttft(
     Source: ROSE §4.1 eq. 1, with the queue ahead, the shared steps and the profile's error added.
     """
     latest_s = NEVER
-    queued_tokens = 0
+    queued_tokens, queued_pairs = 0, 0.0
     prefill_chunk = max(1, chunk_tokens - num_decodes)
     for p in pending:
         queued_tokens += p.remaining_tokens
-        work_s = model.predict_prefill(queued_tokens, prefill_chunk, num_decodes, context_tokens)
+        queued_pairs += p.pairs
+        work_s = model.predict_prefill(
+            queued_tokens, prefill_chunk, num_decodes, context_tokens, queued_pairs
+        )
         safe_s = work_s * model.ratio_q99 + model.margin_s
         latest_s = min(latest_s, p.arrival_s + _own(p.ttft_s, slo.ttft_s) - safe_s)
     return latest_s

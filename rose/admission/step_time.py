@@ -1,8 +1,8 @@
 """How long one engine step takes: a linear cost model and its fit.
 
-Every admission rests on it: it predicts the seconds of a step from its prefill tokens, its decoding sequences
-and their context. A prediction that admits includes its own error: the 99th percentile of observed/predicted,
-and a margin.
+Every admission rests on it: it predicts the seconds of a step from its prefill tokens and what they attend,
+its decoding sequences and their context. A prediction that admits includes its own error: the 99th percentile
+of observed/predicted, and a margin.
 """
 
 import math
@@ -22,39 +22,69 @@ WARM_UP_RATIO = 1.5
 # Huber's constant: residuals beyond 1.345 robust standard deviations lose weight.
 HUBER_SIGMAS = 1.345
 FIT_ROUNDS = 12
+# A refit runs between two steps of an engine, so it takes fewer rounds (one takes about 0.1 ms).
+REFIT_ROUNDS = 4
+PLANNED_WEIGHT = 0.1
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepObservation:
-    """One measured engine step."""
+class StepShape:
+    """What one step computes, as far as its time depends on it."""
 
     prefill_tokens: int
     num_decodes: int
     context_tokens: int
     """Sum of the decoding sequences' context lengths."""
+    prefill_pairs: float = 0.0
+    """Sum over the prefill tokens of the tokens that each attends: attended_pairs() of every chunk."""
+
+    def observed(self, seconds: float) -> "StepObservation":
+        """Returns the observation that such a step took ``seconds``."""
+        return StepObservation(
+            prefill_tokens=self.prefill_tokens,
+            num_decodes=self.num_decodes,
+            context_tokens=self.context_tokens,
+            prefill_pairs=self.prefill_pairs,
+            seconds=seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepObservation(StepShape):
+    """One measured engine step."""
+
     seconds: float
+
+
+def attended_pairs(tokens: float, computed_tokens: float = 0) -> float:
+    """Returns how many (query, key) pairs a prefill chunk has: each of its ``tokens`` attends the
+    ``computed_tokens`` before the chunk, those of the chunk ahead of it, and itself."""
+    return tokens * (computed_tokens + (tokens + 1) / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeModel:
-    """Predicts the seconds of one mixed step: base + prefill tokens + decodes + decode context.
+    """Predicts the seconds of one mixed step: base + prefill tokens + prefill pairs + decodes + their
+    context.
 
     Source: ROSE §4.1 profiles T_prf(L, m) and T_dec(b) apart. Chunked prefill mixes both in one step, so one
-    model has both: L tokens in chunks of m cost ceil(L / m) bases.
+    model has both: L tokens in chunks of m cost ceil(L / m) bases. The pairs stand for prefill's attention.
+    A token that attends 28,000 others costs an 8B model of 36 layers with 32 heads twice as much.
     """
 
     base_s: float
     per_prefill_token_s: float
     per_decode_s: float
     per_context_token_s: float = 0.0
+    per_prefill_pair_s: float = 0.0
     ratio_q99: float = 1.0
     """99th percentile of observed/predicted; never below 1."""
     margin_s: float = MIN_MARGIN_S
 
     def __post_init__(self) -> None:
-        costs = (self.base_s, self.per_prefill_token_s, self.per_decode_s, self.per_context_token_s)
+        costs = self.costs
         if any(not math.isfinite(cost) or cost < 0 for cost in costs) or self.base_s + sum(costs) <= 0:
             raise ValueError(f"step costs must be finite, not negative and not all zero, got {costs}")
         if not (math.isfinite(self.ratio_q99) and self.ratio_q99 >= 1.0):
@@ -62,35 +92,75 @@ class StepTimeModel:
         if not (math.isfinite(self.margin_s) and self.margin_s >= 0):
             raise ValueError(f"margin_s must not be negative, got {self.margin_s}")
 
-    def predict(self, prefill_tokens: int, num_decodes: int, context_tokens: float = 0) -> float:
+    @property
+    def costs(self) -> tuple[float, float, float, float, float]:
+        """The seconds of a step as such, and of a prefill token, a decode, a context token and a pair."""
+        return (
+            self.base_s,
+            self.per_prefill_token_s,
+            self.per_decode_s,
+            self.per_context_token_s,
+            self.per_prefill_pair_s,
+        )
+
+    def predict(
+        self, prefill_tokens: int, num_decodes: int, context_tokens: float = 0, prefill_pairs: float = 0
+    ) -> float:
         """Returns the expected seconds of a step."""
         return (
             self.base_s
             + self.per_prefill_token_s * prefill_tokens
             + self.per_decode_s * num_decodes
             + self.per_context_token_s * context_tokens
+            + self.per_prefill_pair_s * prefill_pairs
         )
 
-    def predict_safe(self, prefill_tokens: int, num_decodes: int, context_tokens: float = 0) -> float:
+    def predict_step(self, step: StepShape) -> float:
+        """Returns the expected seconds of this step."""
+        return self.predict(step.prefill_tokens, step.num_decodes, step.context_tokens, step.prefill_pairs)
+
+    def predict_safe(
+        self, prefill_tokens: int, num_decodes: int, context_tokens: float = 0, prefill_pairs: float = 0
+    ) -> float:
         """Returns the seconds that 99 of 100 such steps stay within."""
-        return self.predict(prefill_tokens, num_decodes, context_tokens) * self.ratio_q99 + self.margin_s
+        expected_s = self.predict(prefill_tokens, num_decodes, context_tokens, prefill_pairs)
+        return expected_s * self.ratio_q99 + self.margin_s
 
     def predict_prefill(
-        self, tokens: int, chunk_tokens: int, num_decodes: int = 0, context_tokens: float = 0
+        self,
+        tokens: int,
+        chunk_tokens: int,
+        num_decodes: int = 0,
+        context_tokens: float = 0,
+        prefill_pairs: float = 0,
     ) -> float:
-        """Returns the expected seconds of prefilling ``tokens`` in steps of ``chunk_tokens``, decodes
-        included."""
+        """Returns the expected seconds of prefilling ``tokens``, which attend ``prefill_pairs``, in steps of
+        ``chunk_tokens``, decodes included."""
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
         num_steps = -(-tokens // chunk_tokens)
-        return num_steps * self.predict(0, num_decodes, context_tokens) + self.per_prefill_token_s * tokens
+        prefill_s = self.per_prefill_token_s * tokens + self.per_prefill_pair_s * prefill_pairs
+        return num_steps * self.predict(0, num_decodes, context_tokens) + prefill_s
 
     def tokens_within(
-        self, budget_s: float, num_decodes: int, max_chunk: int, context_tokens: float = 0
+        self,
+        budget_s: float,
+        num_decodes: int,
+        max_chunk: int,
+        context_tokens: float = 0,
+        computed_tokens: int = 0,
     ) -> int:
-        """Returns the most prefill tokens, up to ``max_chunk``, whose safe prediction fits the budget."""
+        """Returns the most prefill tokens after ``computed_tokens``, up to ``max_chunk``, whose safe
+        prediction fits the budget."""
         room_s = (budget_s - self.predict_safe(0, num_decodes, context_tokens)) / self.ratio_q99
-        return _units_within(room_s, self.per_prefill_token_s, max_chunk)
+        if room_s < 0 or max_chunk <= 0:
+            return 0
+        # linear * n + square * n^2 <= room, with the pairs of n tokens
+        square_s = self.per_prefill_pair_s / 2
+        linear_s = self.per_prefill_token_s + self.per_prefill_pair_s * computed_tokens + square_s
+        if (linear_s + square_s * max_chunk) * max_chunk <= room_s:
+            return max_chunk
+        return int(2 * room_s / (linear_s + math.sqrt(linear_s * linear_s + 4 * square_s * room_s)))
 
     def decodes_within(self, budget_s: float, max_decodes: int, context_per_decode: float = 0) -> int:
         """Returns the most decodes, up to ``max_decodes``, whose safe prediction fits the budget."""
@@ -110,6 +180,18 @@ class StepTimeModel:
         if not all(isinstance(value, int | float) for value in fields.values()):
             raise ValueError(f"every field must be a number, got {fields}")
         return cls(**{name: float(value) for name, value in fields.items()})
+
+    @classmethod
+    def of_costs(cls, costs: Floats) -> "StepTimeModel":
+        """Inverts ``costs``, without an error."""
+        base, prefill, decode, context, pair = (float(cost) for cost in costs)
+        return cls(
+            base_s=base,
+            per_prefill_token_s=prefill,
+            per_decode_s=decode,
+            per_context_token_s=context,
+            per_prefill_pair_s=pair,
+        )
 
 
 def _units_within(room_s: float, unit_s: float, most: int) -> int:
@@ -133,7 +215,27 @@ def fit(observations: Sequence[StepObservation]) -> StepTimeModel:
     """
     kept = drop_warm_up(observations)
     rows, seconds = _design(kept)
-    return _with_errors(_model_of(_fit_robust(rows, seconds)), kept)
+    return _with_errors(StepTimeModel.of_costs(_fit_robust(rows, seconds)), kept)
+
+
+def refit(
+    base: StepTimeModel, planned: Sequence[StepObservation], recent: Sequence[StepObservation]
+) -> StepTimeModel:
+    """Fits ``recent`` steps, and where they say nothing keeps the shape of ``planned`` ones.
+
+    The planned steps made ``base``, on this or a quicker day. They count as if all of them had taken as much
+    longer as the recent steps did at the median, and together for PLANNED_WEIGHT of the recent steps.
+    The result has the costs alone: its error is for the caller to find.
+    """
+    recent_rows, recent_s = _design(recent)
+    slowdown = float(np.median(recent_s / (recent_rows @ np.array(base.costs))))
+    if not planned:
+        return StepTimeModel.of_costs(_fit_robust(recent_rows, recent_s, rounds=REFIT_ROUNDS))
+    planned_rows, planned_s = _design(planned)
+    trust = np.full(len(planned) + len(recent), PLANNED_WEIGHT * len(recent) / len(planned))
+    trust[len(planned) :] = 1.0
+    rows, seconds = np.vstack((planned_rows, recent_rows)), np.concatenate((planned_s * slowdown, recent_s))
+    return StepTimeModel.of_costs(_fit_robust(rows, seconds, trust, rounds=REFIT_ROUNDS))
 
 
 def drop_warm_up(observations: Sequence[StepObservation]) -> list[StepObservation]:
@@ -165,10 +267,8 @@ def fit_errors(model: StepTimeModel, observations: Sequence[StepObservation]) ->
     """Computes the absolute errors and the observed/predicted ratios of a model."""
     if not observations:
         raise ValueError("no observations to compare with")
-    predicted = np.array(
-        [model.predict(o.prefill_tokens, o.num_decodes, o.context_tokens) for o in observations]
-    )
-    seconds = np.array([o.seconds for o in observations])
+    rows, seconds = _design(observations)
+    predicted = rows @ np.array(model.costs)
     errors = np.abs(seconds - predicted)
     ratios = seconds / predicted
     return FitErrors(
@@ -190,29 +290,30 @@ def _with_errors(model: StepTimeModel, observations: Sequence[StepObservation]) 
 
 
 def _design(observations: Sequence[StepObservation]) -> tuple[Floats, Floats]:
-    rows = np.array([(1.0, o.prefill_tokens, o.num_decodes, o.context_tokens) for o in observations])
+    rows = np.array(
+        [(1.0, o.prefill_tokens, o.num_decodes, o.context_tokens, o.prefill_pairs) for o in observations]
+    )
     return rows.astype(np.float64), np.array([o.seconds for o in observations], dtype=np.float64)
 
 
-def _model_of(costs: Floats) -> StepTimeModel:
-    base, prefill, decode, context = (float(cost) for cost in costs)
-    return StepTimeModel(
-        base_s=base, per_prefill_token_s=prefill, per_decode_s=decode, per_context_token_s=context
-    )
+def _fit_robust(
+    rows: Floats, seconds: Floats, trust: Floats | None = None, *, rounds: int = FIT_ROUNDS
+) -> Floats:
+    """Solves non-negative least squares on relative errors, reweighted after Huber.
 
-
-def _fit_robust(rows: Floats, seconds: Floats) -> Floats:
-    """Solves non-negative least squares on relative errors, reweighted after Huber."""
+    ``trust`` weights each observation, 1 without it.
+    """
     relative_rows = rows / seconds[:, None]
     ones = np.ones_like(seconds)
-    weights = ones
+    trust = trust if trust is not None else ones
+    weights = trust
     costs = np.zeros(rows.shape[1])
-    for _ in range(FIT_ROUNDS):
+    for _ in range(rounds):
         scale = np.sqrt(weights)
         costs = _non_negative_lstsq(relative_rows * scale[:, None], ones * scale)
         residuals = np.abs(ones - relative_rows @ costs)
         sigma = max(1.4826 * float(np.median(residuals)), 1e-6)
-        weights = np.minimum(1.0, HUBER_SIGMAS * sigma / np.maximum(residuals, 1e-12))
+        weights = trust * np.minimum(1.0, HUBER_SIGMAS * sigma / np.maximum(residuals, 1e-12))
     return costs
 
 

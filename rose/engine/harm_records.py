@@ -10,14 +10,15 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rose._shm import Words
-from rose.admission.harm import RequestDelay, SliceTime
+from rose.admission.harm import TENANT_BYTES, RequestDelay, SliceTime
 
 NUM_REQUESTS = 16384
 NUM_SLICES = 18432
 """More than an hour of slices."""
-_RECORD = struct.Struct("=5d")
+_RECORD = struct.Struct(f"=5d{TENANT_BYTES}s")
 _HEADER_BYTES = 64
 _BYTES = _HEADER_BYTES + _RECORD.size * (NUM_REQUESTS + NUM_SLICES)
 
@@ -45,7 +46,8 @@ class HarmRecords:
         return True
 
     def add_request(self, one: RequestDelay) -> None:
-        self._add(0, 0, NUM_REQUESTS, one.at_s, one.ttft_s, one.ttft_waited_s, one.tpot_s, one.tpot_waited_s)
+        values = (one.at_s, one.ttft_s, one.ttft_waited_s, one.tpot_s, one.tpot_waited_s)
+        self._add(0, 0, NUM_REQUESTS, *values, tenant=one.tenant)
 
     def add_slice(self, one: SliceTime) -> None:
         self._add(
@@ -56,9 +58,14 @@ class HarmRecords:
         """Returns what the ring holds, oldest first."""
         return [
             RequestDelay(
-                at_s=at, ttft_s=ttft, ttft_waited_s=ttft_waited, tpot_s=tpot, tpot_waited_s=tpot_waited
+                at_s=at,
+                ttft_s=ttft,
+                ttft_waited_s=ttft_waited,
+                tpot_s=tpot,
+                tpot_waited_s=tpot_waited,
+                tenant=tenant.rstrip(b"\0").decode(errors="replace"),
             )
-            for at, ttft, ttft_waited, tpot, tpot_waited in self._read(0, 0, NUM_REQUESTS)
+            for at, ttft, ttft_waited, tpot, tpot_waited, tenant in self._read(0, 0, NUM_REQUESTS)
         ]
 
     def slices(self) -> list[SliceTime]:
@@ -71,19 +78,19 @@ class HarmRecords:
                 predicted_s=predicted_s,
                 fixed_s=fixed_s,
             )
-            for number, closed, seconds, predicted_s, fixed_s in self._read(1, NUM_REQUESTS, NUM_SLICES)
+            for number, closed, seconds, predicted_s, fixed_s, _ in self._read(1, NUM_REQUESTS, NUM_SLICES)
         ]
 
     def close(self) -> None:
         """Removes the file; mappings of it stay valid."""
         self.path.unlink(missing_ok=True)
 
-    def _add(self, ring: int, first: int, size: int, *values: float) -> None:
+    def _add(self, ring: int, first: int, size: int, *values: float, tenant: str = "") -> None:
         place = first + self._counts.load(ring) % size
-        _RECORD.pack_into(self._map, _HEADER_BYTES + _RECORD.size * place, *values)
+        _RECORD.pack_into(self._map, _HEADER_BYTES + _RECORD.size * place, *values, tenant.encode())
         self._counts.add(ring, 1)
 
-    def _read(self, ring: int, first: int, size: int) -> Iterator[tuple[float, ...]]:
+    def _read(self, ring: int, first: int, size: int) -> Iterator[tuple[Any, ...]]:
         count = self._counts.load(ring)
         copied = bytes(self._map)
         lost = self._counts.load(ring) + 1 - size  # its place may have been written meanwhile

@@ -5,7 +5,7 @@ Prints one screen per serving engine, and changes nothing on it.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -62,7 +62,18 @@ def harm_page(url: str, report: HarmStatus) -> RenderableType:
         table.add_row(latency.upper().replace("_", " "), *cells, _range(report.hours[1:], latency))
     counts = [str(window.num_requests) if window is not None else "-" for window in columns.values()]
     table.add_row("requests", *counts, str(sum(hour.num_requests for hour in report.hours[1:])))
-    return Group(table, Text(harm_sentence(report)))
+    parts: list[RenderableType] = [table, Text(harm_sentence(report))]
+    return Group(*parts, _tenants_table(report.tenants)) if report.tenants else Group(*parts)
+
+
+def _tenants_table(tenants: Mapping[str, HarmWindow]) -> Table:
+    table = Table(title="this hour by tenant")
+    for column in ("", "requests", "TTFT P99", "TPOT P99"):
+        table.add_column(column, justify="right" if column else "left")
+    for tenant, window in tenants.items():
+        cells = [_cell(window.latencies.get(name)) for name in ("ttft_p99", "tpot_p99")]
+        table.add_row(Text(tenant), str(window.num_requests), *cells)
+    return table
 
 
 def harm_sentence(report: HarmStatus) -> str:

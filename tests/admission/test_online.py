@@ -4,20 +4,27 @@ import random
 
 import pytest
 
-from rose.admission.online import UNPLANNED_RATIO, OnlineStepTime
-from rose.admission.step_time import MIN_OBSERVATIONS, UNPROFILED, StepTimeModel
+from rose.admission.online import REFIT_STEPS, UNPLANNED_RATIO, OnlineStepTime
+from rose.admission.step_time import MIN_OBSERVATIONS, UNPROFILED, StepObservation, StepShape, StepTimeModel
 
 CPU = StepTimeModel(
     base_s=0.0115, per_prefill_token_s=0.00069, per_decode_s=0.00056, ratio_q99=1.16, margin_s=0.001
 )
 
 
-def run(online: OnlineStepTime, num: int, slowdown: float, seed: int = 0) -> None:
-    rng = random.Random(seed)
-    for _ in range(num):
-        prefill, decodes = rng.choice([0, 128, 512]), rng.randrange(1, 16)
-        seconds = CPU.predict(prefill, decodes) * slowdown * rng.uniform(0.98, 1.02)
-        online.observe(prefill, decodes, 0, seconds)
+def shape(prefill_tokens: int, num_decodes: int) -> StepShape:
+    return StepShape(prefill_tokens=prefill_tokens, num_decodes=num_decodes, context_tokens=0)
+
+
+def steps(num: int, slowdown: float, truth: StepTimeModel = CPU) -> list[StepObservation]:
+    rng = random.Random(0)
+    shapes = [shape(rng.choice([0, 128, 512]), rng.randrange(1, 16)) for _ in range(num)]
+    return [one.observed(truth.predict_step(one) * slowdown * rng.uniform(0.98, 1.02)) for one in shapes]
+
+
+def run(online: OnlineStepTime, num: int, slowdown: float) -> None:
+    for step in steps(num, slowdown):
+        online.observe(step)
 
 
 def test_a_true_profile_keeps_its_costs_and_tightens_its_bound() -> None:
@@ -35,7 +42,7 @@ def test_a_few_good_steps_do_not_tighten_the_bound() -> None:
 
 def test_a_stale_profile_is_widened_by_the_first_slow_step() -> None:
     online = OnlineStepTime(CPU)
-    online.observe(128, 4, 0, 2 * CPU.predict(128, 4))
+    online.observe(shape(128, 4).observed(2 * CPU.predict(128, 4)))
     assert online.model.ratio_q99 == pytest.approx(2.0)
 
 
@@ -43,6 +50,23 @@ def test_a_stale_profile_covers_what_it_sees() -> None:
     online = OnlineStepTime(CPU)
     run(online, 300, slowdown=3.0)
     assert online.model.predict_safe(512, 8) >= 3.0 * CPU.predict(512, 8)
+
+
+def test_costs_follow_what_is_seen_and_stay_near_the_profile_where_nothing_is() -> None:
+    online = OnlineStepTime(CPU, steps(100, slowdown=1.0))
+    # Decodes have become four times as slow, as with another attention kernel; prefill is no longer seen.
+    for _ in range(2 * REFIT_STEPS):
+        for decodes in (1, 4, 16):
+            online.observe(shape(0, decodes).observed(CPU.base_s + 4 * CPU.per_decode_s * decodes))
+    assert online.model.predict(0, 12) == pytest.approx(CPU.base_s + 48 * CPU.per_decode_s, rel=0.1)
+    assert online.model.predict(512, 0) == pytest.approx(CPU.predict(512, 0), rel=0.25)
+
+
+def test_a_machine_of_half_the_speed_doubles_the_costs_and_keeps_the_bound_tight() -> None:
+    online = OnlineStepTime(CPU, steps(100, slowdown=1.0))
+    run(online, 3 * REFIT_STEPS, slowdown=2.0)
+    assert online.model.predict(512, 8) == pytest.approx(2 * CPU.predict(512, 8), rel=0.05)
+    assert online.model.ratio_q99 < 1.1
 
 
 def test_the_bound_recovers_once_slow_steps_leave_the_window() -> None:
@@ -70,10 +94,10 @@ def test_without_a_profile_own_steps_give_a_cautious_one() -> None:
 def test_steps_of_one_shape_teach_nothing_about_others() -> None:
     online = OnlineStepTime(None)
     for _ in range(200):
-        online.observe(0, 4, 0, 0.01)
+        online.observe(shape(0, 4).observed(0.01))
     assert online.model == UNPROFILED
 
 
 def test_an_empty_step_is_no_observation() -> None:
     with pytest.raises(ValueError, match="a step needs tokens and time"):
-        OnlineStepTime(CPU).observe(0, 0, 0, 0.01)
+        OnlineStepTime(CPU).observe(shape(0, 0).observed(0.01))

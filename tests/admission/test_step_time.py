@@ -1,6 +1,7 @@
 """The step-time model: predictions, inversions, and fits on made-up engines."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from rose.admission.step_time import (
     UNPROFILED,
     StepObservation,
     StepTimeModel,
+    attended_pairs,
     fit,
     fit_errors,
 )
@@ -42,6 +44,22 @@ def test_prediction_is_linear() -> None:
     assert CPU.predict_safe(100, 10) == pytest.approx(0.0861 * 1.16 + 0.001)
 
 
+def test_pairs_are_what_every_token_attends() -> None:
+    assert attended_pairs(3) == 1 + 2 + 3
+    assert attended_pairs(3, 10) == 11 + 12 + 13
+    assert attended_pairs(8) == attended_pairs(5) + attended_pairs(3, 5)
+
+
+def test_prefill_pays_for_the_context_that_it_attends() -> None:
+    long = replace(CPU, per_prefill_pair_s=1e-7)
+    assert long.predict(512, 0, 0, attended_pairs(512, 30_000)) > 2 * long.predict(
+        512, 0, 0, attended_pairs(512)
+    )
+    budget_s = long.predict_safe(512, 0, 0, attended_pairs(512))
+    assert long.tokens_within(budget_s, 0, 512) == 512
+    assert long.tokens_within(budget_s, 0, 512, computed_tokens=30_000) < 128
+
+
 def test_chunked_prefill_pays_a_base_per_chunk() -> None:
     assert CPU.predict_prefill(1000, 512) == pytest.approx(2 * 0.0115 + 0.69)
 
@@ -51,19 +69,30 @@ def test_chunked_prefill_pays_a_base_per_chunk() -> None:
     num_decodes=st.integers(0, 64),
     max_chunk=st.integers(0, 1024),
     context=st.integers(0, 10_000),
+    computed=st.integers(0, 100_000),
+    pair_s=st.sampled_from([0.0, 1e-9, 1e-6]),
 )
 def test_tokens_within_is_the_largest_that_fits(
-    budget_s: float, num_decodes: int, max_chunk: int, context: int
+    budget_s: float, num_decodes: int, max_chunk: int, context: int, computed: int, pair_s: float
 ) -> None:
     model = StepTimeModel(
-        base_s=0.01, per_prefill_token_s=5e-4, per_decode_s=4e-4, per_context_token_s=1e-6, ratio_q99=1.2
+        base_s=0.01,
+        per_prefill_token_s=5e-4,
+        per_decode_s=4e-4,
+        per_context_token_s=1e-6,
+        per_prefill_pair_s=pair_s,
+        ratio_q99=1.2,
     )
-    tokens = model.tokens_within(budget_s, num_decodes, max_chunk, context)
+
+    def safe_s(tokens: int) -> float:
+        return model.predict_safe(tokens, num_decodes, context, attended_pairs(tokens, computed))
+
+    tokens = model.tokens_within(budget_s, num_decodes, max_chunk, context, computed)
     assert 0 <= tokens <= max_chunk
     if tokens:
-        assert model.predict_safe(tokens, num_decodes, context) <= budget_s + 1e-9
+        assert safe_s(tokens) <= budget_s + 1e-9
     if tokens < max_chunk:
-        assert model.predict_safe(tokens + 1, num_decodes, context) > budget_s - 1e-9
+        assert safe_s(tokens + 1) > budget_s - 1e-9
 
 
 @given(budget_s=st.floats(0, 1), most=st.integers(0, 256), context=st.integers(0, 5000))

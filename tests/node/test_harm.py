@@ -56,7 +56,11 @@ def test_what_is_not_known_is_told_with_its_reason() -> None:
 
 def test_the_page_fits_eighty_columns() -> None:
     terminal = io.StringIO()
-    Console(width=80, file=terminal).print(harm_page("http://127.0.0.1:8000", status(0.01, 0.005)))
+    report = status(0.01, 0.005)
+    few = HarmWindow(seconds=9, num_requests=3, num_closed_slices=0)
+    report.tenants = {"search": report.hours[0], "support [beta]": few}
+    Console(width=80, file=terminal).print(harm_page("http://127.0.0.1:8000", report))
+    assert "support [beta]" in terminal.getvalue()
     page = terminal.getvalue()
     assert all(name in page for name in ("lately", "this hour", "hours before", "TPOT P99"))
     assert "+1.0%" in page and "…" not in page

@@ -17,12 +17,13 @@ MODEL = {
     "per_prefill_token_s": 0.00069,
     "per_decode_s": 0.00056,
     "per_context_token_s": 0.0,
+    "per_prefill_pair_s": 2e-8,
     "ratio_q99": 1.16,
     "margin_s": 0.0098,
 }
 
 
-@pytest.mark.parametrize("figure", ["11.5000 ms", "0.6900 ms", "0.5600 ms", "1.16", "9.80 ms"])
+@pytest.mark.parametrize("figure", ["11.5000 ms", "0.6900 ms", "0.0200 ms", "0.5600 ms", "1.16", "9.80 ms"])
 def test_the_page_shows_every_part_of_the_model(figure: str) -> None:
     terminal = io.StringIO()
     Console(width=80, file=terminal).print(profile_page(MODEL))
@@ -31,7 +32,8 @@ def test_the_page_shows_every_part_of_the_model(figure: str) -> None:
 
 def test_every_profile_is_drawn(tmp_path: Path) -> None:
     model = StepTimeModel.from_json(MODEL)
-    shapes = [(tokens, 0, 0) for tokens in (16, 64, 256)] + [(0, count, 100 * count) for count in (1, 4, 16)]
+    shapes = [(tokens, 0, 0, 0.0) for tokens in (16, 64, 256)]
+    shapes += [(0, count, 100 * count, 0.0) for count in (1, 4, 16)]
     observations = [(*shape, model.predict(*shape)) for shape in shapes * 8]
     terminal = io.StringIO()
     draw(

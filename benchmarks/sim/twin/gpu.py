@@ -15,16 +15,17 @@ from functools import cache
 from rose.admission.gate import GateDecision, GatePolicy, GateReason, GateSettings, ServingView
 from rose.admission.online import OnlineStepTime
 from rose.admission.slack import NEVER
-from rose.admission.step_time import StepObservation, StepTimeModel, fit
+from rose.admission.step_time import StepObservation, StepShape, StepTimeModel, attended_pairs, fit
 from rose.types import GateMode
 from sim.twin.pairs import EngineModel, Pair
 from sim.twin.rollout import TwinRollout
-from sim.twin.serving import Arrival, ServedRequest, StepWork, TwinServing
+from sim.twin.serving import Arrival, ServedRequest, TwinServing
 
 # Steps of one shape vary by a few per cent, and now and then the host is late.
 STEP_NOISE = 0.03
 HICCUP_SHARE = 0.002
 HICCUP_S = 0.003
+PROFILE_ROUNDS = 8
 # From one side's release to the other's first kernel: futex wake-up (80 us at the 99th percentile, measured
 # on a host) and launching; an assumption on a GPU.
 SWITCH_S = 0.0003
@@ -78,10 +79,10 @@ class TwinGpu:
         self._max_drain_s = max_drain_s
         # Noise of its own per engine: another policy meets the same serving noise.
         self._noise = {name: random.Random(f"{seed}-{name}") for name in ("serving", "rollout")}
-        self._serving = TwinServing(pair.serving, settings, OnlineStepTime(profile_of(pair.serving)))
+        self._serving = TwinServing(pair.serving, settings, OnlineStepTime(*profile_of(pair.serving)))
         self._rollout: TwinRollout | None = None
         if has_rollouts:
-            online = OnlineStepTime(profile_of(pair.rollout))
+            online = OnlineStepTime(*profile_of(pair.rollout))
             self._rollout = TwinRollout(pair.rollout, online, random.Random(f"{seed}-trajectories"))
         self._now = 0.0
         self._was_rollout = False
@@ -224,7 +225,7 @@ class TwinGpu:
             self._busy_s["serving"] += work_s if self._now < self._horizon_s else 0.0
         self._now += seconds
 
-    def _begin(self, name: str, model: EngineModel, work: StepWork) -> "_Running":
+    def _begin(self, name: str, model: EngineModel, work: StepShape) -> "_Running":
         return _Running(work=work, start_s=self._now, left_s=self._seconds(name, model, work))
 
     # Small parts --------------------------------------------------------------------------------------
@@ -246,47 +247,46 @@ class TwinGpu:
         if self._now <= self._horizon_s:
             self._generated = rollout.num_generated
 
-    def _seconds(self, name: str, model: EngineModel, work: StepWork) -> float:
+    def _seconds(self, name: str, model: EngineModel, work: StepShape) -> float:
         return noisy(model.costs, work, self._noise[name])
 
 
 @dataclass(slots=True)
 class _Running:
-    work: StepWork
+    work: StepShape
     start_s: float
     left_s: float
     """What is left of its length on a GPU of its own."""
 
 
-def noisy(costs: StepTimeModel, work: StepWork, rng: random.Random) -> float:
+def noisy(costs: StepTimeModel, work: StepShape, rng: random.Random) -> float:
     """Returns how long one step takes in truth."""
-    seconds = costs.predict(work.prefill_tokens, work.num_decodes, work.context_tokens)
+    seconds = costs.predict_step(work)
     late_s = HICCUP_S if rng.random() < HICCUP_SHARE else 0.0
     return seconds * rng.lognormvariate(0.0, STEP_NOISE) + late_s
 
 
-def _profiled_shapes(max_prefill_tokens: int) -> list[tuple[int, int, int]]:
-    """(prefill, decodes, context): prefill alone, decodes alone at short and long context, mixed steps."""
-    prefills = [max_prefill_tokens >> i for i in (4, 3, 2, 1, 0)]
-    shapes = [(p, 0, 0) for p in prefills]
-    shapes += [(0, d, d * context) for d in (8, 16, 32, 64) for context in (512, 4096)]
-    shapes += [(p, d, d * 512) for p in prefills[::2] for d in (8, 32)]
-    return [shapes[4], shapes[-1], *shapes * 8]
-
-
 @cache
-def profile_of(model: EngineModel) -> StepTimeModel:
-    """Returns what `rose profile` would learn about this engine: the shipped fit on noisy steps."""
+def profile_of(model: EngineModel) -> tuple[StepTimeModel, tuple[StepObservation, ...]]:
+    """Returns what `rose profile` would learn about this engine, and from which noisy steps."""
     rng = random.Random(0)
-    observed = []
-    for prefill, decodes, context in _profiled_shapes(model.max_batched_tokens):
-        work = StepWork(prefill_tokens=prefill, num_decodes=decodes, context_tokens=context)
-        observed.append(
-            StepObservation(
-                prefill_tokens=prefill,
-                num_decodes=decodes,
-                context_tokens=context,
-                seconds=noisy(model.costs, work, rng),
-            )
+    shapes = _profiled_shapes(model.max_batched_tokens, max_decodes=64, max_context_tokens=4096)
+    # Rounds of all shapes, so that a slow moment disturbs every shape a little and not one shape wholly.
+    observed = tuple(shape.observed(noisy(model.costs, shape, rng)) for shape in shapes * PROFILE_ROUNDS)
+    return fit(observed), observed
+
+
+def _profiled_shapes(max_prefill: int, max_decodes: int, max_context_tokens: int) -> list[StepShape]:
+    """Returns prefill alone, decodes alone at short and long context, and mixed steps."""
+    prefills = [max_prefill >> i for i in range(5)]
+    decodes = [max_decodes >> i for i in range(4)]
+    short, long = max_context_tokens // 8, max_context_tokens
+    sizes = [(p, computed, 0, 0) for p in prefills for computed in (0, long)]
+    sizes += [(0, 0, d, d * context) for d in decodes for context in (short, long)]
+    sizes += [(p, 0, d, d * short) for p in prefills[::2] for d in decodes[::2]]
+    return [
+        StepShape(
+            prefill_tokens=p, num_decodes=d, context_tokens=c, prefill_pairs=attended_pairs(p, computed)
         )
-    return fit(observed)
+        for p, computed, d, c in sizes
+    ]

@@ -4,10 +4,10 @@ Owns the constants and where they come from. Nothing here has been measured by u
 
 A decode step reads all weights once: bytes / (3.35 TB/s x 0.75), plus 0.5 ms of launches and sampling, and
 with tensor parallelism two all-reduces of about 20 us per layer. A token costs 2 x parameters / (989 TFLOP/s
-x 0.5). Decoding reads each sequence's KV: 4 x layers x KV heads x 128 bytes per token of context. Peak
-figures: NVIDIA's data sheet of the H800 (memory and dense BF16 as the H100's). SLOs and parallelism: ROSE
-§6, "Metrics" and "Models and Training Configurations". Serving alone then decodes at 7 to 9 ms, as the
-prototype's model did.
+x 0.5), and in a prefill 4 x layers x heads x 128 operations more for each token that it attends. Decoding
+reads each sequence's KV: 4 x layers x KV heads x 128 bytes per token of context. Peak figures: NVIDIA's data
+sheet of the H800 (memory and dense BF16 as the H100's). SLOs and parallelism: ROSE §6, "Metrics" and "Models
+and Training Configurations". Serving alone then decodes at 7 to 9 ms, as the prototype's model did.
 """
 
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ class ModelSize:
 
     parameters: float
     layers: int
+    heads: int
     kv_heads: int
 
     def step_costs(self, num_gpus: int) -> StepTimeModel:
@@ -42,14 +43,15 @@ class ModelSize:
             per_prefill_token_s=token_s,
             per_decode_s=token_s + PER_SEQUENCE_S,
             per_context_token_s=HEAD_BYTES * self.layers * self.kv_heads / num_gpus / MEMORY_BYTES_PER_S,
+            per_prefill_pair_s=4 * 128 * self.layers * self.heads / num_gpus / FLOPS_PER_S,
             margin_s=0.0,
         )
 
 
-QWEN2_5_7B = ModelSize(parameters=7.6e9, layers=28, kv_heads=4)
-QWEN3_8B = ModelSize(parameters=8.2e9, layers=36, kv_heads=8)
-QWEN2_5_32B = ModelSize(parameters=32.8e9, layers=64, kv_heads=8)
-QWEN3_32B = ModelSize(parameters=32.8e9, layers=64, kv_heads=8)
+QWEN2_5_7B = ModelSize(parameters=7.6e9, layers=28, heads=28, kv_heads=4)
+QWEN3_8B = ModelSize(parameters=8.2e9, layers=36, heads=32, kv_heads=8)
+QWEN2_5_32B = ModelSize(parameters=32.8e9, layers=64, heads=40, kv_heads=8)
+QWEN3_32B = ModelSize(parameters=32.8e9, layers=64, heads=64, kv_heads=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

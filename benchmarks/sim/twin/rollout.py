@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from rose.admission.gate import GateDecision, RolloutCandidate
 from rose.admission.online import OnlineStepTime
+from rose.admission.step_time import StepShape, attended_pairs
 from sim.twin.pairs import EngineModel
-from sim.twin.serving import StepWork
 
 # A turn: what the environment says, and what the model answers. With 8 turns a trajectory stays under 4096
 # tokens.
@@ -43,10 +43,11 @@ class TwinRollout:
 
     def candidate(self, now: float) -> RolloutCandidate:
         """Returns what it would run next, as the engine's scheduler counts it."""
-        prefill = decodes = context = 0
+        prefill = decodes = context = computed = 0
         for t in self._slots:
             if t.prefill_left:
                 prefill += t.prefill_left
+                computed = max(computed, t.context)
             else:
                 decodes += 1
                 context += t.context
@@ -54,6 +55,7 @@ class TwinRollout:
             prefill_tokens_waiting=min(prefill, self.model.max_batched_tokens),
             num_decodes=decodes,
             context_tokens=context,
+            computed_tokens=computed,
             waited_s=now - self._stepped_s,
         )
 
@@ -61,9 +63,9 @@ class TwinRollout:
         """Returns what it tells the board: serving offers no turn that leaves less."""
         return self.online.model.predict_safe(0, 1)
 
-    def start_step(self, decision: GateDecision) -> StepWork:
+    def start_step(self, decision: GateDecision) -> StepShape:
         """Fills an admitted step: decodes first, then prefill in slot order."""
-        tokens, num_decodes, prefill, context = decision.max_tokens, 0, 0, 0
+        tokens, num_decodes, prefill, context, pairs = decision.max_tokens, 0, 0, 0, 0.0
         for t in self._slots:
             if not t.prefill_left and num_decodes < min(decision.max_seqs, tokens):
                 t.scheduled = 1
@@ -73,12 +75,15 @@ class TwinRollout:
             if t.prefill_left and num_decodes + prefill < tokens:
                 t.scheduled = min(t.prefill_left, tokens - num_decodes - prefill)
                 prefill += t.scheduled
-        return StepWork(prefill_tokens=prefill, num_decodes=num_decodes, context_tokens=context)
+                pairs += attended_pairs(t.scheduled, t.context)
+        return StepShape(
+            prefill_tokens=prefill, num_decodes=num_decodes, context_tokens=context, prefill_pairs=pairs
+        )
 
-    def end_step(self, now: float, work: StepWork, seconds: float) -> None:
+    def end_step(self, now: float, work: StepShape, seconds: float) -> None:
         """The step that start_step() filled is over."""
         self._stepped_s = now
-        self.online.observe(work.prefill_tokens, work.num_decodes, work.context_tokens, seconds)
+        self.online.observe(work.observed(seconds))
         late: list[_Trajectory] = []
         for index, t in enumerate(self._slots):
             if not t.scheduled:

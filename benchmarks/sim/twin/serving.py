@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from rose.admission.deadlines import ServingDeadlines
 from rose.admission.gate import GateSettings, ServingView
 from rose.admission.online import OnlineStepTime
+from rose.admission.step_time import StepShape, attended_pairs
 from rose.types import SLO
 from sim.twin.pairs import EngineModel
 
@@ -75,15 +76,6 @@ def for_decoder(arrivals: Iterable[Arrival], prefilled: Iterable[ServedRequest])
         if served.first_token_s is not None and whole.output_tokens > 1
     ]
     return sorted(handed_over, key=lambda arrival: arrival.at_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
-    """What one step computes."""
-
-    prefill_tokens: int
-    num_decodes: int
-    context_tokens: int
 
 
 class _Request:
@@ -162,7 +154,7 @@ class TwinServing:
         """Returns how many prompt tokens the next step may take along, beside a rollout engine."""
         return self._deadlines.prefill_room(now, self.online.model, self._context())
 
-    def start_step(self, max_prefill: int | None = None) -> StepWork:
+    def start_step(self, max_prefill: int | None = None) -> StepShape:
         """Fills the next step, with at most so many prompt tokens."""
         decodes = [r for r in self._running if not r.prompt_left]
         room = self.model.max_batched_tokens - len(decodes)
@@ -179,19 +171,23 @@ class TwinServing:
             prefill += self._schedule(request, room - prefill)
             if request.arrival.is_prefilled:
                 decodes.append(request)
-        context = sum(r.context for r in decodes)
-        return StepWork(prefill_tokens=prefill, num_decodes=len(decodes), context_tokens=context)
+        return StepShape(
+            prefill_tokens=prefill,
+            num_decodes=len(decodes),
+            context_tokens=sum(r.context for r in decodes),
+            prefill_pairs=sum(attended_pairs(r.scheduled, r.context) for r in self._running),
+        )
 
-    def end_step(self, now: float, work: StepWork, seconds: float) -> None:
+    def end_step(self, now: float, work: StepShape, seconds: float) -> None:
         """The step that start_step() filled is over."""
-        self.online.observe(work.prefill_tokens, work.num_decodes, work.context_tokens, seconds)
+        self.online.observe(work.observed(seconds))
         produced, finished = [], []
         for request in self._running:
             request.prompt_left -= request.scheduled
             was_prefilled, request.scheduled = request.scheduled > 0, 0
             if request.prompt_left:
                 if was_prefilled:
-                    self._deadlines.prefilled(request.id, request.prompt_left)
+                    self._deadlines.prefilled(request.id, request.prompt_left, request.context)
                 continue
             request.emit(now)
             produced.append(request.id)

@@ -15,7 +15,7 @@ from vllm.engine.protocol import EngineClient
 
 from rose._shm import Words
 from rose.admission.board import announce_arrival, snapshot
-from rose.admission.profile import load_measured_profile
+from rose.admission.profile import load_profile
 from rose.config import Settings
 from rose.engine.harm_records import HarmRecords, records_path
 from rose.engine.http.activation import INACTIVE, Activation
@@ -212,7 +212,7 @@ class EngineControl:
                 raise WorkerError(f"nothing to profile: {INACTIVE}")
             await self._run_profile()
         key = profile_key(self._client.vllm_config)
-        stored = load_measured_profile(self._profile_dir, key)
+        stored = load_profile(self._profile_dir, key)
         if stored is None:
             raise WorkerError("the engine did not store its profile; see its log")
         model, observations = stored

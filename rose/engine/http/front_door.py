@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.control import EngineControl
 from rose.engine.http.prompt_ids import without_prompt_ids
-from rose.engine.scheduling.slo_class import TPOT_KEY, TTFT_KEY, slo_problem
+from rose.engine.scheduling.request_keys import KEYS, key_problem
 
-_SLO_KEYS = (TTFT_KEY.encode(), TPOT_KEY.encode())
+_KEYS = tuple(key.encode() for key in KEYS)
 
 
 class FrontDoor:
@@ -26,7 +26,8 @@ class FrontDoor:
       while its scheduler waits for a rollout step; the bell ends that wait.
     - While the engine is inactive it answers 503. The scheduler would end the request as well, but a router
       can tell a 503 from a turn that was lost.
-    - It answers 400 to a request whose own SLO is no latency. vLLM does not look at that value.
+    - It answers 400 to a request whose own SLO is no latency, or whose tenant is no name. vLLM does not look
+      at these values.
     - It leaves the prompt's token ids out of the answer if the request asks for that.
     """
 
@@ -42,7 +43,7 @@ class FrontDoor:
                     return
                 control.announce_arrival()
                 messages = await _read(receive)
-                if (problem := _slo_problem(messages)) is not None:
+                if (problem := _key_problem(messages)) is not None:
                     await _error(400, "BadRequestError", problem)(scope, receive, send)
                     return
                 receive = _replayed(messages, receive)
@@ -75,13 +76,13 @@ def _replayed(messages: list[Message], receive: Receive) -> Receive:
     return replay
 
 
-def _slo_problem(messages: list[Message]) -> str | None:
-    """Returns what is wrong with the SLO in a request's body. Only a body that names one is parsed."""
+def _key_problem(messages: list[Message]) -> str | None:
+    """Returns what is wrong with ROSE's keys in a request's body. Only a body that has one is parsed."""
     body = b"".join(message.get("body", b"") for message in messages)
-    if not any(key in body for key in _SLO_KEYS):
+    if not any(key in body for key in _KEYS):
         return None
     try:
         extra_args = json.loads(body)["vllm_xargs"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None  # vLLM answers a body that is no such object
-    return slo_problem(extra_args) if isinstance(extra_args, dict) else None
+    return key_problem(extra_args) if isinstance(extra_args, dict) else None

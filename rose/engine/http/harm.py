@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from rose._shm import Words
@@ -35,6 +35,7 @@ LOOKS_PER_HOURLY = 6
 """The hour's estimate costs more, and changes slowly."""
 HOUR_S = 3600.0
 NUM_HOURS = 24
+MAX_TENANTS = 16
 BOUNDED_MODES = (GateMode.IDLE,)
 """The others spend what they were told to, and the harm is only told."""
 NO_ROLLOUTS = "no rollout engine is attached"
@@ -50,6 +51,7 @@ class HarmWatch:
         self._is_controlling = records.claim()
         self._recent: HarmWindow | None = None
         self._hour: HarmWindow | None = None
+        self._tenants: dict[str, HarmWindow] = {}
         self._earlier: deque[HarmWindow] = deque(maxlen=NUM_HOURS - 1)
         self._hour_began_s = time.monotonic()
         self._num_looks = 0
@@ -108,6 +110,13 @@ class HarmWatch:
         report = _estimate(requests, slices, self._hour_began_s)
         self._hour = self._window(report, now - self._hour_began_s)
         self._note = self._why_unknown(self._hour)
+        self._tenants = {
+            tenant: self._window(
+                _estimate([each for each in requests if each.tenant == tenant], slices, self._hour_began_s),
+                now - self._hour_began_s,
+            )
+            for tenant, _ in Counter(each.tenant for each in requests if each.tenant).most_common(MAX_TENANTS)
+        }
 
     def status(self) -> HarmStatus:
         """What is known now."""
@@ -119,6 +128,7 @@ class HarmWatch:
             note=self._note,
             recent=self._recent,
             hours=[*([self._hour] if self._hour is not None else []), *self._earlier],
+            tenants=self._tenants,
         )
 
     def _window(self, report: HarmReport, seconds: float) -> HarmWindow:

@@ -80,11 +80,12 @@ def _harm_metrics(harm: HarmStatus, labels: tuple[str, str]) -> Iterator[Metric]
     family = GaugeMetricFamily(
         "rose_harm",
         "Share by which a serving latency differs with rollouts, in the present hour; 95% bounds",
-        labels=(*ENGINE, "latency", "bound"),
+        labels=(*ENGINE, "tenant", "latency", "bound"),
     )
-    for name, one in (harm.hours[0].latencies if harm.hours else {}).items():
-        for bound, value in (("low", one.low), ("value", one.value), ("high", one.high)):
-            family.add_metric([*labels, name, bound], value)
+    for tenant, window in {**({"": harm.hours[0]} if harm.hours else {}), **harm.tenants}.items():
+        for name, one in window.latencies.items():
+            for bound, value in (("low", one.low), ("value", one.value), ("high", one.high)):
+                family.add_metric([*labels, tenant, name, bound], value)
     yield family
 
 

@@ -22,6 +22,8 @@ LONG_DECODES = 16
 FULL_BATCH_CONTEXT = 64
 """Context of each sequence in the full batch, long enough to tell what a sequence costs."""
 SHORTEST_PROMPT = 16
+LONG_PROMPT_CHUNKS = 4
+"""Steps of the longest prompt, where the model takes so long a one: its later chunks attend the earlier."""
 MIN_PROMPTS = 6
 """Fewest prompt lengths, even if a step holds few tokens. A fit needs that many observations."""
 
@@ -42,6 +44,7 @@ def shapes_for(client: EngineClient) -> Shapes:
     prompts = [min(config.scheduler_config.max_num_batched_tokens, longest)]
     while prompts[-1] >= 2 * SHORTEST_PROMPT or len(prompts) < MIN_PROMPTS:
         prompts.append(max(1, prompts[-1] // 2))
+    prompts.append(min(LONG_PROMPT_CHUNKS * prompts[0], longest))
     most = config.scheduler_config.max_num_seqs
     few = min(most, LONG_DECODES)
     contexts = {max(1, longest // 16), max(1, longest // 4)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from rose.admission.online import OnlineStepTime
-from rose.admission.profile import ProfileKey, fit_profile, load_profile
-from rose.admission.step_time import StepObservation, StepTimeModel
-from rose.engine.scheduling.step_shape import StepShape, shape_of
+from rose.admission.profile import ProfileKey, fit_profile, load_profile, nearest_profile
+from rose.admission.step_time import StepObservation, StepShape, StepTimeModel, attended_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,8 @@ class StepRecorder:
         """Starts from the profile stored for ``key``, if any. Raises: ConfigError if its file is broken."""
         self._key = key
         self._directory = directory
-        self._online = OnlineStepTime(load_profile(directory, key))
+        stored = load_profile(directory, key)
+        self._online = OnlineStepTime(*stored) if stored is not None else OnlineStepTime(None)
         self._observations: list[StepObservation] | None = None
         self._shape: StepShape | None = None
         self._started_s = 0.0
@@ -49,31 +48,26 @@ class StepRecorder:
     def model(self) -> StepTimeModel:
         return self._online.model
 
-    def started(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Starts the clock. Call when a step with tokens is about to run."""
+    @property
+    def nearest_profile(self) -> str:
+        """How the stored profile of this model that fits best differs from this engine; empty without one."""
+        return nearest_profile(self._directory, self._key)
+
+    def started(self, output: SchedulerOutput, requests: Mapping[str, Request], began_s: float) -> None:
+        """Starts the clock of a step with tokens, which began with its scheduling."""
         self._shape = shape_of(output, requests)
-        self._started_s = time.monotonic()
+        self._started_s = began_s
 
     def ended(self, now: float) -> float:
         """Stops the clock when the step's output is there; returns the step's length in seconds."""
         shape, self._shape = self._shape, None
         assert shape is not None, "a step ended that never started"
         seconds = self.seconds = now - self._started_s
-        self.predicted_s = (
-            self.model.predict(shape.prefill_tokens, shape.num_decodes, shape.context_tokens)
-            if self.is_profiled
-            else 0.0
-        )
-        self._online.observe(shape.prefill_tokens, shape.num_decodes, shape.context_tokens, seconds)
+        self.predicted_s = self.model.predict_step(shape) if self.is_profiled else 0.0
+        observation = shape.observed(seconds)
+        self._online.observe(observation)
         if self._observations is not None:
-            self._observations.append(
-                StepObservation(
-                    prefill_tokens=shape.prefill_tokens,
-                    num_decodes=shape.num_decodes,
-                    context_tokens=shape.context_tokens,
-                    seconds=seconds,
-                )
-            )
+            self._observations.append(observation)
         return seconds
 
     def begin_profile(self) -> None:
@@ -90,9 +84,25 @@ class StepRecorder:
         except (ValueError, OSError):
             logger.exception("no profile was made")
             return False
-        self._online = OnlineStepTime(model)
+        self._online = OnlineStepTime(model, observations or ())
         logger.info("profile fitted steps=%d model=%s", len(observations or ()), model)
         return True
+
+
+def shape_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepShape:
+    """Returns the shape of a step that vLLM has just scheduled; its tokens already count as computed."""
+    prefill = decodes = context = 0
+    pairs = 0.0
+    for request_id, num_tokens in output.num_scheduled_tokens.items():
+        request = requests[request_id]
+        computed_before = request.num_computed_tokens - num_tokens
+        if num_tokens == 1 and computed_before >= request.num_prompt_tokens:
+            decodes += 1
+            context += computed_before
+        else:
+            prefill += num_tokens
+            pairs += attended_pairs(num_tokens, computed_before)
+    return StepShape(prefill_tokens=prefill, num_decodes=decodes, context_tokens=context, prefill_pairs=pairs)
 
 
 def profile_key(config: VllmConfig) -> ProfileKey:
@@ -101,11 +111,16 @@ def profile_key(config: VllmConfig) -> ProfileKey:
     from vllm.platforms import current_platform
 
     parallel, model = config.parallel_config, str(config.model_config.model)
+    graphs = config.compilation_config.cudagraph_mode
     return ProfileKey(
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,
         hardware=_cpu_name() if current_platform.is_cpu() else current_platform.get_device_name(),
         vllm_version=__version__,
         parallelism=f"tp{parallel.tensor_parallel_size}pp{parallel.pipeline_parallel_size}",
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        quantization=str(config.model_config.quantization or "none"),
+        kv_dtype=str(config.cache_config.cache_dtype),
+        graphs="eager" if config.model_config.enforce_eager or graphs is None else graphs.name,
     )
 
 

@@ -218,7 +218,7 @@ class RolloutScheduler(RoseScheduler):
     def _candidate(self) -> RolloutCandidate:
         if self._is_starved() or self.pause_state is PauseState.PAUSED_ALL:
             return RolloutCandidate(prefill_tokens_waiting=0, num_decodes=0, context_tokens=0)
-        prefill = decodes = context = 0
+        prefill = decodes = context = computed = 0
         for request in self.running:
             remaining = request.num_tokens - request.num_computed_tokens
             if remaining == 1 and request.num_output_tokens > 0:
@@ -226,7 +226,11 @@ class RolloutScheduler(RoseScheduler):
                 context += request.num_computed_tokens
             else:
                 prefill += max(0, remaining)
-        prefill += sum(request.num_tokens for request in self.waiting_requests())
+                computed = max(computed, request.num_computed_tokens)
+        for request in self.waiting_requests():
+            prefill += request.num_tokens
+            # vLLM finds out what is cached while it schedules: it may be all but the last token.
+            computed = max(computed, request.num_tokens - 1)
         now = time.monotonic()
         if decodes + prefill == 0:
             self._waits_since_s = now
@@ -234,6 +238,7 @@ class RolloutScheduler(RoseScheduler):
             prefill_tokens_waiting=min(prefill, self.max_num_scheduled_tokens),
             num_decodes=decodes,
             context_tokens=context,
+            computed_tokens=computed,
             waited_s=now - self._waits_since_s,
         )
 

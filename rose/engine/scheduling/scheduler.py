@@ -68,9 +68,11 @@ class RoseScheduler(Scheduler):
         self.page = StatusPage(page_path(runtime_dir, settings.engine_id), create=True)
         self.recorder = StepRecorder(profile_key(config), Settings.from_environment().profile_dir)
         if self.tenant is not None and not self.recorder.is_profiled:
+            nearest = self.recorder.nearest_profile
             logger.warning(
-                "no step-time profile: rollouts step only on an idle GPU until enough steps were seen; "
-                "run `rose profile` to make one"
+                "no step-time profile%s: rollouts step only on an idle GPU until enough steps were seen; "
+                "run `rose profile` to make one",
+                f" of these settings (the nearest has {nearest})" if nearest else "",
             )
         self._profile_command = ProfileCommand.NONE
         self._ended: list[tuple[Request, StopReason]] = []
@@ -82,6 +84,8 @@ class RoseScheduler(Scheduler):
 
     running: list[Request]
     max_num_scheduled_tokens: int
+    _began_s = 0.0
+    """When this scheduling pass had the GPU. Scheduling counts as a part of its step."""
 
     # Hooks for subclasses -------------------------------------------------------------------------
 
@@ -99,11 +103,12 @@ class RoseScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._must_step = False
+        self._began_s = time.monotonic()
         self._obey_commands()
-        self.before_step(time.monotonic())
+        self.before_step(self._began_s)
         output = super().schedule(throttle_prefills)
         if output.total_num_scheduled_tokens > 0:
-            self.recorder.started(output, self.requests)
+            self.recorder.started(output, self.requests, self._began_s)
         if self.tenant is not None and self.tenant.has_ops:
             output.rose_ops = self.tenant.take_ops()
         self._publish_status()

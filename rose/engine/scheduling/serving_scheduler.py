@@ -26,8 +26,8 @@ from rose.admission.slices import slice_number
 from rose.config import Settings
 from rose.engine.harm_records import HarmRecords, records_path
 from rose.engine.memory.serving_memory import ServingMemory
+from rose.engine.scheduling.request_keys import requested_slo, requested_tenant
 from rose.engine.scheduling.scheduler import RoseScheduler
-from rose.engine.scheduling.slo_class import requested_slo
 from rose.engine.settings import CONFIG_KEY
 from rose.errors import ConfigError
 from rose.types import SLO, GateMode
@@ -134,6 +134,7 @@ class ServingScheduler(RoseScheduler):
         if side.begin_step() is not StepStart.CLEAR:
             now = time.monotonic()
             self._deadlines.waited(now - before_s, now)
+        self._began_s = time.monotonic()
         if side.is_wanted and self._deadlines.has_pending_prefill:
             self._spare_decodes()
 
@@ -198,7 +199,7 @@ class ServingScheduler(RoseScheduler):
             request = self.requests.get(request_id)
             if request is not None:
                 remaining = max(0, request.num_prompt_tokens - request.num_computed_tokens)
-                deadlines.prefilled(request_id, remaining)
+                deadlines.prefilled(request_id, remaining, request.num_computed_tokens)
         self._context_tokens = sum(request.num_computed_tokens for request in self.running)
         deadlines.set_load(max(len(self.running) / self.max_num_running_reqs, self._kv_load()))
 
@@ -234,19 +235,19 @@ class ServingScheduler(RoseScheduler):
             self._side.absorb_arrival(arrival_s)
 
     def _track(self, request: Request, arrival_s: float) -> None:
-        own_slo = self._own_slo(request)
+        params = request.sampling_params
+        extra_args = params.extra_args if params is not None else None
+        own_slo = requested_slo(extra_args, self._gate.settings.slo)
+        tenant = requested_tenant(extra_args)
         if own_slo is not None:
             self._expect_more_like(own_slo)
         if self._side is not None:
             self._side.set_max_step(self._deadlines.max_idle_step_s(time.monotonic()))
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            self._deadlines.arrived_prefilled(request.request_id, arrival_s, own_slo)
+            self._deadlines.arrived_prefilled(request.request_id, arrival_s, own_slo, tenant)
         else:
-            self._deadlines.arrived(request.request_id, arrival_s, request.num_prompt_tokens, own_slo)
-
-    def _own_slo(self, request: Request) -> SLO | None:
-        params = request.sampling_params
-        return requested_slo(params.extra_args if params is not None else None, self._gate.settings.slo)
+            num_tokens = request.num_prompt_tokens
+            self._deadlines.arrived(request.request_id, arrival_s, num_tokens, own_slo, tenant)
 
     def _expect_more_like(self, own_slo: SLO) -> None:
         """Prepares for more requests with this SLO, unless it can't be reached. An unreachable SLO holds

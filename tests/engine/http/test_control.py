@@ -37,7 +37,16 @@ from rose.errors import ConfigError, WorkerError
 from rose.messages import WeightUpdate, WorkerStatus
 from rose.types import Deployment, GateMode, Role
 
-KEY = ProfileKey(model="m", hardware="h", vllm_version="0", parallelism="tp1pp1")
+KEY = ProfileKey(
+    model="m",
+    hardware="h",
+    vllm_version="0",
+    parallelism="tp1pp1",
+    dtype="bfloat16",
+    quantization="none",
+    kv_dtype="auto",
+    graphs="eager",
+)
 NUM_STEPS = 200
 
 
@@ -61,8 +70,8 @@ def run_steps(recorder: StepRecorder, num_steps: int, seconds_per_token: float) 
         num_tokens = 1 + step % 50
         request = SimpleNamespace(num_computed_tokens=num_tokens, num_prompt_tokens=num_tokens)
         output: Any = SimpleNamespace(num_scheduled_tokens={"r": num_tokens})
-        recorder.started(output, {"r": request})
-        recorder.ended(recorder._started_s + seconds_per_token * num_tokens)
+        recorder.started(output, {"r": request}, 0.0)
+        recorder.ended(seconds_per_token * num_tokens)
 
 
 @pytest.fixture

@@ -38,12 +38,20 @@ def reader(writer: HarmRecords) -> HarmRecords:
 
 
 def record_minute(writer: HarmRecords, *, slowdown: float) -> None:
-    """Sixty requests, and slices of which every tenth is closed."""
+    """Sixty requests, those of tenant "slow" with waits, and slices of which every tenth is closed."""
     now = time.monotonic()
     for number in range(60):
         at_s = now - 30 + number / 4
+        is_slow = number >= 30 and slowdown == 0
         writer.add_request(
-            RequestDelay(at_s=at_s, ttft_s=0.1, ttft_waited_s=0.0, tpot_s=0.01, tpot_waited_s=0.0)
+            RequestDelay(
+                at_s=at_s,
+                ttft_s=0.1,
+                ttft_waited_s=0.05 * is_slow,
+                tpot_s=0.01,
+                tpot_waited_s=0.0,
+                tenant="slow" if is_slow else "quick",
+            )
         )
     for number in range(slice_number(now) - 200, slice_number(now)):
         is_closed = number % 10 == 0
@@ -83,6 +91,18 @@ def test_a_serving_engine_that_has_gone_shuts_nothing_out(board: Words, writer: 
     HarmWatch(board, reader(writer), 0.02).look(GateMode.IDLE)
     serving.detach()
     assert closed_slices(board).share == 0.0
+
+
+def test_each_tenant_has_its_own_figures(board: Words, writer: HarmRecords) -> None:
+    RolloutSide(board)
+    watch = HarmWatch(board, reader(writer), 0.02)
+    watch._hour_began_s -= 60
+    record_minute(writer, slowdown=0.0)
+    watch.look(GateMode.IDLE)
+    tenants = watch.status().tenants
+    assert tenants["slow"].num_requests == tenants["quick"].num_requests == 30
+    assert tenants["slow"].latencies["ttft_p99"].value == pytest.approx(1.0, abs=0.05)
+    assert tenants["quick"].latencies["ttft_p99"].value == pytest.approx(0.0, abs=0.05)
 
 
 def test_only_one_of_several_api_servers_closes_slices(board: Words, writer: HarmRecords) -> None:

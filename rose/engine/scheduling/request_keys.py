@@ -1,8 +1,9 @@
-"""A request's own latency objectives: two keys that its client may set in the OpenAI API's ``vllm_xargs``.
+"""What a request says to ROSE: keys that its client or a gateway may set in the OpenAI API's ``vllm_xargs``.
 
-Each key takes milliseconds above 0, as a number or as text that is one. The API server refuses other values
+Two keys are latency objectives of its own: milliseconds above 0, as a number or as text that is one. The
+third names its tenant, for the reports of harm. The API server refuses other values
 (rose/engine/http/front_door.py). A request that reaches the engine by another way is never failed for them:
-the deployment's SLO counts instead, and a warning is logged.
+it counts as if it had not named them, and a warning is logged.
 """
 
 import logging
@@ -10,10 +11,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rose.admission.harm import TENANT_BYTES
 from rose.types import SLO
 
 TTFT_KEY = "rose_ttft_ms"
 TPOT_KEY = "rose_tpot_ms"
+TENANT_KEY = "rose_tenant"
+KEYS = (TTFT_KEY, TPOT_KEY, TENANT_KEY)
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +27,8 @@ def requested_slo(extra_args: Mapping[str, Any] | None, deployment: SLO) -> SLO 
     latencies has the deployment's for the other."""
     if not extra_args or not {TTFT_KEY, TPOT_KEY} & extra_args.keys():
         return None
-    if (problem := slo_problem(extra_args)) is not None:
-        logger.warning("request SLO ignored: %s", problem)
+    if (problem := key_problem(extra_args)) is not None:
+        logger.warning("ignored: %s", problem)
     ttft_s = _seconds(extra_args.get(TTFT_KEY))
     tpot_s = _seconds(extra_args.get(TPOT_KEY))
     return SLO(
@@ -33,8 +37,19 @@ def requested_slo(extra_args: Mapping[str, Any] | None, deployment: SLO) -> SLO 
     )
 
 
-def slo_problem(extra_args: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with the two keys' values and what is allowed, or None if both may be used."""
+def requested_tenant(extra_args: Mapping[str, Any] | None) -> str:
+    """Returns the tenant that the request names; empty if it names none."""
+    tenant = extra_args.get(TENANT_KEY, "") if extra_args else ""
+    return tenant if _is_tenant(tenant) else ""
+
+
+def key_problem(extra_args: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with the keys' values and what is allowed, or None if all may be used."""
+    if TENANT_KEY in extra_args and not _is_tenant(extra_args[TENANT_KEY]):
+        return (
+            f"vllm_xargs.{TENANT_KEY} is {extra_args[TENANT_KEY]!r:.100}: send a name of 1 to "
+            f"{TENANT_BYTES} printable characters, or leave the key out"
+        )
     for key in (TTFT_KEY, TPOT_KEY):
         if key in extra_args and _seconds(extra_args[key]) is None:
             return (
@@ -42,6 +57,10 @@ def slo_problem(extra_args: Mapping[str, Any]) -> str | None:
                 f"leave the key out for the engine's own SLO"
             )
     return None
+
+
+def _is_tenant(name: Any) -> bool:
+    return isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= TENANT_BYTES
 
 
 def _seconds(milliseconds: Any) -> float | None:

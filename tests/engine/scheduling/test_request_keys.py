@@ -1,10 +1,10 @@
-"""A request may ask for latencies of its own; a value that is no latency leaves it with the deployment's."""
+"""A request may ask for latencies of its own and name its tenant; other values count as nothing."""
 
 from typing import Any
 
 import pytest
 
-from rose.engine.scheduling.slo_class import requested_slo, slo_problem
+from rose.engine.scheduling.request_keys import key_problem, requested_slo, requested_tenant
 from rose.types import SLO
 
 DEPLOYMENT = SLO(ttft_s=0.5, tpot_s=0.15)
@@ -30,11 +30,24 @@ def test_a_request_names_its_own_slo(extra_args: dict[str, Any] | None, expected
 @pytest.mark.parametrize("key", ["rose_ttft_ms", "rose_tpot_ms"])
 @pytest.mark.parametrize("value", NO_LATENCIES, ids=lambda value: repr(value)[:20])
 def test_a_value_that_is_no_latency_is_named_with_what_is_allowed(key: str, value: Any) -> None:
-    problem = slo_problem({key: value})
+    problem = key_problem({key: value})
     assert problem is not None
     assert problem.startswith(f"vllm_xargs.{key} is {repr(value)[:100]}: send milliseconds above 0")
 
 
 @pytest.mark.parametrize("extra_args", [{}, {"other": -1}, {"rose_ttft_ms": 0.5, "rose_tpot_ms": "20"}])
 def test_latencies_and_other_keys_are_no_problem(extra_args: dict[str, Any]) -> None:
-    assert slo_problem(extra_args) is None
+    assert key_problem(extra_args) is None
+
+
+@pytest.mark.parametrize("name", ["", "two\nlines", 7, None, "x" * 33, "ü" * 17])
+def test_a_tenant_is_a_short_name(name: Any) -> None:
+    assert requested_tenant({"rose_tenant": name}) == ""
+    problem = key_problem({"rose_tenant": name})
+    assert problem is not None and "send a name of 1 to 32 printable characters" in problem
+
+
+def test_a_request_without_a_tenant_has_none() -> None:
+    assert requested_tenant(None) == requested_tenant({"rose_ttft_ms": 5}) == ""
+    assert requested_tenant({"rose_tenant": "search ü"}) == "search ü"
+    assert key_problem({"rose_tenant": "search ü"}) is None
