@@ -71,7 +71,7 @@ class Cluster:
             slab_bytes=plan.pool.slab_bytes,
             headroom_slabs=plan.pool.headroom_slabs,
         )
-        self._start(launch.pool_process(pool, self._logs / "pool.log"))
+        self._start(launch.pool_process(pool, (), self._logs / "pool.log"))
         socket_path = self._settings.pool_socket(plan.pool.name)
         self._group.servers[-1].wait_until(socket_path.exists, f"{socket_path}", launch.POOL_READY_TIMEOUT_S)
         self._start_engine("serving", self._models.serving, Role.SERVING, shares_gpu=True)

@@ -67,7 +67,8 @@ def _start(
     node: NodeConfig, settings: Settings, log_dir: Path, group: ProcessGroup, when_ended: ExitStack
 ) -> list[ServerProcess]:
     """Starts pool, serving engines and rollout engines, each once the last is ready; returns the engines."""
-    daemon = group.start(launch.pool_process(node.pool, log_dir / f"pool-{node.pool.name}.log"))
+    models = [engine.model for engine in node.engines]
+    daemon = group.start(launch.pool_process(node.pool, models, log_dir / f"pool-{node.pool.name}.log"))
     daemon.wait_until(
         lambda: checks.find_pool(settings, node.pool.name) is not None, "answer", launch.POOL_READY_TIMEOUT_S
     )

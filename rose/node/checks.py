@@ -142,5 +142,5 @@ def check_pool(settings: Settings, pool: str) -> None:
     if find_pool(settings, pool) is None:
         raise ConfigError(
             f"pool {pool}: no daemon answers at {settings.pool_socket(pool)}; "
-            f"start it: rose pool {pool} --num-slabs 512 --headroom-slabs 32"
+            f"start it: rose pool {pool} --model MODEL"
         )

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,18 @@ def remove_dead_status_pages(settings: Settings) -> None:
             path.with_suffix(".harm").unlink(missing_ok=True)
 
 
-def pool_process(pool: PoolConfig, log_path: Path | None) -> ServerProcess:
-    """Describes the daemon that owns the pool's slabs."""
+def pool_process(pool: PoolConfig, models: Iterable[str], log_path: Path | None) -> ServerProcess:
+    """Describes the daemon that owns the pool's slabs; ``models`` are its engines'."""
+    sizes = {
+        "--num-slabs": pool.num_slabs,
+        "--slab-bytes": pool.slab_bytes,
+        "--headroom-slabs": pool.headroom_slabs,
+        "--num-shards": pool.num_shards,
+    }
     argv = [
         *(sys.executable, "-m", "rose.memory.daemon.daemon", pool.name),
-        *("--num-slabs", str(pool.num_slabs), "--slab-bytes", str(pool.slab_bytes)),
-        *("--headroom-slabs", str(pool.headroom_slabs), "--num-shards", str(pool.num_shards)),
+        *(text for flag, size in sizes.items() if size is not None for text in (flag, str(size))),
+        *(text for model in models for text in ("--model", model)),
         *("--backend", pool.backend),
     ]
     return ServerProcess(argv, f"pool-{pool.name}", log_path)

@@ -10,13 +10,12 @@ from pydantic import Field, model_validator
 
 from rose.config import Section
 from rose.engine.settings import EngineSettings
-from rose.memory.daemon.daemon import SLAB_BYTES
 from rose.memory.pool.pool_memory import MAX_SHARDS
 from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
 
 NODE_EXAMPLE = """\
-pool: {name: gpu0, num_slabs: 512, headroom_slabs: 32}
+pool: {name: gpu0}
 relay: embedded://127.0.0.1:8400
 run: frozenlake
 engines:
@@ -29,17 +28,20 @@ class PoolConfig(Section):
     """The KV memory that engines share on one GPU, or on several under tensor parallelism."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-    num_slabs: Annotated[int, Field(gt=0)]
-    slab_bytes: Annotated[int, Field(gt=0)] = SLAB_BYTES
-    headroom_slabs: Annotated[int, Field(ge=0)]
-    """Slabs kept free for serving's bursts."""
+    num_slabs: Annotated[int, Field(gt=0)] | None = None
+    """None stands for as many as the models leave memory for."""
+    slab_bytes: Annotated[int, Field(gt=0)] | None = None
+    """None stands for a size that suits the models."""
+    headroom_slabs: Annotated[int, Field(ge=0)] | None = None
+    """Slabs kept free for serving's bursts. None stands for 20% of them."""
     num_shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
     """The tensor-parallel size of its engines."""
     backend: BackendKind = BackendKind.HOST
 
     @model_validator(mode="after")
     def _headroom_fits(self) -> Self:
-        if self.headroom_slabs >= self.num_slabs:
+        headroom, num_slabs = self.headroom_slabs, self.num_slabs
+        if headroom is not None and num_slabs is not None and headroom >= num_slabs:
             raise ValueError(
                 f"headroom_slabs {self.headroom_slabs} leaves nothing of {self.num_slabs} slabs; use fewer"
             )

@@ -27,6 +27,15 @@ def make_serving_model(folder: Path) -> Path:
     return _write(folder, Qwen2Config(num_hidden_layers=6, **_shape(hidden_size=128)), seed=1)
 
 
+def make_deep_model(folder: Path) -> Path:
+    """A Qwen2 whose blocks take 2.5 MiB in bfloat16: more than a slab of a pool that knows no model has."""
+    from transformers import Qwen2Config
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    config = Qwen2Config(num_hidden_layers=20, **{**_shape(hidden_size=256), **heads})
+    return _write(folder, config, seed=7)
+
+
 def make_rollout_model(folder: Path, *, version: int = 0, is_tied: bool = False) -> Path:
     """A Qwen3; in float32 its blocks take 256 KiB: two per slab. Tied: bfloat16, head and embedding shared.
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tiny_models import make_serving_model
+from tiny_models import make_deep_model, make_serving_model
 
 from rose.config import Settings
 from rose.node import checks
@@ -86,9 +86,12 @@ class Home:
     def status_pages(self) -> list[Path]:
         return list(self.runtime_dir.glob("engine-*.page"))
 
+    @property
+    def settings(self) -> Settings:
+        return dataclasses.replace(Settings.from_environment(), runtime_dir=self.runtime_dir)
+
     def has_pool(self, name: str) -> bool:
-        settings = dataclasses.replace(Settings.from_environment(), runtime_dir=self.runtime_dir)
-        return checks.find_pool(settings, name) is not None
+        return checks.find_pool(self.settings, name) is not None
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +100,10 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Home]]
     root = tmp_path_factory.mktemp("rose")
     model = make_serving_model(root / "model")
     with ExitStack() as undo:
-        homes = {name: Home(root / name, model, undo) for name in ("node", "serve", "profile")}
-        node = homes["node"]
+        homes = {name: Home(root / name, model, undo) for name in ("serve", "profile")}
+        node = homes["node"] = Home(root / "node", make_deep_model(root / "deep"), undo)
         (node.folder / "NODE.yaml").write_text(
-            "pool: {name: agent-test, num_slabs: 32, headroom_slabs: 4}\n"
+            "pool: {name: agent-test, num_slabs: 16}\n"
             f"engines: [{{model: {node.model}, role: serving, port: {node.port}, "
             f"vllm_args: {VLLM_FLAGS!r}}}]\n"
         )
@@ -121,6 +124,9 @@ def test_node_reports_a_killed_engine_and_leaves_nothing_running(homes: dict[str
     node, name = home.processes["node"], f"serving-{home.port}"
     node.wait_until(lambda: f"ready name={name}" in home.log("node"), "engine", READY_TIMEOUT_S)
     assert "serving" in top(home.url)
+    # Chosen for the model's blocks: 2 MiB, the size without a model, would have refused the engine.
+    pool = checks.find_pool(home.settings, "agent-test")
+    assert pool is not None and (pool.slab_bytes, pool.headroom_slabs) == (20 << 20, 3)
     assert len(home.status_pages()) == 1
     started = re.search(rf"started name={name} pid=(\d+)", home.log("node"))
     assert started is not None

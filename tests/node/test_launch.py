@@ -10,7 +10,7 @@ import pytest
 from rose.config import Settings
 from rose.errors import ConfigError
 from rose.node import launch
-from rose.node.node_config import EngineConfig
+from rose.node.node_config import EngineConfig, PoolConfig
 from rose.types import Role
 
 
@@ -53,6 +53,16 @@ def test_only_rollouts_with_a_relay_get_a_subscriber(tmp_path: Path) -> None:
     subscriber = launch.subscriber_process(engine(run="r", **relay), settings, None)
     assert subscriber is not None and subscriber.argv[-2:] == ["--run", "r"]
     assert (tmp_path / "staging").is_dir()
+
+
+def test_the_pools_daemon_is_told_the_models_and_the_sizes_that_were_given() -> None:
+    chosen = launch.pool_process(PoolConfig(name="g"), ["chat", "policy"], None).argv[3:]
+    assert chosen == [
+        *("g", "--num-shards", "1", "--model", "chat", "--model", "policy", "--backend", "host"),
+    ]
+    given = PoolConfig(name="g", num_slabs=8, slab_bytes=4096, headroom_slabs=0)
+    argv = launch.pool_process(given, [], None).argv
+    assert argv[4:10] == ["--num-slabs", "8", "--slab-bytes", "4096", "--headroom-slabs", "0"]
 
 
 def test_cpus_outside_this_process_are_refused() -> None:

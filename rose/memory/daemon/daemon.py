@@ -20,13 +20,12 @@ from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
 from rose.config import Settings
 from rose.errors import ConfigError, PoolError, RoseError
 from rose.memory.daemon.owner import PoolOwner
-from rose.memory.pool.pool_memory import PoolSize
+from rose.memory.daemon.pool_state import living_size
 from rose.memory.pool.processes import is_readable
+from rose.memory.pool.sizing import DEFAULT_SLAB_BYTES, OpenSize
+from rose.memory.pool.wire import socket_path
 from rose.memory.slabs.backend import BackendKind
 
-SLAB_BYTES = 2 << 20
-"""CUDA's granularity, so that both backends fragment alike. On a GPU 16 to 64 MiB are better: each call costs
-the same there, whatever its size."""
 _STOP_TIMEOUT_S = 5.0
 """A daemon stops within one round of events. One that doesn't is stuck."""
 
@@ -69,7 +68,7 @@ def start_daemon(
     *,
     num_slabs: int,
     headroom_slabs: int,
-    slab_bytes: int = SLAB_BYTES,
+    slab_bytes: int = DEFAULT_SLAB_BYTES[BackendKind.HOST],
     num_shards: int = 1,
     backend: BackendKind = BackendKind.HOST,
     runtime_dir: Path | None = None,
@@ -137,18 +136,19 @@ def _open(options: argparse.Namespace) -> PoolOwner:
         runtime_dir = Settings.from_environment().make_runtime_dir()
     elif not runtime_dir.is_dir():
         raise ConfigError(f"--runtime-dir {runtime_dir}: no such folder; create it with mode 0700")
+    given = OpenSize(
+        num_slabs=options.num_slabs,
+        slab_bytes=options.slab_bytes,
+        headroom_slabs=options.headroom_slabs,
+        num_shards=options.num_shards,
+        backend=BackendKind(options.backend),
+    )
     try:
-        owner = PoolOwner(
-            name=options.name,
-            size=PoolSize(
-                num_slabs=options.num_slabs,
-                slab_bytes=options.slab_bytes,
-                headroom_slabs=options.headroom_slabs,
-                num_shards=options.num_shards,
-                backend=BackendKind(options.backend),
-            ),
-            runtime_dir=runtime_dir,
-        )
+        # What a former daemon chose: the memory that is free today is another.
+        living = living_size(socket_path(runtime_dir, options.name).with_suffix(".state"))
+        is_its = living is not None and given.matches(living)
+        size = living if living is not None and is_its else given.completed(options.model)
+        owner = PoolOwner(name=options.name, size=size, runtime_dir=runtime_dir)
         with ExitStack() as undo:
             undo.push(owner)
             owner.loop.stop_on_signals()
@@ -170,19 +170,32 @@ def _make_parser() -> CommandParser:
     parser = CommandParser(
         "rose pool",
         "Owns the KV slabs of one GPU and hands them to the engines that attach, until a stop signal.",
-        "rose pool gpu0 --num-slabs 512 --headroom-slabs 64",
+        "rose pool gpu0 --backend cuda --model ./models/chat --model ./models/policy",
     )
     parser.add_argument("name", help="the pool's name, as in `rose serve --pool NAME`")
-    parser.add_argument("--num-slabs", type=int, required=True, metavar="N", help="slabs in the pool")
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="directory or hub id of a model that will share the pool, once for each; they decide what is "
+        "not given below",
+    )
+    parser.add_argument(
+        "--num-slabs", type=int, metavar="N", help="slabs in the pool (default: what the models leave free)"
+    )
     parser.add_argument(
         "--slab-bytes",
         type=int,
-        default=SLAB_BYTES,
         metavar="N",
-        help="a slab's size: a multiple of 4096, on CUDA of 2 MiB (default: %(default)s)",
+        help="a slab's size: a multiple of 4096, on CUDA of 2 MiB (default: one that suits the models; "
+        "without them 2 MiB, on CUDA 64 MiB)",
     )
     parser.add_argument(
-        "--headroom-slabs", type=int, required=True, metavar="N", help="slabs kept free for serving's bursts"
+        "--headroom-slabs",
+        type=int,
+        metavar="N",
+        help="slabs kept free for serving's bursts (default: 20%% of them)",
     )
     parser.add_argument(
         "--num-shards",

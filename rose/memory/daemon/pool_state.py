@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rose.errors import PoolError
 from rose.memory.pool.pool_memory import PoolSize
+from rose.memory.pool.processes import find_process
 from rose.memory.pool.wire import Hello
 from rose.memory.slabs.backend import BackendKind
 
@@ -96,6 +97,21 @@ def read_state(path: Path) -> PoolState | None:
         return PoolState.model_validate(content)
     except ValueError as error:
         raise PoolError(f"{path}: not a pool's state ({str(error).splitlines()[0]}); {fix}") from error
+
+
+def living_size(path: Path) -> PoolSize | None:
+    """Returns the size of the pool that a former daemon's engines still hold; None if none of them lives.
+
+    Raises: PoolError if the file can't be understood.
+    """
+    state = read_state(path)
+    if state is None:
+        return None
+    for member in state.members:
+        if (pidfd := find_process(member.hello.pid, member.started)) is not None:
+            os.close(pidfd)
+            return state.size
+    return None
 
 
 def write_state(path: Path, state: PoolState) -> None:

@@ -105,7 +105,7 @@ class PoolClient:
                     return client
                 reason, is_transient = answer.refused, answer.is_transient
             except (FileNotFoundError, ConnectionRefusedError):
-                reason, is_transient = f"pool {name} has no daemon ({path}); start one with --num-slabs", True
+                reason, is_transient = f"pool {name} has no daemon ({path}); start it with `rose pool`", True
             except BlockingIOError:
                 reason, is_transient = f"pool {name}: too many clients wait for the daemon at {path}", True
             except ConnectionError as error:

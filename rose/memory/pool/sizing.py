@@ -1,0 +1,183 @@
+"""Chooses the sizes of a pool that its operator leaves open, from the models that share it and free memory.
+
+It reads a model's config.json and the sizes of its weight files, never the weights. What a block needs is an
+estimate, as vLLM decides it later: a slab holds several blocks of it, so that an estimate too small by half
+does no harm. An engine whose block does not fit says so itself.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rose.errors import ConfigError, PoolError, VmmError
+from rose.memory.pool.pool_memory import MAX_SLABS, PoolSize
+from rose.memory.slabs.backend import BackendKind, open_backend
+
+logger = logging.getLogger(__name__)
+
+SLAB_STEP = 2 << 20
+"""CUDA's granularity, and the host's huge pages."""
+DEFAULT_SLAB_BYTES = {BackendKind.HOST: 2 << 20, BackendKind.CUDA: 64 << 20}
+"""Where no model is known."""
+HEADROOM_SHARE = 0.2
+"""Source: ROSE §4.1 reserves 20% of the memory for serving's bursts."""
+_SMALLEST = {BackendKind.HOST: 2 << 20, BackendKind.CUDA: 16 << 20}
+"""On a GPU each call costs the same, whatever a slab's size."""
+_MIN_BLOCKS = 4
+"""A slab holds so many blocks of each model: an estimate may be too small, and each slab can lose a block."""
+_GOOD_USE = 0.99
+_FEWEST_SLABS = 16
+"""Of a pool whose size is chosen. With fewer, hardly any memory could change hands."""
+_BLOCK_TOKENS = {BackendKind.HOST: 128, BackendKind.CUDA: 16}
+"""vLLM's defaults. Kernels of latent attention want up to 128 on a GPU, too."""
+_MEMORY_SHARE = {BackendKind.HOST: 0.25, BackendKind.CUDA: 0.9}
+"""Of the memory that is free beside the models. A host has other things to do with its own."""
+_ENGINE_BYTES = {BackendKind.HOST: 1 << 30, BackendKind.CUDA: 3 << 30}
+"""What an engine takes beside weights and KV: activations, workspaces, CUDA graphs."""
+_NARROW_TYPES = {"bfloat16": 2, "float16": 2, "half": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNeeds:
+    """What one rank of a model's engine needs."""
+
+    block_bytes: int
+    """Of one KV block in all layers."""
+    weights_bytes: int
+
+    @classmethod
+    def read(cls, model: str, *, num_shards: int, backend: BackendKind) -> "ModelNeeds | None":
+        """Reads a directory, or what the hub's cache has of a hub id.
+
+        Returns None if there is no config.json, or one that does not say what KV the model keeps.
+        """
+        folder = _folder(model)
+        if folder is None:
+            return None
+        try:
+            config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+            block_bytes = kv_block_bytes(config, num_shards=num_shards, backend=backend)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+            logger.warning("model=%s its config.json does not say what KV it keeps: %r", model, error)
+            return None
+        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        return cls(block_bytes=block_bytes, weights_bytes=-(-weights // num_shards))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSize:
+    """A pool's sizes as its operator gives them; None stands for one to be chosen."""
+
+    num_slabs: int | None = None
+    slab_bytes: int | None = None
+    headroom_slabs: int | None = None
+    num_shards: int = 1
+    backend: BackendKind = BackendKind.HOST
+
+    def completed(self, models: Sequence[str]) -> PoolSize:
+        """Chooses what is open. Raises: ConfigError if that can't be done, PoolError without a driver."""
+        needs = [ModelNeeds.read(one, num_shards=self.num_shards, backend=self.backend) for one in models]
+        known = [one for one in needs if one is not None]
+        slab_bytes, num_slabs = self.slab_bytes, self.num_slabs
+        if slab_bytes is None:
+            slab_bytes = choose_slab_bytes([one.block_bytes for one in known], self.backend)
+        if num_slabs is None:
+            if not models or len(known) < len(models):
+                unknown = [model for model, one in zip(models, needs, strict=True) if one is None]
+                raise ConfigError(
+                    f"--num-slabs is missing, and the models that the pool must leave memory to are unknown "
+                    f"({', '.join(unknown) or 'none is given'}): set --num-slabs, or --model to the "
+                    f"directory of each model"
+                )
+            num_slabs = self._num_slabs(slab_bytes, known)
+        headroom = self.headroom_slabs
+        if headroom is None:
+            headroom = max(1, round(HEADROOM_SHARE * num_slabs)) if num_slabs > 1 else 0
+        return PoolSize(
+            num_slabs=num_slabs,
+            slab_bytes=slab_bytes,
+            headroom_slabs=headroom,
+            num_shards=self.num_shards,
+            backend=self.backend,
+        )
+
+    def matches(self, size: PoolSize) -> bool:
+        """Whether a pool of ``size`` has all the sizes that are given."""
+        given = (self.num_slabs, self.slab_bytes, self.headroom_slabs, self.num_shards, self.backend)
+        other = (size.num_slabs, size.slab_bytes, size.headroom_slabs, size.num_shards, size.backend)
+        return all(mine in (None, its) for mine, its in zip(given, other, strict=True))
+
+    def _num_slabs(self, slab_bytes: int, models: Sequence[ModelNeeds]) -> int:
+        """Returns how many slabs fit beside the models on each GPU, or on the host. Raises: ConfigError."""
+        is_host = self.backend is BackendKind.HOST
+        try:
+            shards = [open_backend(self.backend, device=i) for i in range(1 if is_host else self.num_shards)]
+            free_bytes = min(one.free_bytes for one in shards) // (self.num_shards if is_host else 1)
+        except ValueError as error:
+            raise ConfigError(f"--num-shards {self.num_shards}: {error}") from error
+        except VmmError as error:
+            raise PoolError(str(error)) from error
+        taken = sum(one.weights_bytes + _ENGINE_BYTES[self.backend] for one in models)
+        num_slabs = int(_MEMORY_SHARE[self.backend] * (free_bytes - taken)) // slab_bytes
+        if num_slabs < _FEWEST_SLABS:
+            raise ConfigError(
+                f"--num-slabs is missing, and {free_bytes / 1e9:.1f} GB are free for each rank, of which the "
+                f"models need {taken / 1e9:.1f}: that leaves too little for slabs of {slab_bytes / 1e6:.1f} "
+                f"MB: use smaller models or more ranks, or set --num-slabs"
+            )
+        return min(num_slabs, MAX_SLABS)
+
+
+def choose_slab_bytes(block_bytes: Sequence[int], backend: BackendKind) -> int:
+    """Returns a slab size that wastes little with blocks of all these sizes, a small one if several do."""
+    if not block_bytes:
+        return DEFAULT_SLAB_BYTES[backend]
+    least = max(_SMALLEST[backend], _MIN_BLOCKS * max(block_bytes))
+    first = -(-least // SLAB_STEP)
+    sizes = [steps * SLAB_STEP for steps in range(first, 2 * first + 1)]
+
+    def use(size: int) -> float:
+        return min(size // one * one / size for one in block_bytes)
+
+    uses = {size: use(size) for size in sizes}
+    best = max(sizes, key=lambda size: uses[size])
+    chosen = next((size for size in sizes if uses[size] >= _GOOD_USE), best)
+    logger.info("slab size chosen bytes=%d use=%.2f block_bytes=%s", chosen, uses[chosen], list(block_bytes))
+    return chosen
+
+
+def kv_block_bytes(config: Mapping[str, Any], *, num_shards: int, backend: BackendKind) -> int:
+    """Returns what one rank keeps of a KV block in all layers, by a model's config.json.
+
+    Raises: KeyError, TypeError, AttributeError or ZeroDivisionError for a config without what it takes.
+    """
+    model = config.get("text_config", config)  # the language model within one that also sees
+    element_bytes = _NARROW_TYPES.get(model.get("dtype", model.get("torch_dtype", "bfloat16")), 4)
+    tokens = _BLOCK_TOKENS[backend]
+    num_heads = model["num_attention_heads"]
+    if model.get("kv_lora_rank"):  # latent attention keeps one vector, and every rank keeps it whole
+        elements = model["kv_lora_rank"] + model["qk_rope_head_dim"]
+        tokens = max(_BLOCK_TOKENS.values())
+    else:
+        num_kv_heads = model.get("num_key_value_heads") or num_heads
+        head_dim = model.get("head_dim") or model["hidden_size"] // num_heads
+        elements = 2 * max(1, num_kv_heads // num_shards) * head_dim
+    return int(model["num_hidden_layers"] * elements * element_bytes * tokens)
+
+
+def _folder(model: str) -> Path | None:
+    """Returns the directory with a model's config.json, if this host has it."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path if (path / "config.json").exists() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
