@@ -44,7 +44,8 @@ def shapes_for(client: EngineClient) -> Shapes:
     prompts = [min(config.scheduler_config.max_num_batched_tokens, longest)]
     while prompts[-1] >= 2 * SHORTEST_PROMPT or len(prompts) < MIN_PROMPTS:
         prompts.append(max(1, prompts[-1] // 2))
-    prompts.append(min(LONG_PROMPT_CHUNKS * prompts[0], longest))
+    if longest > prompts[0]:
+        prompts.append(min(LONG_PROMPT_CHUNKS * prompts[0], longest))
     most = config.scheduler_config.max_num_seqs
     few = min(most, LONG_DECODES)
     contexts = {max(1, longest // 16), max(1, longest // 4)}
