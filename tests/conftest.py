@@ -1,5 +1,6 @@
 """What every test shares: marks that skip where their machine is missing, and a private runtime."""
 
+import logging
 import os
 import shutil
 import tempfile
@@ -18,6 +19,9 @@ _OWN = tempfile.TemporaryDirectory(prefix="rose-tests-")
 for _name in [each for each in os.environ if each.startswith("ROSE_") and each != "ROSE_DELTA_LIBRARY"]:
     del os.environ[_name]
 os.environ.update(ROSE_RUNTIME_DIR=f"{_OWN.name}/run", ROSE_CACHE_DIR=f"{_OWN.name}/cache")
+
+# The plugin, where a test registers it in this process, then leaves the log to pytest.
+logging.getLogger("rose").addHandler(logging.NullHandler())
 
 # vLLM children inherit these: no hub, no usage report, and no more threads than a small machine has cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

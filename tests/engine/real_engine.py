@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,7 @@ class RealEngine:
     # Requests ---------------------------------------------------------------------------------------
 
     def complete(
-        self, prompt: Sequence[int], max_tokens: int, xargs: dict[str, float] | None = None
+        self, prompt: Sequence[int], max_tokens: int, xargs: Mapping[str, float | str] | None = None
     ) -> Answer:
         """One greedy completion. Raises httpx.HTTPStatusError unless the answer is 200."""
         body = {**completion_body("tiny", list(prompt), max_tokens), "logprobs": 1}

@@ -51,8 +51,8 @@ def test_a_killed_serving_engine_is_reported_and_a_new_one_takes_its_place(
     board = snapshot(gpu.observer.board_words).serving
     assert (board.pid, board.alive) == (dead_pid, False)
     assert all(request.exception() is not None for request in requests)
-    # Rollout has seen it, and keeps off a GPU on which nobody knows what runs.
-    (request,) = rollout.start_requests([prompt("orphan", 40)], max_tokens=8)
+    # Rollout sees it within MAX_LIVENESS_AGE_NS, and keeps off a GPU on which nobody knows what runs.
+    (request,) = rollout.start_requests([prompt("orphan", 40)], max_tokens=700)
     until(lambda: "serving process is gone" in rollout.process.log_tail(200), "rollout reports the loss")
     assert request.result().stop_reason == "rose_stall"
 

@@ -251,6 +251,7 @@ def test_engines_that_do_not_hand_over_in_time_are_named(
 
 
 def test_leaving_works_after_a_restart_and_without_a_daemon(daemons: Daemons, runtime_dir: Path) -> None:
+    before = set(threading.enumerate())
     with attach(runtime_dir, Role.SERVING, "s0") as serving:
         with attach(runtime_dir) as rollout:
             rollout.ledger.acquire(rollout.slot, 5)
@@ -261,7 +262,7 @@ def test_leaving_works_after_a_restart_and_without_a_daemon(daemons: Daemons, ru
         wait_until(serving.ledger, lambda: rollout.slot not in serving.ledger.engines())
         assert serving.ledger.num_free == NUM_SLABS
         daemons.kill()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rose-pool-link"]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "rose-pool-link"]
 
 
 def test_a_broken_connection_heals_and_frees_nothing(daemons: Daemons, runtime_dir: Path) -> None:

@@ -1,7 +1,6 @@
 """What commands do between an engine's routes and its scheduler, without a worker."""
 
 import asyncio
-import logging
 import queue
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -247,9 +246,8 @@ def test_a_profile_that_can_not_be_made_or_stored_leaves_the_model_as_it_was(
 
 
 def test_an_slo_below_the_profile_ends_the_start_and_is_logged_where_the_profile_is_new(
-    runtime_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    runtime_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("rose"), "propagate", True)  # not where the plugin was registered
     reachable = "slo_ttft_ms is 50, but the prefill of one token takes up to 1"
     settings: dict[str, Any] = {"gate": GateMode.DUAL, "slo_ttft_ms": 50}
     with pooled_scheduler(tmp_path, Role.SERVING, **settings) as scheduler:  # nothing is known yet
@@ -343,9 +341,8 @@ def test_an_engine_without_a_grant_sleeps_until_something_wants_its_loop(
 
 
 def test_an_idle_gpu_takes_shorter_steps_once_a_request_asked_for_a_tighter_ttft(
-    serving: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    serving: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("rose"), "propagate", True)  # not where the plugin was registered
     side = RolloutSide(board(serving))
 
     def longest_step_s(ttft_ms: float) -> float:
