@@ -25,6 +25,13 @@ Taking the GPU (two-party Dekker: each side stores its intent, then loads the ot
 With sequential consistency at least one side sees the other. Rollout gives way and serving never does, so
 they can't both run, and serving waits for at most the one rollout step that has begun.
 
+Giving the GPU back in the middle of a rollout step
+    rollout.pause:       R_PAUSED := now, state := IDLE, ring; between two layers, when serving has work or a
+                         request is announced.
+    rollout.try_resume:  as try_begin, for the rest of the step; then R_PAUSED := 0.
+    A paused rollout engine can do nothing else, not even give memory back. So serving offers it a grant for
+    the rest if it needs that memory, or if the pause has lasted for as long as a request may stall.
+
 One rollout step between two serving steps
     serving.offer_grant: grant := grant + 1 (in state OPEN), ring; wait for rollout's grant_used = grant.
     rollout:             try_begin sets grant_used := grant (one step per grant). decline() does so without a
@@ -57,7 +64,7 @@ from rose.admission.slack import NEVER
 from rose.admission.slices import ClosedSlices
 from rose.errors import BoardError
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 MAGIC = 0x524F5345_0000 | LAYOUT_VERSION
 NUM_WORDS = 128
 
@@ -134,6 +141,8 @@ class Word:
     R_HEARTBEAT: Final = 75
     R_TOKENS: Final = 76
     R_STALLS: Final = 77
+    R_PAUSED: Final = 78  # since when a step is paused; 0 if none is
+    R_PAUSES: Final = 79
     R_DECLINES: Final = 80  # one word per GateReason, two lines
     # serving: more counters
     S_DEATHS: Final = 96

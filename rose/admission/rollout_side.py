@@ -54,6 +54,7 @@ class RolloutSide:
         claim_side(words, Word.R_IDENTITY, Word.R_EPOCH, "rollout")
         words.store(Word.R_WANT, 0)
         words.store(Word.R_STARTED, 0)
+        words.store(Word.R_PAUSED, 0)
         words.store(Word.R_HEARTBEAT, time.monotonic_ns())
         self._use_grant(words.load(Word.S_GRANT))
         words.store(Word.R_STATE, EngineState.IDLE)
@@ -126,6 +127,36 @@ class RolloutSide:
         words.add(Word.R_TOKENS, num_tokens)
         words.store(Word.R_HEARTBEAT, now_ns)
 
+    def is_called(self) -> bool:
+        """Whether serving wants the GPU now, or a request is on its way to it. It is asked at every layer."""
+        state = self._load(_S_STATE)
+        return state in (_OPEN, _RUNNING) or is_arrival_pending(self._words, time.monotonic_ns())
+
+    def pause(self) -> None:
+        """Hands the GPU back in the middle of a step; try_resume takes it again."""
+        words = self._words
+        now_ns = time.monotonic_ns()
+        words.add(Word.R_BUSY, now_ns - words.load(Word.R_STARTED))
+        words.store(Word.R_STARTED, 0)
+        words.store(Word.R_PAUSED, now_ns)
+        words.add(Word.R_PAUSES, 1)
+        words.store(Word.R_STATE, EngineState.IDLE)
+        ring(words, Word.SERVING_BELL)
+
+    def try_resume(self, left_s: float) -> bool:
+        """Takes the GPU for the rest of a paused step, which takes ``left_s`` (error included). Returns False
+        while serving has it. A dead serving engine holds nobody up: the step had its grant."""
+        view = self.view()
+        est_end_s = time.monotonic() + left_s
+        if not view.alive:
+            self._words.store(Word.R_EST_END, to_ns(est_end_s))
+            self._words.store(Word.R_STATE, EngineState.RUNNING)
+            self._words.store(Word.R_STARTED, time.monotonic_ns())
+        elif not view.may_start or not self.try_begin(est_end_s, view):
+            return False
+        self._words.store(Word.R_PAUSED, 0)
+        return True
+
     def decline(self, view: ServingView, reason: GateReason) -> None:
         """Counts a refusal and answers an offered grant, so that serving stops waiting."""
         words = self._words
@@ -169,6 +200,7 @@ class RolloutSide:
         words = self._words
         words.store(Word.R_WANT, 0)
         words.store(Word.R_STARTED, 0)
+        words.store(Word.R_PAUSED, 0)
         words.store(Word.R_STATE, EngineState.DETACHED)
         words.store(Word.R_IDENTITY, NOBODY)
         ring(words, Word.SERVING_BELL)

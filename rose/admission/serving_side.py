@@ -83,6 +83,11 @@ class ServingSide:
         words = self._words
         return bool(words.load(Word.R_WANT)) and words.load(Word.R_EPOCH) != self._dead_epoch
 
+    def rollout_paused_s(self) -> float | None:
+        """Returns for how long a rollout step has been paused, or None if none is."""
+        since_ns = self._words.load(Word.R_PAUSED)
+        return (time.monotonic_ns() - since_ns) / 1e9 if since_ns and self.is_wanted else None
+
     def begin_step(self, *, grace_s: float = GRACE_S) -> StepStart:
         """Claims the GPU and waits, for a bounded time, for a running rollout step to end.
 

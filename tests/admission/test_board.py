@@ -57,6 +57,36 @@ def test_a_grant_admits_one_step(words: Words) -> None:
     assert not begin(rollout)
 
 
+def test_a_paused_step_frees_the_gpu_and_goes_on_when_serving_is_idle_again(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    rollout.set_want(True)
+    assert begin(rollout) and not rollout.is_called()
+    board.announce_arrival(words)
+    assert rollout.is_called()
+    rollout.pause()
+    assert serving.begin_step() is StepStart.CLEAR  # it waits for nobody
+    assert not rollout.try_resume(0.1)
+    serving.absorb_arrival(time.monotonic())
+    serving.end_step(IDLE)
+    assert serving.rollout_paused_s() is not None
+    assert rollout.try_resume(0.1) and serving.rollout_paused_s() is None
+    rollout.end_step(3)
+    assert board.snapshot(words).rollout.num_steps == 1
+
+
+def test_a_grant_lets_a_paused_step_end_while_serving_has_work(words: Words) -> None:
+    serving, rollout = serving_and_wanting(words)
+    serving.publish(IDLE)
+    assert begin(rollout)
+    serving.publish(work())
+    rollout.pause()
+    assert not rollout.try_resume(0.1)
+    serving.offer_grant(NEVER, 1e-6)
+    assert rollout.try_resume(0.1)
+    rollout.end_step(1)
+    assert not begin(rollout)
+
+
 def test_begin_step_takes_an_unused_grant_back(words: Words) -> None:
     serving, rollout = serving_and_wanting(words)
     serving.offer_grant(NEVER, 1e-6)

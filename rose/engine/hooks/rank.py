@@ -16,8 +16,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from rose.engine.memory.kv_range import KVRange, SlabOps
+from rose.engine.scheduling.interrupt import make_interruptible
 from rose.engine.settings import EngineSettings
 from rose.engine.weights.weights import StagedWeightEngine
+from rose.types import Role
 
 
 class RoseWorker(Worker):
@@ -30,6 +32,10 @@ class RoseWorker(Worker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rose = EngineRank(self)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self._rose.make_interruptible()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._rose.open_pool(kv_cache_config)
@@ -70,6 +76,12 @@ class EngineRank:
         self.settings = settings
         self._worker = worker
         self._kv: KVRange | None = None
+
+    def make_interruptible(self) -> None:
+        """Lets a rollout step be paused between its layers, where the scheduler is in this process."""
+        is_alone = self._worker.parallel_config.world_size == 1
+        if self.settings.role is Role.ROLLOUT and self.settings.pool is not None and is_alone:
+            make_interruptible(self._worker.compilation_config.static_forward_context.values())
 
     def open_pool(self, config: KVCacheConfig) -> None:
         """Attaches to the pool, maps the pinned slab and rewrites ``config`` in place, if there is a pool."""

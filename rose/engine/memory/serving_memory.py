@@ -45,6 +45,8 @@ class ServingMemory:
         self._window_s = window_s
         self._lend_idle_s = lend_idle_s
         self._busy_at_s = now
+        self.is_short = False
+        """Whether requests waited for slabs at the last look."""
         self.forget_peak()
 
     @property
@@ -62,6 +64,7 @@ class ServingMemory:
         tenant = self._tenant
         shortage = tenant.shortage(running, waiting)
         used = tenant.pool.num_positions_in_use() + len(shortage.hit_positions) + shortage.keeping_cache
+        self.is_short = shortage.evicting_cache > 0
         self._publish(used, now)
         self._watch_pressure(used)
         if used:

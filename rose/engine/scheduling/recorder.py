@@ -58,6 +58,10 @@ class StepRecorder:
         self._shape = shape_of(output, requests)
         self._started_s = began_s
 
+    def leave_out(self, seconds: float) -> None:
+        """Says that the present step stood still for so long."""
+        self._started_s += seconds
+
     def ended(self, now: float) -> float:
         """Stops the clock when the step's output is there; returns the step's length in seconds."""
         shape, self._shape = self._shape, None

@@ -27,6 +27,7 @@ from rose.admission.gate import (
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.stall import StallTracker
 from rose.engine.memory.rollout_memory import RolloutMemory
+from rose.engine.scheduling.interrupt import StepInterrupt, install
 from rose.engine.scheduling.scheduler import RoseScheduler
 from rose.engine.status import Field
 from rose.types import GateMode, StopReason
@@ -58,6 +59,8 @@ class RolloutScheduler(RoseScheduler):
             policy = self.rose.budget_policy(self.tenant.client)
             self._memory = RolloutMemory(self.tenant, policy, self._reclaim)
             self._side = RolloutSide(self.tenant.client.board_words)
+            self._interrupt = StepInterrupt(self._side)
+            install(self._interrupt)
         self._is_stepping = False
         self._starved: tuple[int, ...] | None = None
         """The memory state when a grant went unused. Asking again before it changes would only use up
@@ -173,6 +176,8 @@ class RolloutScheduler(RoseScheduler):
             decision = self._decide(candidate, view)
             if decision.is_admitted and side.try_begin(time.monotonic() + decision.step_s, view):
                 self._is_stepping = True
+                if self._gate.settings.mode is GateMode.IDLE:
+                    self._interrupt.begin(decision.step_s)
                 self.page.count(Field.ADMITTED_STEPS)
                 self._be_fair(decision, candidate)
                 return decision.max_tokens
@@ -259,6 +264,8 @@ class RolloutScheduler(RoseScheduler):
     def _end_grant(self, num_tokens: int) -> None:
         assert self._side is not None
         self._is_stepping = False
+        self._interrupt.end()
+        self.recorder.leave_out(self._interrupt.paused_s)
         self._waits_since_s = time.monotonic()
         self._side.end_step(num_tokens)
 

@@ -22,6 +22,7 @@ from rose.admission.gate import GatePolicy, GateSettings
 from rose.admission.harm import SliceTime
 from rose.admission.reach import unreachable_slo
 from rose.admission.serving_side import NO_WORK, ServingSide, StepStart
+from rose.admission.slack import NEVER
 from rose.admission.slices import slice_number
 from rose.config import Settings
 from rose.engine.harm_records import HarmRecords, records_path
@@ -130,6 +131,10 @@ class ServingScheduler(RoseScheduler):
                 # request that came meanwhile join this step instead of waiting for one more decode step.
                 self.max_num_scheduled_tokens = 0
                 return
+        elif self._must_let_finish(side):
+            # Whatever slack there is: the rest of a step that has begun, once.
+            waited_s = side.offer_grant(NEVER, self._gate.settings.handover_s)
+            self._deadlines.waited(waited_s, time.monotonic())
         before_s = time.monotonic()
         if side.begin_step() is not StepStart.CLEAR:
             now = time.monotonic()
@@ -137,6 +142,15 @@ class ServingScheduler(RoseScheduler):
         self._began_s = time.monotonic()
         if side.is_wanted and self._deadlines.has_pending_prefill:
             self._spare_decodes()
+
+    def _must_let_finish(self, side: ServingSide) -> bool:
+        """Whether a paused rollout step has to end now: it keeps memory that serving lacks, or its requests
+        from being told that they have stalled."""
+        paused_s = side.rollout_paused_s()
+        if paused_s is None:
+            return False
+        is_short = self._memory is not None and self._memory.is_short
+        return is_short or paused_s >= self._gate.settings.stall_timeout_s
 
     def _spare_decodes(self) -> None:
         """Splits prefill that arrived during a rollout step if it would break a decode's ITL cap."""

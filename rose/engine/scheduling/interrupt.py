@@ -1,0 +1,99 @@
+"""Gives the GPU back in the middle of a rollout step, between two layers, when serving has work.
+
+The scheduler starts and ends the steps, and the worker in the same process asks ahead of each attention layer.
+A request that comes to an idle GPU then waits for a part of a layer, not of a step. Only gate mode ``idle``
+does this: in the others serving has lent the time of the whole step. Under tensor parallelism the workers are
+other processes, and steps are not interrupted; nor are those of a captured CUDA graph, in which no layer asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from rose.admission.rollout_side import RolloutSide
+
+MAX_LAYERS_AHEAD = 2
+"""How many layers a GPU's queue may hold beyond the one that runs: it has to empty before serving's step."""
+MIN_LEFT_S = 0.001
+ATTENTION_CALLS = ("forward", "forward_mha", "forward_mqa")
+"""The methods of vLLM's attention implementations that compute a layer."""
+
+
+class StepInterrupt:
+    """The steps of one engine core; its one thread uses it."""
+
+    def __init__(self, side: RolloutSide) -> None:
+        self._side = side
+        self._ends_s: float | None = None
+        self._queued: deque[torch.cuda.Event] = deque()
+        self.paused_s = 0.0
+        """For how long the present step has been paused."""
+
+    def begin(self, step_s: float) -> None:
+        """Says that a step has its grant, and how long it takes (error included)."""
+        self._ends_s = time.monotonic() + step_s
+        self.paused_s = 0.0
+
+    def end(self) -> None:
+        """Says that the step is over, or can't be interrupted."""
+        self._ends_s = None
+
+    def ask(self) -> None:
+        """Pauses the step for as long as serving wants the GPU. Called ahead of a layer."""
+        if self._ends_s is None:
+            return
+        if torch.cuda.is_available():
+            self._bound_queue()
+        if not self._side.is_called():
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        paused_at_s = time.monotonic()
+        left_s = max(MIN_LEFT_S, self._ends_s - paused_at_s)
+        self._side.pause()
+        while not self._side.try_resume(left_s):
+            self._side.wait_grant()
+        resumed_at_s = time.monotonic()
+        self.paused_s += resumed_at_s - paused_at_s
+        self._ends_s = resumed_at_s + left_s
+
+    def _bound_queue(self) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._queued.append(event)
+        if len(self._queued) > MAX_LAYERS_AHEAD:
+            self._queued.popleft().synchronize()
+
+
+_current: StepInterrupt | None = None
+
+
+def install(interrupt: StepInterrupt) -> None:
+    """Makes it the one that this process's layers ask."""
+    global _current
+    _current = interrupt
+
+
+def make_interruptible(layers: Iterable[Any]) -> None:
+    """Makes vLLM's attention layers ask ahead of their computation."""
+    for layer in layers:
+        implementation = getattr(layer, "impl", None)
+        for name in ATTENTION_CALLS:
+            if (call := getattr(implementation, name, None)) is not None:
+                setattr(implementation, name, _asking_first(call))
+
+
+def _asking_first(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        if _current is not None:
+            _current.ask()
+        return call(*args, **kwargs)
+
+    return asking
