@@ -260,6 +260,7 @@ class BoardSnapshot:
     num_deaths: int
     rollout_tokens: int
     num_stalls: int
+    num_pauses: int
     declines: dict[GateReason, int]
 
     def busy_shares_since(self, earlier: Self) -> tuple[float, float]:
@@ -293,6 +294,7 @@ def snapshot(words: Words) -> BoardSnapshot:
         num_deaths=load(Word.S_DEATHS),
         rollout_tokens=load(Word.R_TOKENS),
         num_stalls=load(Word.R_STALLS),
+        num_pauses=load(Word.R_PAUSES),
         declines={reason: load(Word.R_DECLINES + i) for i, reason in enumerate(REASONS)},
     )
 

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 # and the step that uses it there is no time for one, unless there was no wait in which it could be done.
 LIVENESS_INTERVAL_NS = 100_000_000
 MAX_LIVENESS_AGE_NS = 300_000_000
+MAX_LAYERS_AHEAD = 2
+"""How many layers a GPU's queue may hold beyond the one that runs: before a pause it has to empty."""
 # These are plain integers: an IntEnum's members cost more than the atomic load that they are compared with.
 _OPEN, _RUNNING = int(EngineState.OPEN), int(EngineState.RUNNING)
 _S_STATE, _S_GRANT = Word.S_STATE, Word.S_GRANT

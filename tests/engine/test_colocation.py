@@ -13,6 +13,7 @@ from shared_gpu import HEADROOM_SLABS, NUM_SLABS, LedgerLog, SharedGpu
 from tiny_models import BLOCK_TOKENS
 
 from rose.admission.board import Word as BoardWord
+from rose.admission.board import snapshot
 from rose.admission.harm import MEASURING_SHARE
 from rose.admission.step_time import UNPROFILED, StepTimeModel
 from rose.types import GateMode, Role, StopReason
@@ -158,6 +159,27 @@ def test_idle_engines_do_not_wake_each_other(gpu: SharedGpu) -> None:
 
     # Engines that wake each other never have one; the step that freed the last lease may still be telling.
     until(a_quiet_second, "a second without a change")
+
+
+def test_a_rollout_step_gives_the_gpu_back_between_layers_and_loses_nothing(
+    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
+) -> None:
+    for engine in (serving, rollout):
+        engine.set_gate(GateMode.IDLE)
+
+    def num_pauses() -> int:
+        return snapshot(gpu.observer.board_words).num_pauses
+
+    expected, before, wave = stock.of("rollout"), num_pauses(), 0
+    while num_pauses() - before < 5:
+        given = wave_prompts(Role.ROLLOUT, wave % WAVES)[:4]
+        requests = rollout.start_requests(given, ROLLOUT_TOKENS)
+        while not all(request.done() for request in requests):
+            serving.complete(prompt("pausing", 20), 1)
+        for prompt_tokens, request in zip(given, requests, strict=True):
+            tokens = request.result().tokens
+            assert tokens == expected[tuple(prompt_tokens)]["tokens"][: len(tokens)]
+        wave += 1
 
 
 def test_a_rollout_that_serving_keeps_from_the_gpu_ends_with_its_tokens_so_far(

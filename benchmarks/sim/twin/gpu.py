@@ -14,6 +14,7 @@ from functools import cache
 
 from rose.admission.gate import GateDecision, GatePolicy, GateReason, GateSettings, ServingView
 from rose.admission.online import OnlineStepTime
+from rose.admission.rollout_side import MAX_LAYERS_AHEAD
 from rose.admission.slack import NEVER
 from rose.admission.step_time import StepObservation, StepShape, StepTimeModel, attended_pairs, fit
 from rose.types import GateMode
@@ -86,6 +87,9 @@ class TwinGpu:
             self._rollout = TwinRollout(pair.rollout, online, random.Random(f"{seed}-trajectories"))
         self._now = 0.0
         self._was_rollout = False
+        self._paused: _Running | None = None
+        """The rollout step that gave the GPU back between two layers."""
+        self._paused_at_s = 0.0
         self._busy_s = {"serving": 0.0, "rollout": 0.0}
         self._steps = {"serving": 0, "rollout": 0}
         self._generated = 0
@@ -93,7 +97,7 @@ class TwinGpu:
         self._num_late = 0
         self._peak_batch = 0
         self.log: list[tuple[str, float, float]] = []
-        """(engine, start, end) of every step."""
+        """(engine, start, end) of every step, or of its part up to a pause."""
 
     def run(self) -> TwinOutcome:
         """Runs to the horizon, and on until serving has answered everybody."""
@@ -131,10 +135,17 @@ class TwinGpu:
             elif not self._take_grant(self._serving.view(self._now)):
                 next_s = self._arrivals[0].at_s if self._arrivals else self._horizon_s
                 self._now = min(self._horizon_s, next_s)
+        if self._paused is not None:
+            self._go_on(self._paused, self._paused.left_s)
 
     def _offer_grants(self) -> float:
         """ServingScheduler._take_gpu and ServingSide.offer_grants; returns the published latest start."""
         view = self._serving.view(self._now)
+        if (
+            self._paused is not None
+            and self._now - self._paused_at_s >= self._policy.settings.stall_timeout_s
+        ):
+            self._go_on(self._paused, self._paused.left_s)
         if self._rollout is None or not self._policy.may_yield(self._now, view):
             return NEVER
         while self._now + self._rollout.shortest_step_s() <= view.latest_start_s:
@@ -147,17 +158,39 @@ class TwinGpu:
         rollout = self._rollout
         if rollout is None:
             return False
+        if self._paused is not None:
+            self._go_on(self._paused, self._until_paused(self._paused))
+            return True
         decision = self._policy.decide(self._now, view, rollout.candidate(self._now), rollout.online.model)
         if not decision.is_admitted:
             self._refusals[decision.reason] = self._refusals.get(decision.reason, 0) + 1
             return False
-        self._switch(to_rollout=True)
-        work = rollout.start_step(decision)
-        seconds = self._seconds("rollout", rollout.model, work)
-        self._pass("rollout", seconds)
-        rollout.end_step(self._now, work, seconds)
-        self._count_tokens(rollout)
+        step = self._begin("rollout", rollout.model, rollout.start_step(decision))
+        step.seconds = step.left_s
+        self._go_on(step, self._until_paused(step))
         return True
+
+    def _go_on(self, step: "_Running", seconds: float) -> None:
+        """A rollout step has the GPU for so long, to its end or to a pause."""
+        rollout = self._rollout
+        assert rollout is not None
+        self._switch(to_rollout=True)
+        self._pass("rollout", seconds)
+        step.left_s -= seconds
+        self._paused, self._paused_at_s = (step, self._now) if step.left_s > 0 else (None, 0.0)
+        if self._paused is None:
+            self._steps["rollout"] += 1
+            rollout.end_step(self._now, step.work, step.seconds)
+            self._count_tokens(rollout)
+
+    def _until_paused(self, step: "_Running") -> float:
+        """StepInterrupt.ask: for how long a step goes on before it makes way for a request that comes."""
+        num_layers = self._rollout.model.num_layers if self._rollout is not None else None
+        if num_layers is None or not self._arrivals or self._policy.settings.mode is not GateMode.IDLE:
+            return step.left_s
+        layer_s = step.seconds / num_layers
+        num_whole = int(max(0.0, self._arrivals[0].at_s - self._now) / layer_s)
+        return min(step.left_s, (num_whole + 1 + MAX_LAYERS_AHEAD) * layer_s)
 
     def _serve(self) -> None:
         self._switch(to_rollout=False)
@@ -166,6 +199,7 @@ class TwinGpu:
         self._peak_batch = max(self._peak_batch, self._serving.num_running)
         seconds = self._seconds("serving", self._serving.model, work)
         self._pass("serving", seconds)
+        self._steps["serving"] += 1
         self._serving.end_step(self._now, work, seconds)
 
     def _switch(self, *, to_rollout: bool) -> None:
@@ -177,7 +211,6 @@ class TwinGpu:
         self.log.append((name, self._now, self._now + seconds))
         counted_s = max(0.0, min(self._now + seconds, self._horizon_s) - self._now)
         self._busy_s[name] += counted_s
-        self._steps[name] += 1
         self._now += seconds
 
     # Naive co-location --------------------------------------------------------------------------------
@@ -257,6 +290,8 @@ class _Running:
     start_s: float
     left_s: float
     """What is left of its length on a GPU of its own."""
+    seconds: float = 0.0
+    """That length, where it may be paused."""
 
 
 def noisy(costs: StepTimeModel, work: StepShape, rng: random.Random) -> float:

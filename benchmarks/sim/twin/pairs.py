@@ -63,6 +63,8 @@ class EngineModel:
     max_seqs: int
     kv_tokens: int
     """Context it can hold; requests wait for room as they do for a slot."""
+    num_layers: int | None = None
+    """After each of which a step can be paused; None for steps that are never paused (tensor parallelism)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,11 @@ def _pair(name: str, serving: ModelSize, rollout: ModelSize, num_gpus: int, slo:
             costs=serving.step_costs(num_gpus), max_batched_tokens=2048, max_seqs=256, kv_tokens=300_000
         ),
         rollout=EngineModel(
-            costs=rollout.step_costs(num_gpus), max_batched_tokens=2048, max_seqs=16, kv_tokens=150_000
+            costs=rollout.step_costs(num_gpus),
+            max_batched_tokens=2048,
+            max_seqs=16,
+            kv_tokens=150_000,
+            num_layers=rollout.layers if num_gpus == 1 else None,
         ),
         slo=slo,
     )

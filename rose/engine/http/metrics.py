@@ -114,6 +114,7 @@ def _board_metrics(seen: BoardSnapshot, labels: tuple[str, str]) -> Iterator[Met
             seen.num_overruns,
         ),
         "rose_stalls": ("Rollout requests ended by a stall on this GPU", seen.num_stalls),
+        "rose_pauses": ("Rollout steps paused between two layers for serving", seen.num_pauses),
         "rose_rollout_deaths": ("Rollout engines that died during a step", seen.num_deaths),
     }
     for name, (text, value) in counters.items():

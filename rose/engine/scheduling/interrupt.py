@@ -1,9 +1,10 @@
 """Gives the GPU back in the middle of a rollout step, between two layers, when serving has work.
 
-The scheduler starts and ends the steps, and the worker in the same process asks ahead of each attention layer.
-A request that comes to an idle GPU then waits for a part of a layer, not of a step. Only gate mode ``idle``
-does this: in the others serving has lent the time of the whole step. Under tensor parallelism the workers are
-other processes, and steps are not interrupted; nor are those of a captured CUDA graph, in which no layer asks.
+The scheduler starts and ends the steps, and the worker in the same process asks ahead of each attention
+layer. A request that comes to an idle GPU then waits for a part of a layer, not of a step. Only gate mode
+``idle`` does this: in the others serving has lent the time of the whole step. Under tensor parallelism the
+workers are other processes, and steps are not interrupted; nor are those of a captured CUDA graph, in which
+no layer asks.
 """
 
 from __future__ import annotations
@@ -16,10 +17,8 @@ from typing import Any
 
 import torch
 
-from rose.admission.rollout_side import RolloutSide
+from rose.admission.rollout_side import MAX_LAYERS_AHEAD, RolloutSide
 
-MAX_LAYERS_AHEAD = 2
-"""How many layers a GPU's queue may hold beyond the one that runs: it has to empty before serving's step."""
 MIN_LEFT_S = 0.001
 ATTENTION_CALLS = ("forward", "forward_mha", "forward_mqa")
 """The methods of vLLM's attention implementations that compute a layer."""
