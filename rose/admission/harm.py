@@ -142,7 +142,10 @@ def estimate_harm(
     latencies: dict[str, Estimate] = {}
     if slowdown is not None and len(requests) >= MIN_REQUESTS:
         effect = slowdown.scaled(_open_share(slices))
-        effects = [_with_fuller_batches(effect, slices, percent) for percent in BUSY_PERCENTILES]
+        waited_share = sum(each.ttft_waited_s for each in requests) / sum(each.seconds for each in slices)
+        effects = [
+            _with_fuller_batches(effect, slices, percent, waited_share) for percent in BUSY_PERCENTILES
+        ]
         rng = np.random.default_rng(seed)
         some = requests[:: math.ceil(len(requests) / MAX_REQUESTS)]
         ttft = [(each.ttft_s, each.ttft_waited_s) for each in some if each.ttft_s > 0]
@@ -212,8 +215,11 @@ def _open_share(slices: Sequence[SliceTime]) -> float:
     return sum(each.seconds for each in slices if not each.is_closed) / whole_s if whole_s > 0 else 0.0
 
 
-def _with_fuller_batches(slowdown: Estimate, slices: Sequence[SliceTime], percent: int) -> Estimate:
-    """Widens the upper bound by what a slowdown does to itself: requests stay longer, so batches are fuller.
+def _with_fuller_batches(
+    slowdown: Estimate, slices: Sequence[SliceTime], percent: int, waited_share: float
+) -> Estimate:
+    """Widens the upper bound by what slower steps and waits do to later steps: requests stay longer, so
+    batches are fuller. ``waited_share``: what requests waited for rollout steps, over the time in steps.
 
     A step takes T = fixed + c * N, and its N requests are in proportion to T (Little's law). So the whole
     effect of a factor f is f * (1 - x) / (1 - f * x), with x the part of a step that grows with the batch. It
@@ -224,7 +230,7 @@ def _with_fuller_batches(slowdown: Estimate, slices: Sequence[SliceTime], percen
             [1 - each.fixed_s / each.predicted_s for each in slices if each.predicted_s > 0], percent
         )
     )
-    factor = 1 + max(0.0, slowdown.high)
+    factor = 1 + max(0.0, slowdown.high) + waited_share
     if factor * grows >= 1:
         return replace(slowdown, high=UNBOUNDED)
     whole = factor * (1 - grows) / (1 - factor * grows) - 1
