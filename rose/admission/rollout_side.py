@@ -7,6 +7,7 @@ the protocol.
 
 import logging
 import time
+from enum import Enum, auto
 
 from rose._shm import Words
 from rose.admission.board import (
@@ -34,10 +35,21 @@ LIVENESS_INTERVAL_NS = 100_000_000
 MAX_LIVENESS_AGE_NS = 300_000_000
 MAX_LAYERS_AHEAD = 2
 """How many layers a GPU's queue may hold beyond the one that runs: before a pause it has to empty."""
+MAX_PAUSE_S = 10.0
+"""No step of serving takes so long, and no slice in which rollouts are shut out."""
 # These are plain integers: an IntEnum's members cost more than the atomic load that they are compared with.
 _OPEN, _RUNNING = int(EngineState.OPEN), int(EngineState.RUNNING)
 _S_STATE, _S_GRANT = Word.S_STATE, Word.S_GRANT
 _DECLINE_WORD = {reason: Word.R_DECLINES + i for i, reason in enumerate(REASONS)}
+
+
+class Resumed(Enum):
+    """Whether a paused step goes on."""
+
+    NOT = auto()
+    WHILE_IDLE = auto()
+    WITH_GRANT = auto()
+    """To its end: serving has work, and waits for it."""
 
 
 class RolloutSide:
@@ -145,19 +157,33 @@ class RolloutSide:
         words.store(Word.R_STATE, EngineState.IDLE)
         ring(words, Word.SERVING_BELL)
 
-    def try_resume(self, left_s: float) -> bool:
-        """Takes the GPU for the rest of a paused step, which takes ``left_s`` (error included). Returns False
-        while serving has it. A dead serving engine holds nobody up: the step had its grant."""
+    def try_resume(self, left_s: float, paused_s: float) -> Resumed:
+        """Takes the GPU for the rest of a step: ``left_s``, error included, after a pause of ``paused_s``.
+
+        A serving engine that is dead, or silent for MAX_PAUSE_S, holds nobody up: the step had its grant.
+        """
+        words = self._words
+        identity = words.load(Word.S_IDENTITY)
         view = self.view()
         est_end_s = time.monotonic() + left_s
-        if not view.alive:
-            self._words.store(Word.R_EST_END, to_ns(est_end_s))
-            self._words.store(Word.R_STATE, EngineState.RUNNING)
-            self._words.store(Word.R_STARTED, time.monotonic_ns())
-        elif not view.may_start or not self.try_begin(est_end_s, view):
-            return False
-        self._words.store(Word.R_PAUSED, 0)
-        return True
+        if not view.alive or (paused_s >= MAX_PAUSE_S and self._is_serving_silent()):
+            words.store(Word.R_EST_END, to_ns(est_end_s))
+            words.store(Word.R_STATE, EngineState.RUNNING)
+            if words.load(Word.S_IDENTITY) != identity:  # one has attached meanwhile
+                words.store(Word.R_STATE, EngineState.IDLE)
+                ring(words, Word.SERVING_BELL)
+                return Resumed.NOT
+            words.store(Word.R_STARTED, time.monotonic_ns())
+        else:
+            waits_for_slice = view.is_closed and not view.has_work and paused_s < MAX_PAUSE_S
+            if waits_for_slice or not view.may_start or not self.try_begin(est_end_s, view):
+                return Resumed.NOT
+        words.store(Word.R_PAUSED, 0)
+        return Resumed.WITH_GRANT if view.has_work else Resumed.WHILE_IDLE
+
+    def _is_serving_silent(self) -> bool:
+        age_ns = time.monotonic_ns() - self._words.load(Word.S_HEARTBEAT)
+        return self._load(_S_STATE) in (_OPEN, _RUNNING) and age_ns >= to_ns(MAX_PAUSE_S)
 
     def decline(self, view: ServingView, reason: GateReason) -> None:
         """Counts a refusal and answers an offered grant, so that serving stops waiting."""

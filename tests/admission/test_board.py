@@ -10,7 +10,7 @@ from rose._shm import Words
 from rose.admission import board, liveness
 from rose.admission.board import EngineState, Word
 from rose.admission.gate import GateReason
-from rose.admission.rollout_side import RolloutSide
+from rose.admission.rollout_side import MAX_PAUSE_S, Resumed, RolloutSide
 from rose.admission.serving_side import ServingSide, StepStart
 from rose.admission.slack import NEVER
 from rose.errors import BoardError
@@ -65,11 +65,12 @@ def test_a_paused_step_frees_the_gpu_and_goes_on_when_serving_is_idle_again(word
     assert rollout.is_called()
     rollout.pause()
     assert serving.begin_step() is StepStart.CLEAR  # it waits for nobody
-    assert not rollout.try_resume(0.1)
+    assert rollout.try_resume(0.1, 0.0) is Resumed.NOT
     serving.absorb_arrival(time.monotonic())
     serving.end_step(IDLE)
     assert serving.rollout_paused_s() is not None
-    assert rollout.try_resume(0.1) and serving.rollout_paused_s() is None
+    assert rollout.try_resume(0.1, 0.0) is Resumed.WHILE_IDLE
+    assert serving.rollout_paused_s() is None
     rollout.end_step(3)
     assert board.snapshot(words).rollout.num_steps == 1
 
@@ -80,11 +81,32 @@ def test_a_grant_lets_a_paused_step_end_while_serving_has_work(words: Words) -> 
     assert begin(rollout)
     serving.publish(work())
     rollout.pause()
-    assert not rollout.try_resume(0.1)
+    assert rollout.try_resume(0.1, 0.0) is Resumed.NOT
     serving.offer_grant(NEVER, 1e-6)
-    assert rollout.try_resume(0.1)
+    assert rollout.try_resume(0.1, 0.0) is Resumed.WITH_GRANT
     rollout.end_step(1)
     assert not begin(rollout)
+
+
+def test_a_paused_step_stays_out_of_closed_slices_but_not_for_ever(words: Words) -> None:
+    ServingSide(words)
+    rollout = RolloutSide(words)
+    assert begin(rollout)
+    rollout.pause()
+    board.set_closed_share(words, 1.0)
+    assert rollout.try_resume(0.1, 0.0) is Resumed.NOT
+    assert rollout.try_resume(0.1, MAX_PAUSE_S) is Resumed.WHILE_IDLE
+
+
+def test_a_serving_engine_that_went_silent_does_not_hold_a_paused_step(words: Words) -> None:
+    serving, rollout = ServingSide(words), RolloutSide(words)
+    assert begin(rollout)
+    serving.publish(work())
+    rollout.pause()
+    assert rollout.try_resume(0.1, MAX_PAUSE_S) is Resumed.NOT
+    words.store(Word.S_HEARTBEAT, time.monotonic_ns() - int(1e9 * MAX_PAUSE_S))
+    assert rollout.try_resume(0.1, 0.0) is Resumed.NOT
+    assert rollout.try_resume(0.1, MAX_PAUSE_S) is Resumed.WITH_GRANT
 
 
 def test_begin_step_takes_an_unused_grant_back(words: Words) -> None:

@@ -64,13 +64,12 @@ class ServingMemory:
         tenant = self._tenant
         shortage = tenant.shortage(running, waiting)
         used = tenant.pool.num_positions_in_use() + len(shortage.hit_positions) + shortage.keeping_cache
-        self.is_short = shortage.evicting_cache > 0
         self._publish(used, now)
         self._watch_pressure(used)
         if used:
             self._busy_at_s = now
-        if shortage.keeping_cache:
-            self._grow(shortage)
+        grown = self._grow(shortage) if shortage.keeping_cache else 0
+        self.is_short = shortage.evicting_cache > grown
         # The next steps also take free blocks that it has, and the pinned slab can't be given.
         kept = used + shortage.from_uncached + int(tenant.pool.num_used[PINNED_POSITION] == 0)
         if self._give(kept, shortage.hit_positions, now):
@@ -78,7 +77,7 @@ class ServingMemory:
         next_looks = (self._peak.falls_at_s(now), self._lend_headroom(now))
         return min((at_s for at_s in next_looks if at_s is not None), default=None)
 
-    def _grow(self, shortage: Shortage) -> None:
+    def _grow(self, shortage: Shortage) -> int:
         tenant, ledger = self._tenant, self._tenant.ledger
         growth = self._policy.serving_growth(
             missing=shortage.keeping_cache,
@@ -87,7 +86,7 @@ class ServingMemory:
             free=ledger.num_free,
             rollout_lacks=ledger.rollout_lacks,
         )
-        tenant.grow(growth)
+        return tenant.grow(growth)
 
     def _give(self, used: int, keep: AbstractSet[int], now: float) -> int:
         """Gives rollouts slabs that they lack, those that cost serving least first and none of ``keep``;

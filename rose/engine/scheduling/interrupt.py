@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rose.admission.rollout_side import MAX_LAYERS_AHEAD, RolloutSide
+from rose.admission.rollout_side import MAX_LAYERS_AHEAD, Resumed, RolloutSide
 
 MIN_LEFT_S = 0.001
 ATTENTION_CALLS = ("forward", "forward_mha", "forward_mqa")
@@ -31,17 +31,17 @@ class StepInterrupt:
         self._side = side
         self._ends_s: float | None = None
         self._queued: deque[torch.cuda.Event] = deque()
-        self.paused_s = 0.0
-        """For how long the present step has been paused."""
+        self._paused_s = 0.0
 
     def begin(self, step_s: float) -> None:
         """Says that a step has its grant, and how long it takes (error included)."""
         self._ends_s = time.monotonic() + step_s
-        self.paused_s = 0.0
 
-    def end(self) -> None:
-        """Says that the step is over, or can't be interrupted."""
+    def end(self) -> float:
+        """Says that the step is over; returns for how long it was paused."""
         self._ends_s = None
+        paused_s, self._paused_s = self._paused_s, 0.0
+        return paused_s
 
     def ask(self) -> None:
         """Pauses the step for as long as serving wants the GPU. Called ahead of a layer."""
@@ -56,11 +56,12 @@ class StepInterrupt:
         paused_at_s = time.monotonic()
         left_s = max(MIN_LEFT_S, self._ends_s - paused_at_s)
         self._side.pause()
-        while not self._side.try_resume(left_s):
+        while (resumed := self._side.try_resume(left_s, time.monotonic() - paused_at_s)) is Resumed.NOT:
             self._side.wait_grant()
         resumed_at_s = time.monotonic()
-        self.paused_s += resumed_at_s - paused_at_s
-        self._ends_s = resumed_at_s + left_s
+        self._paused_s += resumed_at_s - paused_at_s
+        # With a grant the step goes on to its end: serving waits for it.
+        self._ends_s = resumed_at_s + left_s if resumed is Resumed.WHILE_IDLE else None
 
     def _bound_queue(self) -> None:
         event = torch.cuda.Event()

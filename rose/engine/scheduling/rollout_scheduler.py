@@ -264,8 +264,7 @@ class RolloutScheduler(RoseScheduler):
     def _end_grant(self, num_tokens: int) -> None:
         assert self._side is not None
         self._is_stepping = False
-        self._interrupt.end()
-        self.recorder.leave_out(self._interrupt.paused_s)
+        self.recorder.leave_out(self._interrupt.end())
         self._waits_since_s = time.monotonic()
         self._side.end_step(num_tokens)
 

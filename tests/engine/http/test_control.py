@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -265,6 +266,29 @@ def test_an_slo_below_the_profile_ends_the_start_and_is_logged_where_the_profile
         pooled_scheduler(tmp_path, Role.SERVING, **settings),
     ):
         pass
+
+
+def test_a_paused_step_that_gets_a_grant_goes_to_its_end_and_is_timed_without_the_pause(rollout: Any) -> None:
+    words, side, interrupt = board(rollout), rollout._side, rollout._interrupt
+    serving = ServingSide(words)
+    side.set_want(True)
+    assert side.try_begin(time.monotonic() + 1.0, side.view())
+    interrupt.begin(1.0)
+    serving.publish(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER))
+    pausing = threading.Thread(target=interrupt.ask)
+    pausing.start()
+    while serving.rollout_paused_s() is None:
+        time.sleep(0.001)
+    offering = threading.Thread(target=serving.offer_grant, args=(NEVER, 60.0))
+    offering.start()
+    pausing.join()
+    for _ in range(10):
+        interrupt.ask()  # serving still has work: were it asked, this would wait for ever
+    side.end_step(1)
+    offering.join()
+    assert words.load(Word.R_PAUSES) == 1
+    assert interrupt.end() > 0
+    assert interrupt.end() == 0
 
 
 def test_a_paused_engine_stalls_nobody_and_asks_for_no_grant(rollout: Any) -> None:
