@@ -201,7 +201,7 @@ class _Sequence:
 def _cut_sequences(shape: _Shape, seed: int, *, is_stock: bool) -> tuple[int, int]:
     """(requests aborted, fewest possible) by one cut in half after a while of traffic."""
     rng = random.Random(seed)
-    layout = SlabLayout.plan(block_bytes_per_layer=1, num_layers=1, slab_bytes=shape.blocks_per_slab)
+    layout = SlabLayout.plan(block_bytes=1, slab_bytes=shape.blocks_per_slab)
     pool = _pool(shape, layout, is_stock=is_stock)
     sequences = [
         _Sequence(rng.randint(shape.min_blocks, shape.max_blocks)) for _ in range(shape.num_requests)

@@ -15,9 +15,9 @@ from rose.memory.slabs.layout import SlabLayout
 BLOCK_TOKENS = 4
 NUM_POSITIONS = 6
 PINNED_SLAB = 100
-# Four blocks of two layers fill a slab exactly, so valid ids are 8k + [0, 4).
-LAYOUT = SlabLayout.plan(block_bytes_per_layer=128, num_layers=2, slab_bytes=1024)
-assert [LAYOUT.block_ids(k).start for k in (0, 1)] == [0, 8] and LAYOUT.blocks_per_slab == 4
+# Four blocks fit into a slab wherever it begins, and there are gaps of one or two ids between positions.
+LAYOUT = SlabLayout.plan(block_bytes=200, slab_bytes=1021)
+assert [LAYOUT.first_id(k) for k in range(3)] == [0, 6, 11] and LAYOUT.blocks_per_slab == 4
 
 
 def adopted_pool(spread: Spread = Spread.DENSE) -> SlabBlockPool:

@@ -62,9 +62,10 @@ def pooled_scheduler(folder: Path, role: Role, **settings: Any) -> Iterator[Any]
 
 def _kv_cache_config() -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    layers, stride = ["layer.0", "layer.1"], NUM_BLOCKS * spec.page_size_bytes
+    layers = ["layer.0", "layer.1"]
+    stride = len(layers) * spec.page_size_bytes
     tensor = KVCacheTensor(
-        size=len(layers) * stride, layers=layers, layer_stride=stride, block_stride=spec.page_size_bytes
+        size=NUM_BLOCKS * stride, layers=layers, layer_stride=spec.page_size_bytes, block_stride=stride
     )
     groups = [KVCacheGroupSpec(layers, spec)]
     return KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups)

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 import torch
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 from rose.engine.hooks import patches
 from rose.engine.hooks.plugin import register
@@ -72,3 +73,22 @@ def test_a_vllm_that_allocates_elsewhere_is_refused() -> None:
 def test_an_error_inside_the_allocation_is_not_replaced() -> None:
     with pytest.raises(MemoryError), _AnswerZeros(torch.zeros(4096, dtype=torch.int8)):
         raise MemoryError
+
+
+def test_latents_are_written_between_the_layers_of_a_block() -> None:
+    """The patch of vLLM's latent attention on a CPU: each slot in its own row, and no other layer's row."""
+    patches.write_cpu_latents_between_layers()
+    patches.write_cpu_latents_between_layers()  # idempotent
+    num_blocks, block_tokens, width, num_layers = 6, 16, 576, 4
+    memory = torch.full((num_blocks * num_layers * block_tokens * width,), torch.nan)
+    page = block_tokens * width
+    layer = memory.as_strided((num_blocks, block_tokens, width), (num_layers * page, width, 1), 2 * page)
+    latents, ropes = torch.randn(5, 512), torch.randn(5, 1, 64)
+    slots = torch.tensor([0, 17, -1, 95, 40])  # -1 pads
+    update = CPUMLAImpl.do_kv_cache_update
+    update(object.__new__(CPUMLAImpl), latents, ropes, layer, slots, "auto", torch.ones(1))
+    for at, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            row = layer[slot // block_tokens, slot % block_tokens]
+            assert torch.equal(row, torch.cat([latents[at], ropes[at, 0]]))
+    assert int((~memory.isnan()).sum()) == 4 * width

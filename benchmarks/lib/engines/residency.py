@@ -41,10 +41,9 @@ def both_engines(slab_bytes: int) -> list[Residency]:
     """Returns a fresh sum for the demo's rollout model and one for its serving model, in this order."""
     found = []
     for spec in (ROLLOUT_SPEC, SERVING_SPEC):
-        layout = SlabLayout.plan(
-            block_bytes_per_layer=spec.layer_block_bytes, num_layers=spec.num_layers, slab_bytes=slab_bytes
-        )
-        found.append(Residency(slab_bytes, spec.num_layers * spec.layer_block_bytes, layout.blocks_per_slab))
+        block_bytes = spec.num_layers * spec.layer_block_bytes
+        layout = SlabLayout.plan(block_bytes=block_bytes, slab_bytes=slab_bytes)
+        found.append(Residency(slab_bytes, block_bytes, layout.blocks_per_slab))
     return found
 
 

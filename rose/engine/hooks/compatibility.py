@@ -109,7 +109,14 @@ def _check_connectors(config: VllmConfig, role: Role) -> None:
             f"slabs while a connector may still read them: use KV connectors in the serving engine alone"
         )
     for one in _connectors(config.kv_transfer_config):
-        if names := _registers(one):
+        connector = _load(one)
+        if config.model_config.use_mla and _flattens_latents(connector):
+            raise ConfigError(
+                f"--kv-transfer-config {one.kv_connector}: it takes a layer's blocks of latent attention for "
+                f"one piece of memory, and in a slab pool every block has all layers: use another connector, "
+                f"or serve without --pool"
+            )
+        if names := _registers(connector):
             raise ConfigError(
                 f"--kv-transfer-config {one.kv_connector}: it keeps addresses of the KV cache ({names}), and "
                 f"the memory behind them changes when a slab moves: use a connector that copies inside the "
@@ -128,15 +135,29 @@ def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
         yield from _connectors(KVTransferConfig(**child))
 
 
-def _registers(config: KVTransferConfig) -> str:
-    """Returns the names of ``REGISTERING`` that the connector's class overrides, "" if none."""
+def _load(config: KVTransferConfig) -> type:
+    """Returns the connector's class. Raises: ConfigError if it can't be loaded."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     try:
-        connector = KVConnectorFactory.get_connector_class(config)
+        connector: type = KVConnectorFactory.get_connector_class(config)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--kv-transfer-config {config.kv_connector}: can't be loaded: {error}") from error
+    return connector
+
+
+def _flattens_latents(connector: type) -> bool:
+    """Whether the connector is vLLM's example. It reshapes all blocks of a layer, slabs or not, which copies
+    them where they do not lie side by side: that reads memory without a slab, and what it loads is lost."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    return issubclass(connector, ExampleConnector)
+
+
+def _registers(connector: type) -> str:
+    """Returns the names of ``REGISTERING`` that the connector overrides, "" if none."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
     own = [
         name
         for name in REGISTERING

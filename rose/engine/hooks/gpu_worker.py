@@ -4,8 +4,8 @@ Owns the integration of one rank on CUDA; rank.py has what it shares with the CP
 GPU: it was written against the source of vLLM 0.32, and its slab backend was tested with a stand-in driver.
 
 It rests on these facts:
-- The address range never changes, so CUDA graphs that were captured over it stay valid. Capture and padding
-  touch only block 0, whose slab stays mapped.
+- The address range never changes, so CUDA graphs that were captured over it stay valid. Capture, padding
+  and warm-up touch only block 0, whose slab stays mapped.
 - A step may read a slab until it has completed. Slab operations come with the *next* step, which starts after
   this step's tokens are there because async scheduling is off. Unmapping waits for the device besides.
 - Positions without a slab are guarded: a stray read finds zeros and ends no context.

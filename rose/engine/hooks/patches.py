@@ -64,6 +64,33 @@ def give_scheduler_its_input_queue() -> None:
     _wrap(DPEngineCoreProc, "run_busy_loop", before=before)
 
 
+def write_cpu_latents_between_layers() -> None:
+    """Lets vLLM's latent attention on a CPU write to a KV cache whose blocks have other layers between them.
+
+    Why: its kernels read such a cache, but it writes through a view of all rows of a layer, which wants them
+    side by side. It gets a view that spans the other layers' rows, and the slots in it. vLLM 0.30-0.33.
+    """
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    original = getattr(CPUMLAImpl, "do_kv_cache_update", None)
+    if original is None:
+        raise ConfigError("vLLM has no CPUMLAImpl.do_kv_cache_update: this version is not supported by rose")
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def update(self: Any, latents: Any, ropes: Any, cache: Any, slots: Any, *args: Any) -> None:
+        num_blocks, (block_tokens, width) = cache.shape[0], cache.shape[-2:]
+        rows_apart, remainder = divmod(cache.stride(0), width)
+        assert remainder == 0, (cache.shape, cache.stride())
+        rows = cache.as_strided(((num_blocks - 1) * rows_apart + block_tokens, width), (width, 1))
+        spread = slots // block_tokens * rows_apart + slots % block_tokens
+        original(self, latents, ropes, rows, spread.where(slots >= 0, slots), *args)
+
+    setattr(update, _MARK, True)
+    CPUMLAImpl.do_kv_cache_update = update
+
+
 @contextmanager
 def _ends_commands() -> Iterator[None]:
     """Ends vLLM's own commands with one line and exit status 2 on bad input, like ROSE's commands. Code that

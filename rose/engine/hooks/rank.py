@@ -7,7 +7,8 @@ free for another engine when the last rank has unmapped its part.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -15,6 +16,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
+from rose.engine.hooks.patches import write_cpu_latents_between_layers
+from rose.engine.memory.kv_layout import block_layouts
 from rose.engine.memory.kv_range import KVRange, SlabOps
 from rose.engine.scheduling.interrupt import make_interruptible
 from rose.engine.settings import EngineSettings
@@ -37,6 +40,9 @@ class RoseWorker(Worker):
         super().load_model(*args, **kwargs)
         self._rose.make_interruptible()
 
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return self._rose.kv_layouts(super().get_supported_kv_cache_layouts())
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._rose.open_pool(kv_cache_config)
         super().initialize_from_config(kv_cache_config)
@@ -44,6 +50,10 @@ class RoseWorker(Worker):
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         context = self._rose.kv_context(tag)
         return context if context is not None else super()._maybe_get_memory_pool_context(tag)
+
+    def compile_or_warm_up_model(self) -> Any:
+        with self._rose.warm_up(self.model_runner):
+            return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         self._rose.apply(scheduler_output)
@@ -83,6 +93,19 @@ class EngineRank:
         if self.settings.role is Role.ROLLOUT and self.settings.pool is not None and is_alone:
             make_interruptible(self._worker.compilation_config.static_forward_context.values())
 
+    def kv_layouts(self, supported: list[str]) -> list[str]:
+        """Returns those of the layouts in which the KV cache can lie in slabs, or all without a pool.
+
+        vLLM's list for its CPU kernels has no layout with the layers of a block side by side. They read it
+        all the same: any distance between two blocks, as long as a layer's part is in the order LBHNC names.
+        """
+        if self.settings.pool is None:
+            return supported
+        is_cpu = self._worker.device.type == "cpu"
+        if is_cpu and self._worker.model_config.use_mla:
+            write_cpu_latents_between_layers()
+        return block_layouts([*supported, "BLHNC"] if is_cpu else supported)
+
     def open_pool(self, config: KVCacheConfig) -> None:
         """Attaches to the pool, maps the pinned slab and rewrites ``config`` in place, if there is a pool."""
         if self.settings.pool is None:
@@ -101,6 +124,28 @@ class EngineRank:
     def kv_context(self, tag: str) -> AbstractContextManager[Any] | None:
         """Returns the context of vLLM's allocation of KV memory; None for other memory or without a pool."""
         return self._kv.allocation_context() if tag == "kv_cache" and self._kv is not None else None
+
+    @contextmanager
+    def warm_up(self, runner: Any) -> Iterator[None]:
+        """A context in which vLLM warms up.
+
+        Why: Model Runner V2 warms up on made-up requests with the block ids 1 to n, and most of these have no
+        slab. Here they all get block 0, which has one. V1 warms up without block ids. vLLM 0.30-0.33.
+        """
+        tables = getattr(runner, "block_tables", None)  # V2's alone
+        if self._kv is None or tables is None:
+            yield
+            return
+        append = tables.append_block_ids
+
+        def append_block_0(row: int, block_ids: tuple[list[int], ...], overwrite: bool) -> None:
+            append(row, tuple([0] * len(ids) for ids in block_ids), overwrite)
+
+        tables.append_block_ids = append_block_0
+        try:
+            yield
+        finally:
+            del tables.append_block_ids  # and the class has it again
 
     def apply(self, scheduler_output: SchedulerOutput) -> None:
         """Applies the slab operations of a step. Call ahead of the step."""

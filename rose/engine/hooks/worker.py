@@ -40,7 +40,10 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
 
         Why: vLLM rewinds those generators by an offset that CPU generators don't have, and the engine dies
         (seen with a seeded request whose prefill the gate had split). Hidden generators are not advanced.
+        Model Runner V2 has none: its sampler takes its seeds from the request's state.
         """
+        if self.use_v2_model_runner:
+            return super().sample_tokens(grammar_output)
         runner = self.model_runner
         discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
         generators = runner.input_batch.generators

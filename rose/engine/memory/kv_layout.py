@@ -1,14 +1,18 @@
 """Lays vLLM's KV cache out in slabs.
 
-Owns the rewriting of ``KVCacheConfig`` so that one slab backs G blocks of *all* layers. The worker and the
-scheduler each rewrite their own copy. They agree, because the result depends on the copy alone. Never
-allocates memory.
+Owns the choice of vLLM's layout, in which a block has all layers side by side, and the rewriting of
+``KVCacheConfig`` so that one slab backs G whole blocks. The worker and the scheduler each rewrite their own
+copy. They agree, because the result depends on the copy alone. Never allocates memory.
 """
+
+import math
+from collections.abc import Sequence
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
     SlidingWindowSpec,
 )
 
@@ -17,35 +21,56 @@ from rose.memory.slabs.layout import SlabLayout
 
 SUPPORTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Dense and grouped-query attention, MLA (a subclass of full attention), sliding windows and chunks."""
+BLOCK_LAYOUTS = ("BLNHC", "BLHNC")
+"""vLLM's names of the layouts in which a block is one piece of memory: block, layer, then a layer's own
+part."""
+
+
+def block_layouts(supported: Sequence[str]) -> list[str]:
+    """Returns those of vLLM's KV layouts that keep a block of all layers in one piece.
+
+    Raises: ConfigError if the model's attention kernels read none of them.
+    """
+    found = [name for name in supported if name in BLOCK_LAYOUTS]
+    if not found:
+        raise ConfigError(
+            f"the model's attention kernels read the KV layouts {', '.join(supported)} alone, and in a slab "
+            f"pool a block has all layers side by side ({' or '.join(BLOCK_LAYOUTS)}): choose another "
+            f"--attention-backend, or serve without --pool"
+        )
+    return found
 
 
 def place_on_slabs(config: KVCacheConfig, *, slab_bytes: int, num_positions: int) -> SlabLayout:
     """Rewrites ``config`` in place for an address range of ``num_positions`` slabs; returns the layout.
 
-    The layers of every cache group are laid out from the slab's start. Groups overlay each other, as in
-    vLLM's own layouts, because a block belongs to one group at a time. Block ids become sparse: only the ids
-    of ``layout.block_ids`` are ever used (see rose/memory/slabs/layout.py).
+    Every cache group begins at a block's start. Groups overlay each other, as in vLLM's own layouts, because
+    a block belongs to one group at a time. Only the ids of ``layout.block_ids`` are ever used.
 
     Raises:
         ConfigError: the model's KV cache can't be kept in slabs: it has state-space or cross-attention
             layers, layers whose blocks differ in size, or blocks larger than a slab.
     """
+    specs = _specs(config)
     layout = SlabLayout.plan(
-        block_bytes_per_layer=_block_bytes(config),
-        num_layers=max(len(tensor.layers) for tensor in config.kv_cache_tensors),
+        block_bytes=_block_bytes(config),
         slab_bytes=slab_bytes,
+        # A padded block is so many layers, as if it had some more: kernels that see rows count on it.
+        alignment=math.lcm(*(n for one in specs for n in _multiples(one))),
     )
     for tensor in config.kv_cache_tensors:
         tensor.size = num_positions * slab_bytes
-        tensor.offset = 0
-        tensor.layer_stride = layout.layer_stride
         tensor.block_stride = layout.block_stride
     config.num_blocks = layout.num_ids(num_positions)
     return layout
 
 
-def _block_bytes(config: KVCacheConfig) -> int:
-    """Returns the bytes of one block in one layer. Raises: ConfigError if layers differ in it."""
+def _multiples(spec: KVCacheSpec) -> tuple[int, int]:
+    return spec.page_size_bytes, spec.get_block_stride_alignment()
+
+
+def _specs(config: KVCacheConfig) -> list[KVCacheSpec]:
+    """Returns the specification of each cache group. Raises: ConfigError for one that slabs can't hold."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     kinds = ", ".join(sorted({type(spec).__name__ for spec in specs})) or "none"
     if not specs or not all(isinstance(spec, SUPPORTED) for spec in specs):
@@ -60,5 +85,17 @@ def _block_bytes(config: KVCacheConfig) -> int:
             f"blocks of {', '.join(map(str, sizes))} bytes in {len(config.kv_cache_tensors)} tensors: serve "
             f"it without --pool"
         )
-    alignment = max(spec.get_block_stride_alignment() for spec in specs)
-    return -(-sizes[0] // alignment) * alignment
+    return specs
+
+
+def _block_bytes(config: KVCacheConfig) -> int:
+    """Returns the bytes of one block in all layers.
+
+    Raises: ConfigError if vLLM has not put a block's layers side by side, which EngineRank asked it to do.
+    """
+    tensors = config.kv_cache_tensors
+    strides = {tensor.block_stride for tensor in tensors}
+    needed = max(tensor.offset + len(tensor.layers) * tensor.layer_stride for tensor in tensors)
+    if len(strides) > 1 or needed > min(strides):
+        raise ConfigError("vLLM did not lay out KV blocks as rose asked it to: this version is not supported")
+    return strides.pop()

@@ -15,6 +15,7 @@ from typing import Any
 from rose.errors import ConfigError, PoolError, VmmError
 from rose.memory.pool.pool_memory import MAX_SLABS, PoolSize
 from rose.memory.slabs.backend import BackendKind, open_backend
+from rose.memory.slabs.layout import SlabLayout
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,9 @@ def choose_slab_bytes(block_bytes: Sequence[int], backend: BackendKind) -> int:
     sizes = [steps * SLAB_STEP for steps in range(first, 2 * first + 1)]
 
     def use(size: int) -> float:
-        return min(size // one * one / size for one in block_bytes)
+        plans = [SlabLayout.plan(block_bytes=one, slab_bytes=size) for one in block_bytes]
+        uses = zip(plans, block_bytes, strict=True)
+        return min(plan.blocks_per_slab * one / size for plan, one in uses)
 
     uses = {size: use(size) for size in sizes}
     best = max(sizes, key=lambda size: uses[size])

@@ -1,22 +1,22 @@
 """Where vLLM's KV blocks lie inside slabs.
 
-Layers are interleaved in each slab: a slab backs G blocks in all layers of a model, so any slab fits any
-model and any tensor-parallel shard. No block crosses a slab's edge.
+A block lies in one piece, with all layers of a model, so any slab fits any model and any tensor-parallel
+shard. No block crosses a slab's edge.
 
-With ``bs`` bytes per block per layer, ``L`` layers and slabs of ``H`` bytes, position ``k`` covers
+With blocks ``bs`` bytes apart, G of them in a slab, and slabs of ``H`` bytes, position ``k`` covers
 
-    k*H                                                                                          (k+1)*H
-    | skew | layer 0: blocks 0..G-1 | layer 1: blocks 0..G-1 | ... | layer L-1: blocks 0..G-1 | waste |
-           |<-------- G*bs -------->|
-           | b0 | b1 | ... | b(G-1) |
-           |<bs>|
+    k*H                                                         (k+1)*H
+    | skew | block n | block n+1 | ... | block n+G-1 | rest |
+           |<- bs -->|
+           | layer 0 | layer 1 | ... | layer L-1 | padding |
 
-Block ids count in steps of ``bs`` from the range's start, so position k's first block is ``ceil(k*H / bs)``,
-and its skew is what that leaves: 0 at every position where blocks divide slabs, and less than ``bs`` always.
-Position k owns the ids up to the next position's first one, of which only the first G are valid; the rest
-fall into other layers or the waste:
+Block ids count in steps of ``bs`` from the range's start:
 
-    address(id, layer) = id*bs + layer*G*bs
+    address(id) = id*bs
+
+Where blocks divide slabs, ids are dense: position k has the ids k*G to k*G+G-1, and there is no skew.
+Elsewhere position k's first id is n = ceil(k*H / bs), its skew is what that leaves, and ids whose blocks
+would cross an edge are gaps, never used: at most two per position.
 """
 
 import math
@@ -27,48 +27,38 @@ from rose.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabLayout:
-    """One model's blocks in slabs of one size, made by :meth:`plan`. All strides are in bytes."""
+    """One model's blocks in slabs of one size, made by :meth:`plan`."""
 
     slab_bytes: int
-    num_layers: int
     block_stride: int
-    """Bytes per block per layer."""
+    """Bytes from one block to the next, which is a block with all its layers and, where that lets more blocks
+    fit, padding."""
     blocks_per_slab: int
     """G, the number of blocks that one slab backs, each in all layers."""
 
     @classmethod
-    def plan(cls, *, block_bytes_per_layer: int, num_layers: int, slab_bytes: int) -> "SlabLayout":
-        """Makes the layout for a model. Raises: ConfigError if its blocks don't fit into such slabs."""
-        if block_bytes_per_layer <= 0 or num_layers <= 0 or slab_bytes <= 0:
-            raise ValueError(
-                f"sizes must be positive, got block_bytes_per_layer={block_bytes_per_layer} "
-                f"num_layers={num_layers} slab_bytes={slab_bytes}"
-            )
-        all_layers_bytes = block_bytes_per_layer * num_layers
-        largest_skew = block_bytes_per_layer - math.gcd(slab_bytes, block_bytes_per_layer)
-        if all_layers_bytes + largest_skew > slab_bytes:
-            at_least = 1 << (all_layers_bytes + largest_skew - 1).bit_length()
+    def plan(cls, *, block_bytes: int, slab_bytes: int, alignment: int = 1) -> "SlabLayout":
+        """Makes the layout with the most blocks in a slab, and with dense ids if that costs none.
+
+        ``block_bytes`` are those of a block in all layers, a multiple of ``alignment``.
+        Raises: ConfigError if not one block fits into such a slab.
+        """
+        if block_bytes <= 0 or slab_bytes <= 0:
+            raise ValueError(f"sizes must be positive, got block_bytes={block_bytes} slab_bytes={slab_bytes}")
+        largest_skew = block_bytes - math.gcd(slab_bytes, block_bytes)
+        skewed = max(0, slab_bytes - largest_skew) // block_bytes
+        divisors = (g for g in range(slab_bytes // block_bytes, skewed - 1, -1) if g and slab_bytes % g == 0)
+        dense = next((g for g in divisors if slab_bytes // g % alignment == 0), 0)
+        if not dense and not skewed:
             raise ConfigError(
-                f"a KV block needs {block_bytes_per_layer} bytes in each of {num_layers} layers = "
-                f"{all_layers_bytes}, but a slab has {slab_bytes}: start the pool with --slab-bytes "
-                f"{at_least} or larger, or lower --block-size"
+                f"a KV block of all layers needs {block_bytes} bytes, but a slab has {slab_bytes}: start the "
+                f"pool with --slab-bytes {_fitting(block_bytes, alignment)} or larger, or lower --block-size"
             )
         return cls(
             slab_bytes=slab_bytes,
-            num_layers=num_layers,
-            block_stride=block_bytes_per_layer,
-            blocks_per_slab=(slab_bytes - largest_skew) // all_layers_bytes,
+            block_stride=slab_bytes // dense if dense else block_bytes,
+            blocks_per_slab=dense if dense else skewed,
         )
-
-    @property
-    def layer_stride(self) -> int:
-        """Bytes from a block in one layer to the same block in the next layer."""
-        return self.blocks_per_slab * self.block_stride
-
-    @property
-    def waste_bytes(self) -> int:
-        """Bytes of each slab that hold no block."""
-        return self.slab_bytes - self.num_layers * self.layer_stride
 
     def first_id(self, position: int) -> int:
         """The first valid block id of a position."""
@@ -101,12 +91,17 @@ class SlabLayout:
             )
         return position
 
-    def address(self, block_id: int, layer: int) -> int:
-        """Byte offset of a block's part in one layer from the start of the address range."""
-        if not self.is_valid(block_id) or not 0 <= layer < self.num_layers:
-            raise ValueError(f"no block {block_id} in layer {layer} of {self.num_layers}")
-        return block_id * self.block_stride + layer * self.layer_stride
+    def address(self, block_id: int) -> int:
+        """Byte offset of a block from the range's start. Raises: ValueError for an id in a gap."""
+        self.position_of(block_id)
+        return block_id * self.block_stride
 
     def _position_with(self, block_id: int) -> int:
         """The position that an id's address lies in. Only a valid id has a block there."""
         return block_id * self.block_stride // self.slab_bytes
+
+
+def _fitting(block_bytes: int, alignment: int) -> int:
+    """Returns a power of two that holds a block."""
+    power: int = 1 << (block_bytes - 1).bit_length()
+    return power if power % alignment == 0 else 2 * power

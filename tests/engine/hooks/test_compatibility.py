@@ -8,7 +8,7 @@ import engine_runs
 import pytest
 from forked_engines import Fork
 from real_engine import runtime_dir
-from tiny_models import make_serving_model, make_state_model
+from tiny_models import make_mla_model, make_serving_model, make_state_model
 
 from rose.memory.daemon.daemon import start_daemon
 
@@ -94,7 +94,9 @@ def test_what_cannot_live_in_a_pool_is_refused_with_reason_and_fix(folder: Path)
     model, state = make_serving_model(folder / "model"), make_state_model(folder / "state")
     cases = [engine_args(model, role, given) for role, given, _ in CASES.values()]
     cases.append(engine_args(state, "serving", {}))
-    expected = [message for _, _, message in CASES.values()] + ["--model "]
+    cases.append(engine_args(make_mla_model(folder / "mla"), "serving", connector("ExampleConnector")))
+    latents = "ExampleConnector: it takes a layer's blocks of latent attention for one piece of memory"
+    expected = [message for _, _, message in CASES.values()] + ["--model ", latents]
     fork = Fork(folder, engine_runs.refusals, cases=cases)
     other = Fork(folder, engine_runs.refusals_by_another_version, version="0.34.0", cases=cases[:1])
     try:

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from rose.engine.memory.kv_layout import place_on_slabs
+from rose.engine.memory.kv_layout import block_layouts, place_on_slabs
 from rose.errors import ConfigError
 
 LAYERS = ["layer.0", "layer.1", "layer.2"]
@@ -30,13 +30,14 @@ WINDOW = SlidingWindowSpec(
 
 
 def config_of(*groups: KVCacheGroupSpec) -> KVCacheConfig:
-    """Returns what vLLM makes: a tensor for each group, layer after layer, of 1,000 blocks."""
+    """Returns what vLLM makes: a tensor for each group, of 1,000 blocks with all their layers."""
+    stride = max((len(one.layer_names) * one.kv_cache_spec.page_size_bytes for one in groups), default=0)
     tensors = [
         KVCacheTensor(
-            size=3000 * group.kv_cache_spec.page_size_bytes,
+            size=1000 * stride,
             layers=group.layer_names,
-            layer_stride=1000 * group.kv_cache_spec.page_size_bytes,
-            block_stride=group.kv_cache_spec.page_size_bytes,
+            layer_stride=group.kv_cache_spec.page_size_bytes,
+            block_stride=stride,
         )
         for group in groups
     ]
@@ -84,7 +85,7 @@ def test_cache_groups_overlay_each_other() -> None:
     full, window = KVCacheGroupSpec(LAYERS[:1], SPEC), KVCacheGroupSpec(LAYERS[1:], WINDOW)
     config = config_of(full, window)
     layout = place_on_slabs(config, slab_bytes=8 * PAGE_BYTES, num_positions=4)
-    assert (layout.num_layers, layout.blocks_per_slab) == (2, 4)
+    assert layout.blocks_per_slab == 4
     first, second = config.kv_cache_tensors
     assert (first.offset, first.layer_stride, first.block_stride, first.size) == (
         *(second.offset, second.layer_stride, second.block_stride),
@@ -96,9 +97,10 @@ def test_mla_blocks_of_any_size_fit() -> None:
     spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     config = config_of(KVCacheGroupSpec(LAYERS, spec))
     layout = place_on_slabs(config, slab_bytes=1 << 21, num_positions=4)
-    assert (layout.block_stride, layout.blocks_per_slab) == (73_728, 9)
-    last = config.num_blocks - 1
-    assert layout.address(last, 2) + layout.block_stride <= 4 << 21
+    assert (layout.block_stride, layout.blocks_per_slab) == (3 * 73_728, 8)
+    (tensor,) = config.kv_cache_tensors
+    last = layout.address(config.num_blocks - 1) + 2 * tensor.layer_stride
+    assert last + spec.page_size_bytes <= tensor.size == 4 << 21
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,20 @@ def test_models_that_slabs_cannot_hold_are_refused(groups: list[KVCacheGroupSpec
     with pytest.raises(ConfigError) as error:
         place_on_slabs(config_of(*groups), slab_bytes=8 * PAGE_BYTES, num_positions=4)
     assert message in str(error.value)
+
+
+def test_a_config_with_the_layers_apart_is_refused() -> None:
+    config = config_of(KVCacheGroupSpec(LAYERS, SPEC))
+    (tensor,) = config.kv_cache_tensors
+    tensor.block_stride, tensor.layer_stride = PAGE_BYTES, 1000 * PAGE_BYTES
+    with pytest.raises(ConfigError, match="vLLM did not lay out KV blocks as rose asked it to"):
+        place_on_slabs(config, slab_bytes=8 * PAGE_BYTES, num_positions=4)
+
+
+def test_of_vllms_layouts_those_with_whole_blocks_are_offered() -> None:
+    assert block_layouts(["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC"]) == ["BLNHC", "BLHNC"]
+    with pytest.raises(ConfigError, match=r"read the KV layouts LBNHC alone, .* --attention-backend"):
+        block_layouts(["LBNHC"])
 
 
 def test_blocks_larger_than_a_slab_are_refused_with_the_size_that_works() -> None:

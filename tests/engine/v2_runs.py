@@ -1,0 +1,58 @@
+"""Model Runner V2 under ROSE, where there is no GPU: a program, as its choices come before vLLM's import.
+
+    python v2_runs.py ARGUMENTS.json ANSWERS.json
+
+V2 needs Triton, whose kernels run in its interpreter if ``ENV`` is set. Triton's wheel has no backend for
+CPUs, and vLLM wants one, so an empty one is entered.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ENV = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+WARM_UP_TOKENS = 300
+
+
+def main(arguments: Path, answers: Path) -> None:
+    given = json.loads(arguments.read_text())
+    from forked_engines import Driver, make_engine
+
+    settings = {"role": "rollout", "pool": given["pool"]}
+    driver = Driver(make_engine(Path(given["model"]), settings))
+    worker = driver._engine.engine_core.engine_core.model_executor.driver_worker.worker
+    assert worker.use_v2_model_runner
+    found: dict[str, Any] = {"written": warm_up(worker)}
+    from engine_runs import _cut, _wait_for_tokens, tenant_of
+
+    names = driver.ask(given["prompts"], given["max_tokens"])
+    _wait_for_tokens(driver, names)
+    _cut(driver, tenant_of(driver).pool.num_positions_in_use() // 2)
+    found["replies"] = [(reply.tokens, reply.finish_reason) for reply in driver.wait(names)]
+    tenant_of(driver).pool.check_integrity()
+    answers.write_text(json.dumps(found))
+
+
+def warm_up(worker: Any) -> list[int]:
+    """Runs a part of V2's warm-up that the interpreter can run; returns the blocks of the first slab that it
+    wrote to. It asks for blocks 1 to 4."""
+    import torch
+    from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+    runner = worker.model_runner
+    with worker._rose.warm_up(runner):
+        assert run_mixed_prefill_decode_warmup(
+            runner, worker.execute_model, worker.sample_tokens, WARM_UP_TOKENS
+        )
+    cache = runner.kv_caches[0]
+    slab_blocks = worker._rose._kv._client.slab_bytes // (cache.stride(0) * cache.element_size())
+    return [block for block in range(slab_blocks) if bool(torch.count_nonzero(cache[block]))]
+
+
+if __name__ == "__main__":
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
