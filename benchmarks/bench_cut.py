@@ -21,13 +21,13 @@ import time
 from dataclasses import dataclass, field
 from statistics import median
 
-from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool
 from rose.measure.figures import Figure, percentile
+from rose.measure.rig import Rig
 from rose.memory.ledger.policy_word import PolicyState, Pressure
 from rose.memory.policy.spread import Spread
 from rose.memory.policy.victims import PositionUse, choose_victims

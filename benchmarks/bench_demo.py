@@ -19,16 +19,17 @@ from rose.measure.figures import Figure
 def measure(args: argparse.Namespace) -> list[Figure]:
     # Heavy, and not needed for --help.
     from rose.demo.figures import compute_figures
+    from rose.demo.plan import DemoOptions, DemoPlan
     from rose.demo.report import write_report
-    from rose.demo.run import DemoOptions, run_demo
+    from rose.demo.run import run_demo
     from rose.measure.environment import collect_env
 
     with TemporaryDirectory(prefix="rose-bench-") as scratch_dir:
         out_dir = args.out_dir if args.out_dir is not None else Path(scratch_dir)
-        result = run_demo(DemoOptions(quick=args.quick, seed=args.seed, out_dir=out_dir))
-        figures = compute_figures(result, collect_env(seed=args.seed, quick=args.quick))
-        write_report(result, figures, out_dir / "report.html")
-    return list(figures.figures)
+        result = run_demo(DemoPlan.of(DemoOptions(quick=args.quick, seed=args.seed, out_dir=out_dir)))
+        figures, env = compute_figures(result), collect_env(seed=args.seed, quick=args.quick)
+        write_report(result, figures, env, out_dir / "report.html")
+    return list(figures.values())
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

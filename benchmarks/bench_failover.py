@@ -31,7 +31,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lib.engines.rig import Rig
 from lib.faults.failover import CUTS, kill_engine, migrate, stop
 from lib.faults.peers import PeerSamples, kill_behind, stop_behind
 from lib.faults.turns import Engine, Samples, is_idle
@@ -42,6 +41,7 @@ from lib.router.rig import COMPLETIONS_PATH, add_peers, peer_name, peer_path
 
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
+from rose.measure.rig import Rig
 from rose.types import GateMode, Role
 
 Beside = dict[str, dict[str, float | None]]
@@ -112,7 +112,7 @@ def _other_weights(rig: Rig) -> Path:
     """A checkpoint of the same shape. torch stays out of this process."""
     folder = rig.folder / "other"
     code = (
-        "import sys; from pathlib import Path; from rose.demo.models import make_rollout_model; "
+        "import sys; from pathlib import Path; from rose.measure.models import make_rollout_model; "
         "make_rollout_model(Path(sys.argv[1]), seed=1)"
     )
     made = subprocess.run(

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
-from lib.engines.rig import Rig
 from lib.faults.signals import kill
 from lib.harness import median_figure, run_benchmark
 from lib.load.turns import random_prompt
 
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
+from rose.measure.rig import Rig
 from rose.memory.ledger.ledger import Ledger
 from rose.node.control import EngineControl
 from rose.types import GateMode, Role

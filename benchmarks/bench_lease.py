@@ -35,16 +35,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lib.engines.residency import Residency, both_engines, over_fewest, over_live
-from lib.engines.rig import Rig
 from lib.harness import run_benchmark
 from lib.load.traffic import add_trace, latency_ms, note_foreign_share, plan_traffic, window_runner
 
-from rose.demo.models import ROLLOUT_SPEC
 from rose.demo.plan import DemoPlan
 from rose.demo.records import PhaseName
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
+from rose.measure.models import ROLLOUT_SPEC
 from rose.measure.records import Window
+from rose.measure.rig import Rig
 from rose.measure.rollout_load import RolloutLoad, RolloutWorkload
 from rose.measure.windows import RlSteps, WindowSpec
 from rose.memory.pool.pool import PoolClient
@@ -139,15 +139,9 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     leases = (NEVER_S, *sorted(chosen, reverse=True))
     with Rig() as rig:
         plan = plan_traffic(args, rig, concurrency=CONCURRENCY)
-        sizes = plan.pool
-        pool = rig.pool(
-            sizes.name,
-            num_slabs=sizes.num_slabs,
-            slab_bytes=sizes.slab_bytes,
-            headroom_slabs=sizes.headroom_slabs,
-        )
+        pool = rig.pool(plan.pool_name, **plan.pool)
         shared: dict[str, Any] = {
-            "pool": sizes.name,
+            "pool": plan.pool_name,
             "gate": GateMode.OFF,
             "compute_cpus": plan.cpus.compute,
             "serving_window_s": SERVING_WINDOW_S,
@@ -160,9 +154,9 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             flags = ("--enable-prompt-tokens-details",)
             server = rig.start_engine(name, Role.ROLLOUT, vllm_args=flags, lease_s=lease_s, **shared)
             if bench is None:
-                serving = rig.wait_engine("serving", plan.cpus.others)
+                serving = rig.wait_engine("serving")
                 bench = _Bench(args, rig, plan, pool, serving, both_engines(pool.slab_bytes))
-            rollout = rig.wait_engine(name, plan.cpus.others)
+            rollout = rig.wait_engine(name)
             measured.append(bench.measure_lease(lease_s, rollout))
             if lease_s == leases[-1]:
                 errors_ms = bench.lease_errors_ms(lease_s, rollout)

@@ -17,13 +17,13 @@ import time
 from dataclasses import dataclass
 
 from aiohttp import ClientSession
-from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 
 from rose.errors import WorkerError
 from rose.measure.completions import open_session, stream_completion
 from rose.measure.figures import Figure, percentile, tpots_s
 from rose.measure.records import RequestRecord
+from rose.measure.rig import Rig
 from rose.node.control import completion_body
 from rose.types import Role
 

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 from lib.load.traffic import add_trace, latency_ms, note_foreign_share, plan_traffic, window_runner
 
@@ -38,6 +37,7 @@ from rose.demo.records import PhaseName
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
 from rose.measure.records import Window
+from rose.measure.rig import Rig
 from rose.measure.windows import RlSteps, WindowSpec
 from rose.node.control import EngineControl
 from rose.types import GateMode, Role
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         plan = plan_traffic(args, rig, concurrency=CONCURRENCY)
         for setting in SETTINGS:
             _start(rig, plan, setting)
-        variants = [_wait(rig, plan, setting) for setting in SETTINGS]
+        variants = [_wait(rig, setting) for setting in SETTINGS]
         for index in range(num_rounds):
             # Rounds by threes: each comes first, second and last equally often, as the machine drifts.
             for shift in range(len(variants)):
@@ -111,20 +111,20 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 def _start(rig: Rig, plan: DemoPlan, setting: _Setting) -> None:
     """Begins to start both engines of a variant, over as many slabs as every other variant has."""
-    sizes, name = plan.pool, f"{plan.pool.name}-{setting.name}"
+    name = f"{plan.pool_name}-{setting.name}"
     pools = dict.fromkeys(Role, name)
     if setting.is_split:
         # Nobody shares these: all of a half is its engine's own, so nothing is set aside.
         pools = {role: f"{name}-{role}" for role in Role}
         for pool in pools.values():
-            rig.pool(pool, num_slabs=sizes.num_slabs // 2, slab_bytes=sizes.slab_bytes, headroom_slabs=0)
+            rig.pool(
+                pool,
+                num_slabs=plan.pool["num_slabs"] // 2,
+                slab_bytes=plan.pool["slab_bytes"],
+                headroom_slabs=0,
+            )
     else:
-        rig.pool(
-            name,
-            num_slabs=sizes.num_slabs,
-            slab_bytes=sizes.slab_bytes,
-            headroom_slabs=sizes.headroom_slabs,
-        )
+        rig.pool(name, **plan.pool)
     shared: dict[str, Any] = {
         "gate": GateMode.OFF,
         "compute_cpus": plan.cpus.compute,
@@ -136,11 +136,8 @@ def _start(rig: Rig, plan: DemoPlan, setting: _Setting) -> None:
         rig.start_engine(engine, role, vllm_args=vllm_args, pool=pools[role], **shared)
 
 
-def _wait(rig: Rig, plan: DemoPlan, setting: _Setting) -> _Variant:
-    serving, rollout = (
-        rig.wait_engine(_engine_name(setting, role), plan.cpus.others)
-        for role in (Role.SERVING, Role.ROLLOUT)
-    )
+def _wait(rig: Rig, setting: _Setting) -> _Variant:
+    serving, rollout = (rig.wait_engine(_engine_name(setting, role)) for role in (Role.SERVING, Role.ROLLOUT))
     for engine in (serving, rollout):
         engine.complete([[1] * 200], max_tokens=4)  # what only a first step pays
     return _Variant(setting.name, serving, rollout, RlSteps(rollout))

@@ -19,12 +19,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 from lib.load.turns import RouterClient, random_prompt, until_so
 
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
+from rose.measure.rig import Rig
 from rose.types import GateMode, Role
 
 NUM_SESSIONS = 12

@@ -17,12 +17,12 @@ import threading
 import time
 
 import torch
-from lib.engines.rig import Rig
 from lib.faults.signals import kill
 from lib.harness import median_figure, run_benchmark
 
 from rose.errors import RoseError, WorkerError
 from rose.measure.figures import Figure
+from rose.measure.rig import Rig
 from rose.node.processes import ServerProcess
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror

@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
-from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 
-from rose.demo.models import ROLLOUT_SPEC, SERVING_SPEC
 from rose.errors import WorkerError
 from rose.measure.completions import open_session, stream_completion
 from rose.measure.figures import Figure
+from rose.measure.models import ROLLOUT_SPEC, SERVING_SPEC
 from rose.measure.records import RequestRecord
+from rose.measure.rig import Rig
 from rose.node.control import EngineControl, completion_body
 from rose.types import Role
 

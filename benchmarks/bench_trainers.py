@@ -20,16 +20,15 @@ from statistics import fmean
 from typing import Any
 
 import httpx
-from lib.engines.rig import Rig
 from lib.faults.signals import kill
 from lib.harness import run_benchmark
 from lib.load import toy_trainer
 
 from rose.config import Settings, child_environment
-from rose.demo.processes import CLIENT_ENV
 from rose.errors import WorkerError
 from rose.http import http_client
 from rose.measure.figures import Figure
+from rose.measure.rig import Rig
 from rose.node import launch
 from rose.node.processes import ServerProcess
 from rose.types import Role
@@ -53,9 +52,9 @@ class Engine:
     def __init__(self, rig: Rig, relay_url: str, run: str, number: int) -> None:
         self._rig = rig
         self._settings = Settings.from_environment()
-        name = f"{run}-{number}"
-        self.server = rig.start_engine(name, Role.ROLLOUT, relay=relay_url, run=run)
-        self._config = rig.config(name)
+        self._name = f"{run}-{number}"
+        self.server = rig.start_engine(self._name, Role.ROLLOUT, relay=relay_url, run=run)
+        self._config = rig.config(self._name)
         self._subscriber: ServerProcess | None = None
         self._next_look_s = 0.0
         self.url = self._config.url
@@ -68,10 +67,7 @@ class Engine:
         if not self.server.is_alive():
             raise WorkerError(f"{self.url} ended with status {self.server.exit_status}")
         if _answers(f"{self.url}/health"):
-            log = self._rig.folder / f"subscriber-{self._config.port}.log"
-            subscriber = launch.subscriber_process(self._config, self._settings, log)
-            assert subscriber is not None
-            self._subscriber = self._rig.start(subscriber)
+            self._subscriber = self._rig.start_subscriber(self._name)
 
     @property
     def has_weights(self) -> bool:
@@ -119,7 +115,7 @@ class Run:
             *("--relay", self._relay_url, "--run", self._case, "--events", str(self._events)),
             *("--steps", str(self._args.steps), "--seed", str(self._args.seed)),
         ]
-        env = {**CLIENT_ENV, "PYTHONPATH": _python_path(self._rig.folder)}
+        env = {"PYTHONPATH": _python_path(self._rig.folder)}
         argv = [str(Path(toy_trainer.__file__)), *arguments]
         return self._stopped_after(self._rig.run(argv, f"trainer-{self._case}", env=env))
 

@@ -28,7 +28,7 @@ class Figure:
     """Smallest and largest value over the windows, when there were several."""
 
 
-def to_json(env: Environment, figures: Sequence[Figure]) -> dict[str, Any]:
+def to_json(env: Environment, figures: Iterable[Figure]) -> dict[str, Any]:
     """Returns the benchmark object: ``env`` and ``figures``."""
     return {"env": env.to_json(), "figures": [asdict(figure) for figure in figures]}
 

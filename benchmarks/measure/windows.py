@@ -105,24 +105,33 @@ class WindowRunner:
         self._rollout = rollout
         self._dir = folder
 
-    def run(self, spec: WindowSpec, tick: Tick) -> Window:
-        """Measure one window; ``tick`` is called a few times a second meanwhile."""
+    def run(self, spec: WindowSpec, tick: Tick, wait: Callable[[float], None] | None = None) -> Window:
+        """Measure one window; ``tick`` is called a few times a second meanwhile.
+
+        ``wait`` returns at the time that it is given, or later: what makes rollouts where no load does.
+        """
         start_s = time.monotonic() + LEAD_S
         replay = self.start_replay(spec, start_s) if spec.has_serving else None
         load = self._start_load(spec, start_s) if spec.rollout_url is not None else None
         meter = BusyMeter(self._serving, self._rollout)
         _wait_until(start_s, tick)
         meter.start()
-        _wait_until(start_s + spec.duration_s, tick)
+        tokens_before = self._rollout.status().generated_tokens
+        if wait is not None:
+            wait(start_s + spec.duration_s)
+        else:
+            _wait_until(start_s + spec.duration_s, tick)
+        duration_s = spec.duration_s if wait is None else time.monotonic() - start_s
         serving_busy_s, rollout_busy_s, foreign = meter.stop()
+        rollout_tokens = self._rollout.status().generated_tokens - tokens_before
         result = self._finish_load(load, tick) if load is not None else None
         requests = self.finish_replay(replay, spec, tick) if replay is not None else ()
         return Window(
             name=spec.name,
             start_s=start_s,
-            duration_s=spec.duration_s,
+            duration_s=duration_s,
             requests=requests,
-            rollout_tokens=result.rollout_tokens if result is not None else 0,
+            rollout_tokens=result.rollout_tokens if result is not None else rollout_tokens,
             rollout_aborts=result.aborts if result is not None else {},
             serving_busy_s=serving_busy_s,
             rollout_busy_s=rollout_busy_s,

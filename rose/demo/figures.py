@@ -1,129 +1,120 @@
-"""The demo's figures: from records to the numbers that the issue asks for, and a verdict on each.
+"""The demo's figures: from records to numbers, beside their targets.
 
-Owns the figures' names and targets. Promises that a figure nobody measured is null, never zero. Never
-measures or draws.
+Owns the figures' names, their targets and serving's objectives. Promises that a figure nobody measured is
+null, never zero. Never measures or draws.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 from rose.demo.records import UNDER_ROSE, DemoResult, PhaseName
-from rose.measure.environment import Environment
 from rose.measure.figures import (
     Figure,
     attainment,
     percentile,
     pooled_requests,
     ratio,
-    spread,
-    to_json,
     tpot,
     tpots_s,
     ttft,
     ttfts_s,
 )
-from rose.measure.records import Window
+from rose.types import SLO
 
-BASELINES = (PhaseName.NAIVE, PhaseName.ALTERNATE)
+BASELINES = (PhaseName.NAIVE, PhaseName.ALTERNATE, PhaseName.STATIC)
+TTFT_MEDIANS, TPOT_MEDIANS = 3.0, 2.0
+"""Serving's objectives, in medians of serving alone: what an operator may promise who has measured it. The
+first tokens of the largest bursts alone take twice the median."""
 MAX_BUSY_SHARE = 0.35
 """The harvest criterion speaks of serving that is at most this busy."""
 MIN_HARVEST = 0.6
 MIN_ATTAINMENT = 0.99
 MIN_REWARD_RISE = 0.3
-MIN_REWARD_STEPS = 40
-"""Training steps within which a reward has to have risen; a run cut off before proves nothing either way."""
 REWARD_WINDOW = 5
 """Steps averaged at either end of the run: one step's reward is noise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """How one criterion came out; ``is_met`` is None when the run can't tell."""
-
-    title: str
-    is_met: bool | None
-    text: str
+Figures = Mapping[str, Figure]
+"""All figures of one run by name, in the order of the printed table."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoFigures:
-    """All figures of one run with where they were measured."""
-
-    env: Environment
-    figures: tuple[Figure, ...]
-
-    def __getitem__(self, name: str) -> Figure:
-        for figure in self.figures:
-            if figure.name == name:
-                return figure
-        raise KeyError(name)
-
-    def value(self, name: str) -> float | None:
-        """The figure's value, None when it wasn't measured."""
-        return self[name].value
-
-    def to_json(self) -> dict[str, Any]:
-        """The benchmark object: ``env`` and ``figures``."""
-        return to_json(self.env, self.figures)
+def objectives(result: DemoResult) -> SLO | None:
+    """Returns serving's latency objectives on this machine, None where serving alone was not measured."""
+    ttft_s, tpot_s = (latency(result, name, 50, PhaseName.SERVING_ALONE) for name in ("ttft", "tpot"))
+    if ttft_s is None or tpot_s is None:
+        return None
+    return SLO(ttft_s=TTFT_MEDIANS * ttft_s, tpot_s=TPOT_MEDIANS * tpot_s)
 
 
-def rollout_rate(windows: Sequence[Window]) -> float | None:
-    """Rollout tokens per second over all windows."""
-    seconds = sum(window.duration_s for window in windows)
-    return sum(window.rollout_tokens for window in windows) / seconds if seconds > 0 else None
-
-
-def busy_share(windows: Sequence[Window]) -> float | None:
-    """Share of the time in which the serving engine ran steps."""
-    seconds = sum(window.duration_s for window in windows)
-    return sum(window.serving_busy_s for window in windows) / seconds if seconds > 0 else None
+def share_met(result: DemoResult, name: str, *phases: PhaseName) -> float | None:
+    """Returns the share of these phases' requests that met the objective ``name``, "ttft" or "tpot"."""
+    slo = objectives(result)
+    if slo is None:
+        return None
+    each, limit_s = (ttft, slo.ttft_s) if name == "ttft" else (tpot, slo.tpot_s)
+    return attainment(pooled_requests(result.windows(*phases)), each, limit_s)
 
 
 def worse_attainment(result: DemoResult, *phases: PhaseName) -> float | None:
-    """The smaller one of two shares of these phases' requests: those that met the TTFT and the TPOT SLO."""
-    requests = pooled_requests(result.windows(*phases))
-    both = (attainment(requests, ttft, result.slo.ttft_s), attainment(requests, tpot, result.slo.tpot_s))
+    """Returns the smaller of the two shares of these phases' requests that met an objective."""
+    both = [share_met(result, name, *phases) for name in ("ttft", "tpot")]
     return min((share for share in both if share is not None), default=None)
 
 
-def compute_figures(result: DemoResult, env: Environment) -> DemoFigures:
-    """All figures of a run; the order is the order of the printed table."""
-    return DemoFigures(
-        env=env,
-        figures=(
-            Figure(
-                name="greedy_equal",
-                value=ratio(result.greedy_equal, result.greedy_compared),
-                unit="share",
-                target="== 1",
-                peers={"outputs compared": result.greedy_compared},
-            ),
-            Figure(
-                name="checksum_mismatches",
-                value=result.checksum_mismatches if result.checksums_compared else None,
-                unit="count",
-                target="== 0",
-                peers={"checksums compared": result.checksums_compared},
-            ),
-            *_attainment_figures(result),
-            *_latency_figures(result),
-            *_throughput_figures(result),
-            *_training_figures(result),
-            _wire_figure(result),
+def rollout_rate(result: DemoResult, phase: PhaseName) -> float | None:
+    """Returns rollout tokens per second, None where no rollouts ran."""
+    for window in result.windows(phase):
+        return None if phase is PhaseName.SERVING_ALONE else window.rollout_tokens / window.duration_s
+    return None
+
+
+def harvest(result: DemoResult, phase: PhaseName) -> float | None:
+    """Returns rollout tokens per second, over those of rollouts alone."""
+    return ratio(rollout_rate(result, phase), rollout_rate(result, PhaseName.ROLLOUT_ALONE))
+
+
+def latency(result: DemoResult, name: str, percent: float, *phases: PhaseName) -> float | None:
+    """Returns a percentile of these phases' "ttft" or "tpot", in seconds."""
+    seconds = {"ttft": ttfts_s, "tpot": tpots_s}[name]
+    return percentile(seconds(pooled_requests(result.windows(*phases))), percent)
+
+
+def busy_share(result: DemoResult, phase: PhaseName) -> float | None:
+    """Returns the share of the time in which the serving engine ran steps."""
+    return next((window.serving_busy_s / window.duration_s for window in result.windows(phase)), None)
+
+
+def compute_figures(result: DemoResult) -> Figures:
+    """Returns all figures of a run."""
+    exact = [
+        Figure(
+            name="greedy_equal",
+            value=ratio(result.greedy_equal, result.greedy_compared),
+            unit="share",
+            target="== 1",
+            peers={"outputs compared": result.greedy_compared},
         ),
-    )
+        Figure(
+            name="checksum_mismatches",
+            value=result.checksum_mismatches if result.checksums_compared else None,
+            unit="count",
+            target="== 0",
+            peers={"checksums compared": result.checksums_compared},
+        ),
+    ]
+    parts = (exact, _attainments(result), _latencies(result), _throughputs(result), _training(result))
+    return {figure.name: figure for part in parts for figure in part}
 
 
-def _attainment_figures(result: DemoResult) -> list[Figure]:
-    """What co-location without ROSE and with it does to the SLOs: the demo's first sentence."""
+def _attainments(result: DemoResult) -> list[Figure]:
+    """What co-location without ROSE and with it does to the objectives: the demo's first sentence."""
+    beside = (PhaseName.SERVING_ALONE, *BASELINES)
     return [
         Figure(
             name="demo_naive_attainment",
             value=worse_attainment(result, PhaseName.NAIVE),
             unit="share",
             target="<= 0.9",
-            peers={PhaseName.ALTERNATE.value: worse_attainment(result, PhaseName.ALTERNATE)},
+            peers={name.value: worse_attainment(result, name) for name in BASELINES[1:]},
         ),
         Figure(
             name="demo_rose_attainment",
@@ -134,99 +125,94 @@ def _attainment_figures(result: DemoResult) -> list[Figure]:
                 name.value: worse_attainment(result, name) for name in (PhaseName.SERVING_ALONE, *UNDER_ROSE)
             },
         ),
+        *(
+            Figure(
+                name=f"slo_attainment[{name}]",
+                value=share_met(result, name, *UNDER_ROSE),
+                unit="share",
+                target=f">= {MIN_ATTAINMENT}",
+                peers={phase.value: share_met(result, name, phase) for phase in beside},
+            )
+            for name in ("ttft", "tpot")
+        ),
     ]
 
 
-def _latency_figures(result: DemoResult) -> list[Figure]:
-    limits = (("ttft", ttft, result.slo.ttft_s), ("tpot", tpot, result.slo.tpot_s))
-    figures = []
-    for name, latency, limit_s in limits:
-        met = {
-            phases[0]: attainment(pooled_requests(result.windows(*phases)), latency, limit_s)
-            for phases in (UNDER_ROSE, (PhaseName.SERVING_ALONE,), (PhaseName.NAIVE,), (PhaseName.ALTERNATE,))
-        }
-        shares = [attainment(window.requests, latency, limit_s) for window in result.windows(*UNDER_ROSE)]
-        figures.append(
-            Figure(
-                name=f"slo_attainment[{name}]",
-                value=met.pop(PhaseName.ROSE),
-                unit="share",
-                target=f">= {MIN_ATTAINMENT}",
-                peers={phase.value: share for phase, share in met.items()},
-                spread=spread(shares),
-            )
+def _latencies(result: DemoResult) -> list[Figure]:
+    slo = objectives(result)
+    limits = {"ttft": slo.ttft_s, "tpot": slo.tpot_s} if slo is not None else {}
+    figures = [
+        Figure(
+            name=f"slo[{name}]",
+            value=limits.get(name),
+            unit="s",
+            peers={"serving alone, P50": latency(result, name, 50, PhaseName.SERVING_ALONE)},
         )
+        for name in ("ttft", "tpot")
+    ]
     for prefix, phases in (("", UNDER_ROSE), ("naive_", (PhaseName.NAIVE,))):
-        for name, values in (("ttft", ttfts_s), ("tpot", tpots_s)):
-            alone = percentile(values(pooled_requests(result.windows(PhaseName.SERVING_ALONE))), 99)
-            p99 = percentile(values(pooled_requests(result.windows(*phases))), 99)
-            each = [percentile(values(window.requests), 99) for window in result.windows(*phases)]
+        for name in ("ttft", "tpot"):
+            alone = latency(result, name, 99, PhaseName.SERVING_ALONE)
+            p99 = latency(result, name, 99, *phases)
             figures.append(
                 Figure(
                     name=f"{prefix}{name}_p99_ratio",
                     value=ratio(p99, alone),
                     unit="x serving alone",
                     peers={"serving alone, s": alone, f"{phases[0].value}, s": p99},
-                    spread=spread([ratio(one, alone) for one in each]),
                 )
             )
     return figures
 
 
-def _throughput_figures(result: DemoResult) -> list[Figure]:
-    rates: dict[PhaseName, float | None] = {
-        name: rollout_rate(result.windows(name)) for name in PhaseName if name != PhaseName.SERVING_ALONE
-    }
-    alone, rose = rates[PhaseName.ROLLOUT_ALONE], rates[PhaseName.ROSE]
-    each = [rollout_rate([window]) for window in result.windows(PhaseName.ROSE)]
-    others = {name.value: rates[name] for name in (PhaseName.ROLLOUT_ALONE, *BASELINES)}
+def _throughputs(result: DemoResult) -> list[Figure]:
     return [
         Figure(
             name="harvested_fraction",
-            value=ratio(rose, alone),
+            value=harvest(result, PhaseName.ROSE),
             unit="x rollout alone",
             target=f">= {MIN_HARVEST}",
-            peers={name.value: ratio(rates[name], alone) for name in BASELINES},
-            spread=spread([ratio(one, alone) for one in each]),
+            peers={name.value: harvest(result, name) for name in BASELINES},
         ),
         Figure(
             name="serving_busy_share",
-            value=busy_share(result.windows(PhaseName.SERVING_ALONE)),
+            value=busy_share(result, PhaseName.SERVING_ALONE),
             unit="share",
             target=f"<= {MAX_BUSY_SHARE}",
-            peers={"rose": busy_share(result.windows(PhaseName.ROSE))},
+            peers={"rose": busy_share(result, PhaseName.ROSE)},
         ),
-        Figure(name="rollout_tokens_per_s", value=rose, unit="tokens/s", peers=others, spread=spread(each)),
+        Figure(
+            name="rollout_tokens_per_s",
+            value=rollout_rate(result, PhaseName.ROSE),
+            unit="tokens/s",
+            peers={name.value: rollout_rate(result, name) for name in (PhaseName.ROLLOUT_ALONE, *BASELINES)},
+        ),
     ]
 
 
-def _training_figures(result: DemoResult) -> list[Figure]:
+def _training(result: DemoResult) -> list[Figure]:
     first, last = reward_ends(result)
-    target = f">= reward_first + {MIN_REWARD_RISE}"
+    deltas = [sync for sync in result.syncs if not sync.is_base]
+    changed = sum(sync.num_changed for sync in deltas)
     return [
         Figure(name="reward_first", value=first, unit="reward"),
-        Figure(name="reward_last", value=last, unit="reward", target=target),
+        Figure(name="reward_last", value=last, unit="reward", target=f">= reward_first + {MIN_REWARD_RISE}"),
+        Figure(
+            name="wire_bytes_per_changed_element",
+            value=ratio(sum(sync.wire_bytes for sync in deltas), changed),
+            unit="bytes",
+            peers={
+                "coo": ratio(sum(sync.coo_bytes for sync in deltas), changed),
+                "dense": ratio(sum(sync.dense_bytes for sync in deltas), changed),
+            },
+        ),
     ]
 
 
 def reward_ends(result: DemoResult) -> tuple[float | None, float | None]:
-    """Mean reward over the first and over the last steps; they never overlap. None below two steps."""
+    """Returns the mean reward of the first and of the last steps, which never overlap; None below two."""
     means = [point.reward_mean for point in result.rewards]
     window = min(REWARD_WINDOW, len(means) // 2)
     if window == 0:
         return None, None
     return sum(means[:window]) / window, sum(means[-window:]) / window
-
-
-def _wire_figure(result: DemoResult) -> Figure:
-    deltas = [sync for sync in result.syncs if not sync.is_base]
-    changed = sum(sync.num_changed for sync in deltas)
-    return Figure(
-        name="wire_bytes_per_changed_element",
-        value=ratio(sum(sync.wire_bytes for sync in deltas), changed),
-        unit="bytes",
-        peers={
-            "coo": ratio(sum(sync.coo_bytes for sync in deltas), changed),
-            "dense": ratio(sum(sync.dense_bytes for sync in deltas), changed),
-        },
-    )

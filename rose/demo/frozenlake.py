@@ -43,10 +43,6 @@ class Level:
     name: str
     rows: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        if sum(row.count("S") for row in self.rows) != 1:
-            raise ValueError(f"level {self.name} needs exactly one start, got rows {self.rows}")
-
 
 def _level(start: tuple[int, int]) -> Level:
     row, column = start
@@ -70,8 +66,6 @@ def _all_words() -> tuple[str, ...]:
 
 
 WORDS = _all_words()
-VOCAB_SIZE = 64
-"""WORDS and the special words; small, so that a random model often names a move."""
 
 
 def parse_move(reply: str) -> str | None:
@@ -87,16 +81,13 @@ def parse_move(reply: str) -> str | None:
 class FrozenLakeGame:
     """One trajectory. Not thread-safe; owned by whoever plays it."""
 
-    def __init__(self, level: Level, max_turns: int = MAX_TURNS) -> None:
-        if not 1 <= max_turns <= MAX_TURNS:
-            raise ValueError(f"max_turns must be 1..{MAX_TURNS}, got {max_turns}")
+    def __init__(self, level: Level) -> None:
         self.level = level
-        self.max_turns = max_turns
         self.num_turns = 0
         self.is_done = False
         self.is_success = False
         self._env: gymnasium.Env[Any, Any] = gymnasium.make(
-            "FrozenLake-v1", desc=list(level.rows), is_slippery=False, max_episode_steps=max_turns + 1
+            "FrozenLake-v1", desc=list(level.rows), is_slippery=False, max_episode_steps=MAX_TURNS + 1
         )
         observation, _ = self._env.reset(seed=0)
         self._position = int(observation)
@@ -117,7 +108,7 @@ class FrozenLakeGame:
         move = parse_move(reply)
         if move is not None:
             self._walk(move)
-        if self.num_turns >= self.max_turns:
+        if self.num_turns >= MAX_TURNS:
             self.is_done = True
         if self.is_done:
             self._env.close()

@@ -1,106 +1,89 @@
 """Greedy equality: the same prompts to stock vLLM and to the engines under ROSE.
 
-Owns the reference run, the rollout probe and the comparison. Serving is compared on the replay's own
+Owns the rollout probe, the reference run and the comparison. Serving is compared on the replay's own
 requests, the rollout engine on a probe of fixed prompts, taken while slabs move between the engines.
 """
 
 import json
 import random
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from rose.demo.plan import DemoPlan
-from rose.demo.processes import ENGINE_DTYPE, MAX_MODEL_LEN, Cluster, ModelDirs
-from rose.demo.records import UNDER_ROSE
 from rose.engine.stock import STOCK_ENV
-from rose.errors import WorkerError
-from rose.measure.records import Window
-from rose.measure.trace import ReplayRequest
-from rose.measure.windows import replayed_requests
+from rose.measure.models import ROLLOUT_SPEC
+from rose.measure.records import RequestRecord
+from rose.measure.rig import ENGINE_DTYPE, MAX_MODEL_LEN, Rig
 from rose.node.control import EngineControl
-from rose.node.processes import ServerProcess
+from rose.types import Role
 
 PROBE_PROMPTS = 12
 PROBE_PROMPT_TOKENS = 200
 PROBE_TOKENS = 48
+MOST_REQUESTS = 96
+"""Serving requests that stock vLLM answers as well, evenly spread. All would take a minute more."""
 STOCK_TIMEOUT_S = 1200.0
-POLL_S = 0.2
 
 
 class GreedyCheck:
-    """Starts the reference run, takes the probe, compares."""
+    """Takes the probe, then compares."""
 
-    def __init__(self, plan: DemoPlan, cluster: Cluster, models: ModelDirs) -> None:
-        self._plan = plan
-        self._cluster = cluster
-        self._models = models
-        self._dir = plan.options.out_dir
-        self._requests: list[ReplayRequest] = []
-        self._serving: dict[str, list[int]] = {}
-        self._rollout: list[list[int]] = []
-        self._probed: list[list[int]] = []
-        self.compared = 0
-        self.equal = 0
-
-    def start_reference(self, samples: Sequence[tuple[int, float]]) -> ServerProcess:
-        """Stock vLLM on the replay samples (index, seconds) that will run under ROSE, and on the probe."""
-        self._requests = [
-            r for index, seconds in samples for r in replayed_requests(self._plan.traffic, index, seconds)
+    def __init__(self, rig: Rig, seed: int) -> None:
+        self._rig = rig
+        rng = random.Random(seed)
+        self._prompts = [
+            [rng.randrange(ROLLOUT_SPEC.vocab_size) for _ in range(PROBE_PROMPT_TOKENS)]
+            for _ in range(PROBE_PROMPTS)
         ]
-        serving = {
-            "model": str(self._models.serving),
-            "prompts": [r.prompt_token_ids for r in self._requests],
-            "max_tokens": [r.max_tokens for r in self._requests],
-        }
-        probe = {
-            "model": str(self._models.rollout),
-            "prompts": self._probe_prompts(),
-            "max_tokens": [PROBE_TOKENS] * PROBE_PROMPTS,
-        }
-        common: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "batched": True, "dtype": ENGINE_DTYPE}
-        jobs = self._dir / "stock-jobs.json"
-        jobs.write_text(json.dumps([{**serving, **common}, {**probe, **common}]))
-        argv = ["-m", "rose.engine.stock", str(jobs), str(self._dir / "stock-answers.json")]
-        return self._cluster.run(argv, "stock", env=STOCK_ENV, is_pinned=False)
+        self._probed: list[list[int]] = []
 
-    def finish_reference(self, process: ServerProcess, tick: Callable[[], None]) -> None:
-        """Wait for the reference answers. Raises: WorkerError."""
-        process.wait_until(lambda: self._is_answered(tick), "answers of stock vLLM", STOCK_TIMEOUT_S)
-        serving, rollout = json.loads((self._dir / "stock-answers.json").read_text())
-        if len(serving) != len(self._requests):
-            raise WorkerError(f"stock vLLM answered {len(serving)} of {len(self._requests)} requests")
-        for request, answer in zip(self._requests, serving, strict=True):
-            self._serving[request.request_id] = answer["tokens"]
-        self._rollout = [answer["tokens"] for answer in rollout]
-
-    def probe(self, rollout: EngineControl) -> threading.Thread:
-        """Sends the probe to the co-located engine, in a thread of its own; join it before ``compare``."""
+    @contextmanager
+    def probing(self, rollout: EngineControl) -> Iterator[None]:
+        """Sends the probe to the co-located engine while the block runs, and waits for its end."""
 
         def run() -> None:
-            for prompt in self._probe_prompts():
+            for prompt in self._prompts:
                 self._probed += [tokens for tokens, _ in rollout.complete([prompt], PROBE_TOKENS)]
 
         thread = threading.Thread(target=run, name="greedy-probe", daemon=True)
         thread.start()
-        return thread
+        yield
+        thread.join()
 
-    def compare(self, phases: Sequence[Window]) -> None:
-        """Counts equal answers; a probe that ROSE ended early is compared as far as it got."""
-        tested = [request for phase in phases if phase.name in UNDER_ROSE for request in phase.requests]
-        for request in tested:
-            if request.is_complete:
-                self.compared += 1
-                self.equal += request.token_ids == self._serving[request.request_id]
-        for expected, got in zip(self._rollout, self._probed, strict=True):
-            self.compared += 1
-            self.equal += got == expected[: len(got)]
+    def compare(self, requests: Sequence[RequestRecord], tick: Callable[[], None]) -> tuple[int, int]:
+        """Returns how many answers were compared with stock vLLM's, and how many of them equal these.
 
-    def _is_answered(self, tick: Callable[[], None]) -> bool:
-        tick()
-        return (self._dir / "stock-answers.json").exists()
+        A probe that ROSE ended early is compared as far as it got. Raises: WorkerError.
+        """
+        done = [request for request in requests if request.is_complete]
+        done = done[:: -(-len(done) // MOST_REQUESTS)] if done else []
+        serving, rollout = self._stock_answers(done, tick)
+        pairs = [(request.token_ids, expected) for request, expected in zip(done, serving, strict=True)]
+        pairs += [(got, expected[: len(got)]) for got, expected in zip(self._probed, rollout, strict=True)]
+        return len(pairs), sum(got == expected for got, expected in pairs)
 
-    def _probe_prompts(self) -> list[list[int]]:
-        rng = random.Random(self._plan.options.seed)
-        vocab = self._plan.rollout.vocab_size
-        return [[rng.randrange(vocab) for _ in range(PROBE_PROMPT_TOKENS)] for _ in range(PROBE_PROMPTS)]
+    def _stock_answers(
+        self, requests: Sequence[RequestRecord], tick: Callable[[], None]
+    ) -> list[list[list[int]]]:
+        jobs = [
+            (Role.SERVING, [list(each.prompt) for each in requests], [each.max_tokens for each in requests]),
+            (Role.ROLLOUT, self._prompts, [PROBE_TOKENS] * PROBE_PROMPTS),
+        ]
+        common = {"max_model_len": MAX_MODEL_LEN, "batched": True, "dtype": ENGINE_DTYPE}
+        asked, answered = self._rig.folder / "stock-jobs.json", self._rig.folder / "stock-answers.json"
+        asked.write_text(
+            json.dumps(
+                [
+                    {"model": str(self._rig.model(role)), "prompts": prompts, "max_tokens": limits, **common}
+                    for role, prompts, limits in jobs
+                ]
+            )
+        )
+
+        def is_answered() -> bool:
+            tick()
+            return answered.exists()
+
+        stock = self._rig.run(["-m", "rose.engine.stock", str(asked), str(answered)], "stock", env=STOCK_ENV)
+        stock.wait_until(is_answered, "answers of stock vLLM", STOCK_TIMEOUT_S)
+        return [[answer["tokens"] for answer in job] for job in json.loads(answered.read_text())]

@@ -4,30 +4,27 @@ Owns every number of the demo. Pure; reads the machine's CPU count and nothing e
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from rose.demo import frozenlake
-from rose.demo.models import SERVING_SPEC
+from rose.measure.models import ROLLOUT_SPEC, SERVING_SPEC
+from rose.measure.rig import CpuPlan, PoolSize
 from rose.measure.windows import RolloutTraffic, ServingLoad, Traffic
-from rose.types import SLO
-
-DEMO_SLO = SLO(ttft_s=0.6, tpot_s=0.15)
-"""Of the serving model on one CPU core; the paper's ratio of TTFT to TPOT is similar (500/150 ms)."""
-
-BURST_SIZE = 6
-BURST_PREFILL_S = 0.9
-"""Of six of the longest prompts; most prompts of the trace are much shorter."""
 
 SERVING_LOAD = ServingLoad(
     rate_rps=1.3,
-    burst_size=3,
-    max_prompt_tokens=256,
+    burst_size=6,
+    max_prompt_tokens=128,
     max_output_tokens=48,
     vocab_size=SERVING_SPEC.vocab_size,
     drain_s=8.0,
 )
-ROLLOUT_TRAFFIC = RolloutTraffic(concurrency=12, vocab_size=frozenlake.VOCAB_SIZE)
+"""Keeps serving busy for a fifth of the time on an AMD EPYC without AVX-512."""
+ROLLOUT_TRAFFIC = RolloutTraffic(concurrency=12, vocab_size=ROLLOUT_SPEC.vocab_size)
+
+POOL = PoolSize(num_slabs=32, slab_bytes=768 << 10, headroom_slabs=8)
+"""A slab holds one block of the serving model or 6 of the rollout model, and nothing else; so few slabs that
+two bursts of serving at once eat into the headroom."""
 
 AZURE_TRACE = Path("../shared/traces/AzureLLMInferenceTrace_conv.csv")
 """Used where it is; otherwise a generated trace of the same burst shape."""
@@ -47,47 +44,19 @@ class DemoOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolPlan:
-    """The slab pool. 768 KiB slabs hold one block of the serving model or 6 of the rollout model, and nothing
-    else; so small that two bursts of serving at once eat into the headroom."""
-
-    name: str
-    num_slabs: int = 32
-    slab_bytes: int = 768 << 10
-    headroom_slabs: int = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
     """Seconds of each part; the whole demo stays within ten minutes on two cores."""
 
     rollout_alone_s: float
     window_s: float
     """Of each window with serving traffic."""
-    num_rounds: int
-    """How often rollouts alone, serving alone, ROSE and naive co-location are measured; alternation once."""
     training_s: float
 
     @classmethod
     def choose(cls, *, is_quick: bool) -> "Durations":
         if is_quick:
-            return cls(rollout_alone_s=12, window_s=24, num_rounds=1, training_s=75)
-        return cls(rollout_alone_s=15, window_s=20, num_rounds=2, training_s=180)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuPlan:
-    """Which CPUs stand for the GPU, and which carry everything else; None: no pinning."""
-
-    compute: str | None
-    others: tuple[int, ...] | None
-
-    @classmethod
-    def choose(cls) -> "CpuPlan":
-        cpus = sorted(os.sched_getaffinity(0))
-        if len(cpus) < 2:
-            return cls(compute=None, others=None)
-        return cls(compute=str(cpus[0]), others=tuple(cpus[1:]))
+            return cls(rollout_alone_s=10, window_s=14, training_s=75)
+        return cls(rollout_alone_s=15, window_s=20, training_s=180)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,46 +66,24 @@ class DemoPlan:
     options: DemoOptions
     durations: Durations
     cpus: CpuPlan
-    pool: PoolPlan
-    slo: SLO = DEMO_SLO
+    pool: PoolSize
     serving: ServingLoad = SERVING_LOAD
     rollout: RolloutTraffic = ROLLOUT_TRAFFIC
 
     @classmethod
     def of(cls, options: DemoOptions) -> "DemoPlan":
-        return cls(
-            options=options,
-            durations=Durations.choose(is_quick=options.quick),
-            cpus=CpuPlan.choose(),
-            pool=PoolPlan(name=f"demo-{os.getpid()}"),
-        )
+        durations = Durations.choose(is_quick=options.quick)
+        return cls(options=options, durations=durations, cpus=CpuPlan.choose(), pool=POOL)
 
     @property
-    def trace(self) -> Path | None:
-        """The trace file to replay, or None for the generator."""
-        if self.options.trace is not None:
-            return self.options.trace
-        return AZURE_TRACE if AZURE_TRACE.is_file() else None
+    def pool_name(self) -> str:
+        """Returns the name of this process's own pool."""
+        return f"demo-{os.getpid()}"
 
     @property
     def traffic(self) -> Traffic:
-        """What the windows send."""
-        return Traffic(serving=self.serving, rollout=self.rollout, trace=self.trace, seed=self.options.seed)
-
-    @property
-    def measured_s(self) -> float:
-        """Seconds of all windows together, for the time-left display."""
-        durations = self.durations
-        window_s = durations.window_s + self.serving.drain_s
-        a_round_s = durations.rollout_alone_s + 3 * window_s
-        return durations.num_rounds * a_round_s + window_s + durations.training_s
-
-
-def load_for_machine(prefill_token_s: float) -> ServingLoad:
-    """Chooses a load that takes about as long on every machine, given a prompt token's seconds.
-
-    Six prompts come at once. On an AMD EPYC without AVX-512, the P99 of the TTFT is 0.33 s alone, 0.51 s
-    where a rollout engine takes half of the compute, and 0.28 s under ROSE.
-    """
-    num_tokens = round(BURST_PREFILL_S / BURST_SIZE / prefill_token_s)
-    return replace(SERVING_LOAD, burst_size=BURST_SIZE, max_prompt_tokens=min(max(num_tokens, 48), 320))
+        """Returns what the windows send."""
+        trace = self.options.trace
+        if trace is None and AZURE_TRACE.is_file():
+            trace = AZURE_TRACE
+        return Traffic(serving=self.serving, rollout=self.rollout, trace=trace, seed=self.options.seed)

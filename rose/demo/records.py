@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rose.measure.records import Window
-from rose.types import SLO
 
 
 class PhaseName(StrEnum):
-    """The measured phases of the demo; a phase may run in several windows."""
+    """The measured phases of the demo, each in one window."""
 
     SERVING_ALONE = "serving_alone"
     ROLLOUT_ALONE = "rollout_alone"
+    STATIC = "static_split"
+    """Each engine has KV memory of its own and half of the GPU's time, in fixed slices."""
     NAIVE = "naive"
     ALTERNATE = "alternate"
     """Strict alternation: a rollout step after each serving step."""
@@ -77,15 +78,13 @@ class SlabEvent:
 
 
 UNDER_ROSE = (PhaseName.ROSE, PhaseName.TRAINING)
-"""The phases in which ROSE guards the SLOs."""
+"""The phases in which ROSE guards serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
     """Everything one demo run measured."""
 
-    slo: SLO
-    seed: int
     is_quick: bool
     phases: tuple[Window, ...]
     rewards: tuple[RewardPoint, ...] = ()
@@ -102,5 +101,5 @@ class DemoResult:
     notes: tuple[str, ...] = ()
 
     def windows(self, *names: PhaseName) -> tuple[Window, ...]:
-        """All windows of these phases, in the order they ran."""
+        """The windows of these phases, in the order they ran."""
         return tuple(phase for phase in self.phases if phase.name in names)

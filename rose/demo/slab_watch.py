@@ -11,7 +11,6 @@ from rose.demo.records import SlabEvent, SlabEventKind, SlabSample
 from rose.memory.ledger.ledger import Ledger
 from rose.memory.ledger.ledger_words import Word
 from rose.memory.ledger.policy_word import Pressure
-from rose.memory.pool.pool import PoolClient
 from rose.types import Role
 
 PERIOD_S = 0.1
@@ -23,12 +22,12 @@ _COUNTERS = (
 
 
 class SlabWatch:
-    """A context manager: samples from ``__enter__`` to ``__exit__``."""
+    """A context manager: adds to ``samples`` and ``events`` from ``__enter__`` to ``__exit__``."""
 
-    def __init__(self, pool: str) -> None:
-        self._client = PoolClient.observe(pool)
-        self._samples: list[SlabSample] = []
-        self._events: list[SlabEvent] = []
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.samples: list[SlabSample] = []
+        self.events: list[SlabEvent] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slab-watch", daemon=True)
 
@@ -39,39 +38,28 @@ class SlabWatch:
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._thread.join()
-        self._client.close()
-
-    @property
-    def samples(self) -> tuple[SlabSample, ...]:
-        return tuple(self._samples)
-
-    @property
-    def events(self) -> tuple[SlabEvent, ...]:
-        return tuple(self._events)
 
     def _run(self) -> None:
-        ledger = self._client.ledger
+        ledger = self._ledger
         counts = {word: ledger.count(word, 0) for word, _ in _COUNTERS}
         was_frozen = False
         while not self._closing.wait(PERIOD_S):
             now = time.monotonic()
-            self._samples.append(_sample(ledger, now))
+            self.samples.append(
+                SlabSample(
+                    t_s=now,
+                    serving=ledger.num_held(Role.SERVING),
+                    rollout=ledger.num_held(Role.ROLLOUT),
+                    free=ledger.num_free,
+                    budget=ledger.policy.rollout_budget_slabs,
+                )
+            )
             for word, kind in _COUNTERS:
                 count = ledger.count(word, 0)
                 if count > counts[word]:
-                    self._events.append(SlabEvent(t_s=now, kind=kind, count=count - counts[word]))
+                    self.events.append(SlabEvent(t_s=now, kind=kind, count=count - counts[word]))
                 counts[word] = count
             is_frozen = ledger.policy.pressure is Pressure.FROZEN
             if is_frozen and not was_frozen:
-                self._events.append(SlabEvent(t_s=now, kind=SlabEventKind.FREEZE, count=1))
+                self.events.append(SlabEvent(t_s=now, kind=SlabEventKind.FREEZE, count=1))
             was_frozen = is_frozen
-
-
-def _sample(ledger: Ledger, now: float) -> SlabSample:
-    return SlabSample(
-        t_s=now,
-        serving=ledger.num_held(Role.SERVING),
-        rollout=ledger.num_held(Role.ROLLOUT),
-        free=ledger.num_free,
-        budget=ledger.policy.rollout_budget_slabs,
-    )

@@ -8,11 +8,10 @@ from rose.demo.figures import compute_figures, reward_ends
 from rose.demo.records import DemoResult, PhaseName, RewardPoint, SyncPoint
 from rose.demo.verdicts import judge
 from rose.measure.environment import Environment
+from rose.measure.figures import to_json
 from rose.measure.records import RequestRecord, Window
-from rose.types import SLO
 
 ENV = Environment(commit="abc", cpu="test", gpu=None, versions={}, seed=0, quick=True)
-SLO_600_150 = SLO(ttft_s=0.6, tpot_s=0.15)
 
 
 def phase(
@@ -30,15 +29,13 @@ def phase(
 
 def full_result() -> DemoResult:
     return DemoResult(
-        slo=SLO_600_150,
-        seed=0,
         is_quick=True,
         phases=(
             phase(PhaseName.SERVING_ALONE, requests=[record(ttft_s=0.1, tpot_s=0.02)], busy_s=3.0),
             phase(PhaseName.ROLLOUT_ALONE, tokens=10_000),
             phase(PhaseName.NAIVE, requests=[record(ttft_s=0.7, tpot_s=0.1)], tokens=7_000),
-            phase(PhaseName.ROSE, requests=[record(ttft_s=0.2, tpot_s=0.04)], tokens=8_000, busy_s=4.0),
-            phase(PhaseName.ROSE, requests=[record(ttft_s=0.2, tpot_s=0.04)], tokens=9_000, busy_s=4.0),
+            phase(PhaseName.STATIC, requests=[record(ttft_s=0.2, tpot_s=0.03)], tokens=5_000),
+            phase(PhaseName.ROSE, requests=[record(ttft_s=0.2, tpot_s=0.03)], tokens=8_500, busy_s=4.0),
         ),
         rewards=tuple(RewardPoint(step=i, reward_mean=i / 20, success=i / 20) for i in range(20)),
         syncs=(
@@ -56,7 +53,7 @@ def full_result() -> DemoResult:
 
 
 def test_figures_of_a_worked_run() -> None:
-    figures = compute_figures(full_result(), ENV)
+    figures = compute_figures(full_result())
     expected = {
         "greedy_equal": 1.0,
         "checksum_mismatches": 0,
@@ -64,8 +61,10 @@ def test_figures_of_a_worked_run() -> None:
         "slo_attainment[tpot]": 1.0,
         "demo_naive_attainment": 0.0,
         "demo_rose_attainment": 1.0,
+        "slo[ttft]": 0.3,
+        "slo[tpot]": 0.04,
         "ttft_p99_ratio": 2.0,
-        "tpot_p99_ratio": 2.0,
+        "tpot_p99_ratio": 1.5,
         "naive_ttft_p99_ratio": 7.0,
         "naive_tpot_p99_ratio": 5.0,
         "harvested_fraction": 0.85,
@@ -75,13 +74,13 @@ def test_figures_of_a_worked_run() -> None:
         "reward_last": 0.85,
         "wire_bytes_per_changed_element": 50 / 40,
     }
-    assert {figure.name: figure.value for figure in figures.figures} == pytest.approx(expected)
-    assert figures["harvested_fraction"].spread == pytest.approx((0.8, 0.9))
+    assert {figure.name: figure.value for figure in figures.values()} == pytest.approx(expected)
+    assert figures["harvested_fraction"].peers["static_split"] == pytest.approx(0.5)
     assert figures["slo_attainment[ttft]"].peers["naive"] == 0.0
 
 
 def test_json_has_the_benchmark_format() -> None:
-    body = json.loads(json.dumps(compute_figures(full_result(), ENV).to_json()))
+    body = json.loads(json.dumps(to_json(ENV, compute_figures(full_result()).values())))
     assert set(body) == {"env", "figures"}
     assert set(body["env"]) == {"commit", "cpu", "gpu", "versions", "seed", "quick"}
     for figure in body["figures"]:
@@ -90,22 +89,20 @@ def test_json_has_the_benchmark_format() -> None:
 
 
 def test_what_was_not_measured_is_null_and_not_judged() -> None:
-    empty = DemoResult(slo=SLO_600_150, seed=0, is_quick=True, phases=())
-    figures = compute_figures(empty, ENV)
-    assert {figure.value for figure in figures.figures} == {None}
+    empty = DemoResult(is_quick=True, phases=())
+    figures = compute_figures(empty)
+    assert {figure.value for figure in figures.values()} == {None}
     assert {verdict.is_met for verdict in judge(empty, figures)} == {None}
 
 
 def test_all_criteria_of_the_worked_run_are_met() -> None:
     result = full_result()
-    assert [v.is_met for v in judge(result, compute_figures(result, ENV))] == [True] * 6
+    assert [v.is_met for v in judge(result, compute_figures(result))] == [True] * 6
 
 
 def test_low_harvest_under_a_heavy_load_is_not_judged_but_under_a_light_one_falls_short() -> None:
     for busy_s, expected in ((3.0, False), (6.0, None)):
         result = DemoResult(
-            slo=SLO_600_150,
-            seed=0,
             is_quick=True,
             phases=(
                 phase(PhaseName.SERVING_ALONE, requests=[record()], busy_s=busy_s),
@@ -113,20 +110,20 @@ def test_low_harvest_under_a_heavy_load_is_not_judged_but_under_a_light_one_fall
                 phase(PhaseName.ROSE, tokens=4_000),
             ),
         )
-        harvest = judge(result, compute_figures(result, ENV))[4]
+        harvest = judge(result, compute_figures(result))[4]
         assert harvest.is_met is expected
 
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(16, None), (60, False)])
 def test_a_reward_that_had_too_few_steps_to_rise_is_not_judged(num_steps: int, expected: bool | None) -> None:
     points = tuple(RewardPoint(step=i, reward_mean=0.05, success=0.0) for i in range(num_steps))
-    result = DemoResult(slo=SLO_600_150, seed=0, is_quick=True, phases=(), rewards=points)
-    reward = judge(result, compute_figures(result, ENV))[5]
+    result = DemoResult(is_quick=True, phases=(), rewards=points)
+    reward = judge(result, compute_figures(result))[5]
     assert reward.is_met is expected
     assert f"{num_steps} training steps" in reward.text
 
 
 def test_reward_windows_never_overlap() -> None:
     points = tuple(RewardPoint(step=i, reward_mean=float(i), success=0.0) for i in range(3))
-    result = DemoResult(slo=SLO_600_150, seed=0, is_quick=True, phases=(), rewards=points)
+    result = DemoResult(is_quick=True, phases=(), rewards=points)
     assert reward_ends(result) == (0.0, 2.0)

@@ -1,4 +1,5 @@
 import io
+import itertools
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from rich.console import Console
 
 from rose.demo import charts
 from rose.demo.figures import compute_figures
-from rose.demo.live import LiveState, LiveView, line
+from rose.demo.live import LiveView, Part
 from rose.demo.records import (
     DemoResult,
     PhaseName,
@@ -22,7 +23,6 @@ from rose.demo.run import main
 from rose.errors import ConfigError
 from rose.measure.environment import Environment
 from rose.measure.records import RequestRecord, Window
-from rose.types import SLO
 
 ENV = Environment(commit="abc", cpu="test", gpu=None, versions={}, seed=0, quick=True)
 
@@ -39,14 +39,11 @@ def some_result(notes: tuple[str, ...] = ()) -> DemoResult:
         status=200,
         finish_reason="length",
     )
-    names = (PhaseName.SERVING_ALONE, PhaseName.ROLLOUT_ALONE, PhaseName.NAIVE, PhaseName.ROSE)
     return DemoResult(
-        slo=SLO(ttft_s=0.6, tpot_s=0.15),
-        seed=0,
         is_quick=False,
         phases=tuple(
             Window(name=name, start_s=0.0, duration_s=10.0, requests=(request,), rollout_tokens=500)
-            for name in names
+            for name in PhaseName
         ),
         rewards=tuple(RewardPoint(step=i, reward_mean=i / 10, success=i / 10) for i in range(10)),
         syncs=(SyncPoint(version="r/1", dense_bytes=900, coo_bytes=60, wire_bytes=13, num_changed=10),),
@@ -59,7 +56,7 @@ def some_result(notes: tuple[str, ...] = ()) -> DemoResult:
 
 
 def write(result: DemoResult, path: Path) -> None:
-    write_report(result, compute_figures(result, ENV), path)
+    write_report(result, compute_figures(result), ENV, path)
 
 
 @pytest.fixture
@@ -73,9 +70,26 @@ def test_report_is_one_file_that_fetches_nothing(tmp_path: Path) -> None:
     write(some_result(), path)
     page = path.read_text()
     assert page.count("<svg") == 6
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "<script" not in page
     addresses = [a for a in re.findall(r'(?:https?:)?//[^\s"\']+', page) if "www.w3.org" not in a]
     assert addresses == []
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_the_first_sentence_is_the_result_and_all_ways_of_sharing_are_shown(tmp_path: Path) -> None:
+    write(some_result(), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    first = page[page.index("<main>") :].split("</h1>")[0]
+    assert "Under ROSE, 100.0% of the serving requests met" in first
+    for way in (
+        "serving alone",
+        "naive co-location",
+        "strict alternation",
+        "static split",
+        "ROSE, full load",
+    ):
+        assert page.count(way) >= 3  # in charts and in the table
 
 
 @pytest.mark.usefixtures("_matplotlib")
@@ -95,7 +109,7 @@ def test_report_marks_cuts_and_escapes_notes(tmp_path: Path) -> None:
 
 
 def test_report_of_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
-    empty = DemoResult(slo=SLO(ttft_s=0.6, tpot_s=0.15), seed=0, is_quick=True, phases=())
+    empty = DemoResult(is_quick=True, phases=())
     write(empty, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("not judged") == 6
@@ -104,9 +118,9 @@ def test_report_of_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
 
 def test_summary_names_every_criterion_and_keeps_bracketed_names() -> None:
     out = io.StringIO()
-    print_summary(some_result(), compute_figures(some_result(), ENV), Console(file=out, width=100))
+    print_summary(some_result(), compute_figures(some_result()), ENV, Console(file=out, width=100))
     text = out.getvalue()
-    for part in ("TTFT within 600 ms", "TPOT within 150 ms", "Reward rises", "rollout_tokens_per_s"):
+    for part in ("TTFT within 3 times", "TPOT within 2 times", "Reward rises", "static split"):
         assert part in text
 
 
@@ -115,30 +129,25 @@ def test_human_bytes_are_decimal() -> None:
     assert charts.human_bytes(1_500_000) == "1.5 MB"
 
 
-def test_live_view_prints_lines_when_there_is_no_terminal() -> None:
-    out, clock = io.StringIO(), [0.0]
-    state = LiveState(phase="rose", elapsed_s=61.0, events=["cut 3 slabs"])
-    with LiveView(Console(file=out), now=lambda: clock[0]) as view:
-        view.update(state)
-        view.update(state)
-        clock[0] = 11.0
-        view.update(state)
-    assert out.getvalue().splitlines() == ["[1:01] cut 3 slabs", "[1:01] rose"]
+def test_each_part_is_named_once_with_its_time_and_what_comes_next() -> None:
+    out, times = io.StringIO(), iter([0.0, 0.0, 1.0, 61.0, 62.0])
+    parts = (Part("engines start", 60.0), Part("rollouts run", 30.0))
+    with LiveView(Console(file=out, width=100), parts, now=lambda: next(times)) as view:
+        for _ in parts:
+            view.begin()
+            view.update("nothing is shown without a terminal")
+    assert out.getvalue().splitlines() == [
+        "[0:00] 2 parts follow; together they take about 2 minutes",
+        "[0:01] 1 of 2: engines start, about 60 s; then rollouts run",
+        "[1:01] 2 of 2: rollouts run, about 30 s",
+    ]
 
 
 def test_live_view_redraws_a_terminal() -> None:
-    out = io.StringIO()
-    with LiveView(Console(file=out, force_terminal=True, width=100), now=lambda: 0.0) as view:
-        view.update(LiveState(phase="naive", slabs_serving=3, slabs_free=1))
-    assert "naive" in out.getvalue()
+    out, times = io.StringIO(), itertools.count()
+    with LiveView(Console(file=out, force_terminal=True), (), now=lambda: float(next(times))) as view:
+        view.update("slabs: serving 3, rollout 0, free 1")
     assert "serving 3, rollout 0, free 1" in out.getvalue()
-
-
-def test_line_leaves_out_what_is_unknown() -> None:
-    assert line(LiveState()) == ""
-    assert line(LiveState(rewards=[0.1, 0.25], weight_version="demo/2")) == (
-        "reward 0.25 after 2 steps | weights demo/2"
-    )
 
 
 def test_a_folder_that_holds_an_earlier_run_is_refused(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose.demo.plan import SERVING_LOAD, DemoOptions, Durations
+from rose.demo.plan import SERVING_LOAD, DemoOptions, DemoPlan, Durations
 from rose.demo.records import UNDER_ROSE, PhaseName
 from rose.demo.run import run_demo
 
-MINIATURE = Durations(rollout_alone_s=3, window_s=8, num_rounds=1, training_s=10)
+MINIATURE = Durations(rollout_alone_s=3, window_s=8, training_s=10)
 """Training goes on to the end of its first step, however long that takes."""
 LIGHT = replace(SERVING_LOAD, rate_rps=0.5, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
 """A machine several times slower has time for rollouts beside it, and ends it."""
@@ -36,7 +36,7 @@ def descendants() -> set[int]:
 def test_the_whole_loop_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before = descendants()
     options = DemoOptions(out_dir=tmp_path, quick=True, relay="embedded")
-    result = run_demo(options, durations=MINIATURE, serving=LIGHT)
+    result = run_demo(replace(DemoPlan.of(options), durations=MINIATURE, serving=LIGHT))
     assert result.greedy_compared > 0
     assert result.greedy_equal == result.greedy_compared
     assert result.checksums_compared > 0
@@ -44,6 +44,8 @@ def test_the_whole_loop_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert result.rewards and result.syncs
     # How many tokens rollouts make within seconds is the machine's to say; the rewards are theirs as well.
     assert len(result.windows(PhaseName.ROSE)) == 1
+    (static,) = result.windows(PhaseName.STATIC)
+    assert static.requests and all(request.is_complete for request in static.requests)
     requests = [request for window in result.windows(*UNDER_ROSE) for request in window.requests]
     assert requests and all(request.is_complete for request in requests)
     assert max(sample.rollout for sample in result.slab_samples) > 1

@@ -1,7 +1,6 @@
 """The trainer: the tokens it trains on are the tokens it sent, and a step is rollout, update, publish."""
 
 import asyncio
-import io
 import json
 import random
 import signal
@@ -15,17 +14,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from aiohttp import web
+from transformers import AutoTokenizer
 
 from rose.config import child_environment
-from rose.demo import models
-from rose.demo.frozenlake import LEVELS
-from rose.demo.grpo import FrozenLakeRollouts, TrainingConfig, load_master, run_training
-from rose.demo.trainer import main
+from rose.demo.frozenlake import LEVELS, WORDS
+from rose.demo.trainer import GROUP_SIZE, FrozenLakeRollouts, main
 from rose.errors import WorkerError
+from rose.measure import models
 from rose.measure.completions import SESSION_HEADER
-from rose.measure.turns import TurnEndpoint
+from rose.trainers.turns import RouterTurns
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.relay.opening import open_relay
@@ -34,14 +32,12 @@ Json = dict[str, Any]
 
 
 class ScriptedServer:
-    """An OpenAI-style completion server that says seeded random tokens; runs in a thread of its own."""
+    """A router that says seeded random tokens; runs in a thread of its own."""
 
     def __init__(self) -> None:
         self.requests: defaultdict[str, list[tuple[Json, list[int]]]] = defaultdict(list)
         self.rl_steps: list[int] = []
         self.announced: list[str | None] = []
-        self.num_to_refuse = 0
-        self.num_to_abort = 0
         self.hangs = threading.Event()
         self.saw_request = threading.Event()
         self.status = 200
@@ -79,23 +75,18 @@ class ScriptedServer:
         self.saw_request.set()
         while self.hangs.is_set():
             await asyncio.sleep(0.02)
-        if self.num_to_refuse > 0:
-            self.num_to_refuse -= 1
-            return web.Response(status=503)
         if self.status != 200:
             return web.Response(status=self.status, text="no such model")
-        aborts = self.num_to_abort > 0 and body["max_tokens"] > 1
-        self.num_to_abort -= int(aborts)
-        num_tokens = 1 if aborts else self._random.randint(1, body["max_tokens"])
+        num_tokens = self._random.randint(1, body["max_tokens"])
         token_ids = [self._random.randrange(3, 63) for _ in range(num_tokens)]
         self.requests[request.headers[SESSION_HEADER]].append((body, token_ids))
         choice = {
             "token_ids": token_ids,
             "logprobs": {"token_logprobs": [-float(token_id) for token_id in token_ids]},
-            "finish_reason": "abort" if aborts else "length",
-            "stop_reason": "rose_reclaimed" if aborts else None,
+            "finish_reason": "length",
+            "rose": {"spans": [{"weight_version": "run/1", "tokens": num_tokens}]},
         }
-        return web.Response(text=f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n")
+        return web.json_response({"choices": [choice]})
 
 
 @pytest.fixture
@@ -107,33 +98,41 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.make_rollout_model(tmp_path_factory.mktemp("rollout"))
+    return models.make_rollout_model(tmp_path_factory.mktemp("rollout"), words=WORDS)
 
 
-def rollouts_at(url: str, config: TrainingConfig, timeout_s: float = 300.0) -> FrozenLakeRollouts:
-    _, tokenizer = load_master(config.model_dir)
-    return FrozenLakeRollouts(config, tokenizer, TurnEndpoint(url, "tiny", turn_timeout_s=timeout_s))
-
-
-def roll_out(server: ScriptedServer, config: TrainingConfig) -> Json:
-    rollouts = rollouts_at(server.url, config)
-    prompts = [level.name for level in LEVELS for _ in range(config.group_size)]
+def roll_out(server: ScriptedServer, model_dir: Path, group_size: int) -> Json:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    rollouts = FrozenLakeRollouts(tokenizer, RouterTurns(server.url, "rollout"), server.rl_steps.append, 0)
+    prompts = [level.name for level in LEVELS for _ in range(group_size)]
     try:
         return rollouts(prompts, SimpleNamespace(state=SimpleNamespace(global_step=0)))
     finally:
         rollouts.close()
 
 
+@pytest.fixture
+def relay_url() -> Iterator[str]:
+    command = [sys.executable, "-m", "rose.transfer.relay.server", "--kind", "embedded"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        process.wait(300)
+        process.stdout.close()
+
+
 def said_by(requests: list[tuple[Json, list[int]]]) -> list[int]:
     return [token_id for _, token_ids in requests for token_id in token_ids]
 
 
-@pytest.mark.parametrize("num_aborts", [0, 5])
 def test_trained_tokens_are_the_tokens_sent_and_only_generated_ones_are_masked_in(
-    server: ScriptedServer, model_dir: Path, num_aborts: int
+    server: ScriptedServer, model_dir: Path
 ) -> None:
-    server.num_to_abort = num_aborts
-    output = roll_out(server, TrainingConfig(model_dir=model_dir, group_size=4))
+    output = roll_out(server, model_dir, group_size=4)
+    assert server.rl_steps == [1]
     assert len(server.requests) == 16
     rows = zip(
         *(output[key] for key in ("prompt_ids", "completion_ids", "env_mask", "logprobs")), strict=True
@@ -154,69 +153,22 @@ def test_trained_tokens_are_the_tokens_sent_and_only_generated_ones_are_masked_i
     assert all(0.0 <= reward <= 1.0 for reward in output["game_reward"])
 
 
-def test_a_busy_endpoint_is_asked_again(server: ScriptedServer, model_dir: Path) -> None:
-    server.num_to_refuse = 3
-    output = roll_out(server, TrainingConfig(model_dir=model_dir, group_size=1))
-    assert len(output["prompt_ids"]) == 4
-    assert server.num_to_refuse == 0
-
-
-def test_a_refused_request_and_a_turn_without_end_are_worker_errors(
-    server: ScriptedServer, model_dir: Path
-) -> None:
-    config = TrainingConfig(model_dir=model_dir, group_size=1)
-    prompts = [LEVELS[0].name]
-    state = SimpleNamespace(state=SimpleNamespace(global_step=0))
+def test_a_refused_turn_is_a_worker_error(server: ScriptedServer, model_dir: Path) -> None:
     server.status = 404
-    refused = rollouts_at(server.url, config)
     with pytest.raises(WorkerError, match="HTTP 404: no such model"):
-        refused(prompts, state)
-    refused.close()
-    server.status = 503
-    endless = rollouts_at(server.url, config, timeout_s=4.0)
-    with pytest.raises(WorkerError, match=r"not done in .* HTTP 503"):
-        endless(prompts, state)
-    endless.close()
+        roll_out(server, model_dir, group_size=1)
 
 
-def test_each_step_updates_float32_weights_then_publishes_then_logs(
-    server: ScriptedServer, model_dir: Path
-) -> None:
-    config = TrainingConfig(model_dir=model_dir, num_steps=3, group_size=2, seed=1)
-    model, tokenizer = load_master(model_dir)
-    rollouts = FrozenLakeRollouts(config, tokenizer, TurnEndpoint(server.url, "tiny"))
-    published: list[torch.Tensor] = []
-    num_sessions: list[int] = []
-
-    def publish() -> Json:
-        published.append(model.lm_head.weight.detach().clone())
-        num_sessions.append(len(server.requests))
-        return {"version": f"run/{len(published)}"}
-
-    events = io.StringIO()
-    before = model.lm_head.weight.detach().clone()
-    run_training(config, model, tokenizer, rollouts, events, publish)
-    rollouts.close()
-    lines = [json.loads(line) for line in events.getvalue().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert [line["publish"]["version"] for line in lines] == ["run/1", "run/2", "run/3"]
-    assert num_sessions == [8, 16, 24]
-    assert before.dtype == torch.float32
-    assert not any(torch.equal(*pair) for pair in zip([before, *published], published, strict=False))
-    assert sum(line["tokens"] for line in lines) == sum(map(len, map(said_by, server.requests.values())))
-    assert all(line["trajectories"] == 8 for line in lines)
-
-
-def trainer_command(server_url: str, model_dir: Path, events: Path, *extra: str) -> list[str]:
-    command = ["--model", str(model_dir), "--endpoint", server_url, "--served-model", "tiny"]
-    return [*command, "--events", str(events), "--group-size", "2", *extra]
+def trainer_command(server_url: str, relay_url: str, model_dir: Path, events: Path, *extra: str) -> list[str]:
+    where = ["--model", str(model_dir), "--router", server_url, "--relay", relay_url]
+    return [*where, "--run-id", "test-run", "--events", str(events), *extra]
 
 
 def test_sigterm_ends_the_process_in_the_middle_of_a_rollout(
-    server: ScriptedServer, model_dir: Path, tmp_path: Path
+    server: ScriptedServer, relay_url: str, model_dir: Path, tmp_path: Path
 ) -> None:
     server.hangs.set()
-    command = trainer_command(server.url, model_dir, tmp_path / "events.jsonl")
+    command = trainer_command(server.url, relay_url, model_dir, tmp_path / "events.jsonl")
     environment = child_environment({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     process = subprocess.Popen([sys.executable, "-m", "rose.demo.trainer", *command], env=environment)
     try:
@@ -227,36 +179,18 @@ def test_sigterm_ends_the_process_in_the_middle_of_a_rollout(
         process.kill()
         process.wait()
     assert server.rl_steps == [1]
-    assert (tmp_path / "events.jsonl").read_text() == ""
-
-
-def test_a_missing_checkpoint_is_one_line_and_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(trainer_command("http://127.0.0.1:1", tmp_path, tmp_path / "events.jsonl")) == 2
-    assert "no checkpoint there" in capsys.readouterr().err
-
-
-@pytest.fixture
-def relay_url() -> Iterator[str]:
-    command = [sys.executable, "-m", "rose.transfer.relay.server", "--kind", "embedded"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield json.loads(process.stdout.readline())["url"]
-    finally:
-        process.terminate()
-        process.wait(300)
-        process.stdout.close()
+    assert not (tmp_path / "events.jsonl").exists()
 
 
 def test_the_relay_ends_up_with_the_last_steps_weights(
     server: ScriptedServer, relay_url: str, model_dir: Path, tmp_path: Path
 ) -> None:
     events = tmp_path / "events.jsonl"
-    extra = ("--relay", relay_url, "--run-id", "test-run", "--steps", "2")
-    assert main(trainer_command(server.url, model_dir, events, *extra)) == 0
+    assert main(trainer_command(server.url, relay_url, model_dir, events, "--steps", "2")) == 0
     lines = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert len(server.requests) == 2 * GROUP_SIZE * len(LEVELS)
+    assert sum(line["tokens"] for line in lines) == sum(map(len, map(said_by, server.requests.values())))
     assert server.rl_steps == [1, 2]
     assert server.announced == ["test-run/0", "test-run/1"]
     assert [line["publish"]["version"] for line in lines] == ["test-run/1", "test-run/2"]
@@ -267,14 +201,3 @@ def test_the_relay_ends_up_with_the_last_steps_weights(
     assert str(follower.mirror.version) == "test-run/2"
     assert str(follower.mirror.state_hash) == lines[-1]["publish"]["state_hash"]
     relay.close()
-
-
-def test_an_endpoint_that_is_no_router_is_told_of_no_steps(
-    server: ScriptedServer, model_dir: Path, tmp_path: Path
-) -> None:
-    """With real engines the trainer runs in test_run.py."""
-    events = tmp_path / "events.jsonl"
-    assert main(trainer_command(server.url, model_dir, events, "--no-rl-step", "--steps", "1")) == 0
-    (line,) = (json.loads(line) for line in events.read_text().splitlines())
-    assert line["tokens"] >= line["turns"] > 0
-    assert server.rl_steps == []

@@ -9,7 +9,7 @@ batch decides.
 from pathlib import Path
 from typing import Any
 
-from rose.demo.models import numbered_words, word_tokenizer
+from rose.measure.models import numbered_words, word_tokenizer
 from rose.messages import WeightUpdate
 from rose.transfer.format.checkpoint import checkpoint_state_hash
 

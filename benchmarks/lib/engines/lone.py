@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.engines.rig import Rig
+from rose.measure.rig import Rig
 from rose.node.control import EngineControl
 from rose.types import GateMode, Role
 
@@ -53,7 +53,7 @@ def write_model(folder: Path, size: Size, seed: int) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from rose.demo.models import numbered_words, word_tokenizer
+    from rose.measure.models import numbered_words, word_tokenizer
 
     tokenizer = word_tokenizer(numbered_words(100), VOCABULARY)
     config = Qwen3Config(

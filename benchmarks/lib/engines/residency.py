@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rose.demo.models import ROLLOUT_SPEC, SERVING_SPEC
+from rose.measure.models import ROLLOUT_SPEC, SERVING_SPEC
 from rose.memory.slabs.layout import SlabLayout
 from rose.node.control import EngineControl
 

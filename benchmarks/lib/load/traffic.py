@@ -1,22 +1,24 @@
 """The demo's traffic for benchmarks: the trace replay against serving, the closed loop against rollout.
 
-Owns how a rig's engines get the demo's windows (rose.measure.windows). Promises the demo's rates, lengths
-and layout on the CPUs. Never measures anything but what a window measures.
+Owns how a rig's engines get the demo's windows (rose.measure.windows). Promises the demo's rate and
+layout on the CPUs. Never measures anything but what a window measures.
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from lib.engines.rig import Rig
-from rose.demo.plan import CpuPlan, DemoOptions, DemoPlan
+from rose.demo.plan import SERVING_LOAD as DEMO_LOAD
+from rose.demo.plan import DemoOptions, DemoPlan
 from rose.measure.figures import percentile, pooled_requests, tpots_s, ttfts_s
 from rose.measure.records import Window
+from rose.measure.rig import Rig
 from rose.measure.windows import WindowRunner
 from rose.node.control import EngineControl
-from rose.node.processes import ServerProcess
 
+SERVING_LOAD = replace(DEMO_LOAD, burst_size=3, max_prompt_tokens=256)
+"""The benchmarks' serving traffic: smaller bursts of longer prompts than the demo's."""
 MAX_FOREIGN_SHARE = 0.05
 """The share of the machine's CPU time in a window beyond which latencies are other processes' as well."""
 
@@ -31,21 +33,13 @@ def plan_traffic(args: argparse.Namespace, rig: Rig, concurrency: int) -> DemoPl
     out_dir = rig.folder / "windows"
     out_dir.mkdir()
     plan = DemoPlan.of(DemoOptions(out_dir=out_dir, quick=args.quick, seed=args.seed, trace=args.trace))
-    return replace(plan, rollout=replace(plan.rollout, concurrency=concurrency))
+    rig.others = plan.cpus.others
+    return replace(plan, serving=SERVING_LOAD, rollout=replace(plan.rollout, concurrency=concurrency))
 
 
 def window_runner(plan: DemoPlan, rig: Rig, serving: EngineControl, rollout: EngineControl) -> WindowRunner:
     """Runs windows on two of the rig's engines, its clients on the CPUs that don't stand for the GPU."""
-    return WindowRunner(plan.traffic, plan.options.out_dir, _PinnedClients(rig, plan.cpus), serving, rollout)
-
-
-@dataclass(frozen=True, slots=True)
-class _PinnedClients:
-    rig: Rig
-    cpus: CpuPlan
-
-    def run(self, argv: Sequence[str], name: str) -> ServerProcess:
-        return self.rig.run(list(argv), name, self.cpus.others)
+    return WindowRunner(plan.traffic, plan.options.out_dir, rig, serving, rollout)
 
 
 def latency_ms(windows: Sequence[Window], kind: str, percent: float) -> float | None:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from rose.demo.frozenlake import VOCAB_SIZE
 from rose.errors import WorkerError
 from rose.measure.completions import SESSION_HEADER, open_session, stream_completion
+from rose.measure.models import ROLLOUT_SPEC
 from rose.measure.records import RequestRecord
 from rose.node.control import completion_body
 
@@ -122,4 +122,4 @@ async def until_so(condition: Callable[[], Any], what: str) -> None:
 def random_prompt(name: str, num_tokens: int) -> list[int]:
     """Returns token ids that both of the demo's models know, the same for the same name."""
     rng = random.Random(name)
-    return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+    return [rng.randrange(ROLLOUT_SPEC.vocab_size) for _ in range(num_tokens)]

@@ -8,12 +8,14 @@ import time
 from dataclasses import dataclass
 
 from lib.cpu_times import cpu_use_s
-from lib.engines.rig import Rig
 from rose.admission.board import snapshot
 from rose.admission.step_time import StepTimeModel
 from rose.demo.plan import DemoPlan
-from rose.types import GateMode, Role
+from rose.measure.rig import Rig
+from rose.types import SLO, GateMode, Role
 
+SERVING_SLO = SLO(ttft_s=0.6, tpot_s=0.15)
+"""Of the serving model on one CPU core; the paper's ratio of TTFT to TPOT is similar (500/150 ms)."""
 SETTLE_S = 0.5
 
 
@@ -30,23 +32,19 @@ class SloEngines:
 
     def __init__(self, rig: Rig, plan: DemoPlan) -> None:
         self._rig = rig
+        rig.others = plan.cpus.others
         pool = f"slo-{os.getpid()}"
-        self._observer = rig.pool(
-            pool,
-            num_slabs=plan.pool.num_slabs,
-            slab_bytes=plan.pool.slab_bytes,
-            headroom_slabs=plan.pool.headroom_slabs,
-        )
+        self._observer = rig.pool(pool, **plan.pool)
         for role in Role:
             rig.start_engine(
                 str(role),
                 role,
                 pool=pool,
-                slo_ttft_ms=1000 * plan.slo.ttft_s,
-                slo_tpot_ms=1000 * plan.slo.tpot_s,
+                slo_ttft_ms=1000 * SERVING_SLO.ttft_s,
+                slo_tpot_ms=1000 * SERVING_SLO.tpot_s,
                 compute_cpus=plan.cpus.compute,
             )
-        controls = {role: rig.wait_engine(str(role), plan.cpus.others) for role in Role}
+        controls = {role: rig.wait_engine(str(role)) for role in Role}
         self.serving, self.rollout = controls[Role.SERVING], controls[Role.ROLLOUT]
         # Rollout first: profiling serving takes the whole pool, which cuts rollout's budget to nothing.
         self.rollout.profile()

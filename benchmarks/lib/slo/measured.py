@@ -15,9 +15,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from lib.engines.rig import Rig
-from lib.load.traffic import window_runner
-from lib.slo.engines import Policy, SloEngines
+from lib.load.traffic import SERVING_LOAD, window_runner
+from lib.slo.engines import SERVING_SLO, Policy, SloEngines
 from lib.slo.figures import (
     AGAIN,
     ALONE,
@@ -33,6 +32,7 @@ from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.records import PhaseName
 from rose.measure.figures import Figure
 from rose.measure.records import Window
+from rose.measure.rig import Rig
 from rose.measure.windows import RlSteps, WindowRunner, WindowSpec
 from rose.types import SLO, GateMode
 
@@ -66,7 +66,8 @@ def measure(args: Namespace, console: Console) -> list[Figure]:
         folder = args.records if args.records is not None else rig.folder
         folder.mkdir(parents=True, exist_ok=True)
         options = DemoOptions(out_dir=folder, quick=args.quick, seed=args.seed, trace=args.trace)
-        bench = _RealBench(rig, DemoPlan.of(options), window_s, args.rounds or rounds)
+        plan = replace(DemoPlan.of(options), serving=SERVING_LOAD)
+        bench = _RealBench(rig, plan, window_s, args.rounds or rounds)
         return bench.figures(console, args.cases, args.policies)
 
 
@@ -101,7 +102,7 @@ class _RealBench:
             if only is not None:
                 policies = {name: Policy(mode=MODES[name]) for name in MODES if name in (DUAL, *only)}
             windows, rates = self._windows(case, replace(self._plan, serving=load), policies)
-            runs = _runs(windows, rates, self._plan.slo)
+            runs = _runs(windows, rates, SERVING_SLO)
             console.print(policy_table(f"MEASURED on two real engines: {case}", runs, _notes(windows)))
             named = {name: run for name, run in runs.items() if name in (ALONE, AGAIN, *MODES)}
             figures += case_figures(case, named)
@@ -120,7 +121,7 @@ class _RealBench:
     def _tuned_figures(self, runs: dict[str, Run], named: dict[str, Run]) -> list[Figure]:
         points = [runs[_frontier_name(steps)] for steps in FRONTIER_STEPS]
         points += [runs[TIGHT], runs[DUAL]]
-        slo = SLO(ttft_s=self._plan.slo.ttft_s, tpot_s=TIGHT_STEPS * self._engines.decode_s)
+        slo = SLO(ttft_s=SERVING_SLO.ttft_s, tpot_s=TIGHT_STEPS * self._engines.decode_s)
         return [
             *tight_figures(f"TPOT SLO {1e3 * slo.tpot_s:.0f} ms", named | {DUAL: runs[TIGHT]}, slo),
             *frontier_figures("", points, named),

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -72,16 +72,21 @@ def start_daemon(
     num_shards: int = 1,
     backend: BackendKind = BackendKind.HOST,
     runtime_dir: Path | None = None,
+    log_path: Path | None = None,
     timeout_s: float = 60.0,
 ) -> DaemonHandle:
     """Starts a daemon that ends with this process, and waits until it answers.
 
-    If ``runtime_dir`` is None, the environment says it. Raises: PoolError with the daemon's own reason.
+    If ``runtime_dir`` is None, the environment says it. What the daemon prints is added to ``log_path``, or
+    goes where this process prints. Raises: PoolError with the daemon's own reason.
     """
     if runtime_dir is None:
         runtime_dir = Settings.from_environment().make_runtime_dir()
     reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as answers:
+    with (
+        os.fdopen(reader, "rb") as answers,
+        nullcontext() if log_path is None else log_path.open("ab") as log,
+    ):
         try:
             process = subprocess.Popen(
                 [
@@ -93,6 +98,8 @@ def start_daemon(
                 ],
                 pass_fds=(writer,),
                 stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
         finally:
             os.close(writer)

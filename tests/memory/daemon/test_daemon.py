@@ -88,6 +88,12 @@ def test_stopped_daemon_leaves_no_file(runtime_dir: Path, number: signal.Signals
     assert daemon.stop() == 0
 
 
+def test_what_a_daemon_prints_goes_to_its_log(runtime_dir: Path, tmp_path: Path) -> None:
+    log = tmp_path / "pool.log"
+    start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir, log_path=log).stop()
+    assert "pool open" in log.read_text() and "pool closed" in log.read_text()
+
+
 def test_daemon_ends_with_its_starter(runtime_dir: Path) -> None:
     code = (
         "import sys, os\nfrom pathlib import Path\nfrom rose.memory.daemon.daemon import start_daemon\n"

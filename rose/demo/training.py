@@ -1,4 +1,4 @@
-"""The demo's trainer process, and what its event log says.
+"""The demo's trainer as a process, and what its event log says.
 
 Owns the trainer's command line and the reading of its events. Training itself is rose.demo.trainer's.
 """
@@ -6,15 +6,14 @@ Owns the trainer's command line and the reading of its events. Training itself i
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rose.demo.processes import RUN_ID, Cluster
+from rose.demo.processes import RUN_ID, Machine
 from rose.demo.records import RewardPoint, SyncPoint
 from rose.errors import WorkerError
-from rose.node.processes import ServerProcess
+from rose.measure.rig import Rig
+from rose.types import Role
 
-MAX_STEPS = 10_000
 POLL_S = 0.2
 FIRST_STEP_S = 600.0
 STOP_GRACE_S = 300.0
@@ -27,23 +26,20 @@ class TrainingRun:
     Made early: its imports take twenty seconds of CPU and would disturb a measurement. ``begin`` lets it go.
     """
 
-    def __init__(self, cluster: Cluster, model: Path, out_dir: Path, *, seconds: float, seed: int) -> None:
-        self._events_path = out_dir / "training.jsonl"
-        self._start_file = out_dir / "training.go"
-        self._cluster = cluster
+    def __init__(self, rig: Rig, machine: Machine, *, seconds: float, seed: int) -> None:
+        self._events_path = rig.folder / "training.jsonl"
+        self._start_file = rig.folder / "training.go"
         argv = [
-            *("-m", "rose.demo.trainer", "--model", str(model), "--endpoint", cluster.router_url),
-            *("--served-model", "rollout", "--relay", cluster.relay_url, "--run-id", RUN_ID),
-            *("--worker", cluster.url("rollout"), "--worker", cluster.url("dedicated")),
-            *("--events", str(self._events_path), "--steps", str(MAX_STEPS)),
+            *("-m", "rose.demo.trainer", "--model", str(rig.model(Role.ROLLOUT))),
+            *("--router", machine.router_url, "--relay", machine.relay_url, "--run-id", RUN_ID),
+            *(part for url in machine.worker_urls for part in ("--worker", url)),
+            *("--events", str(self._events_path), "--start-file", str(self._start_file)),
             *("--time-limit-s", str(seconds), "--seed", str(seed)),
-            *("--start-file", str(self._start_file)),
         ]
-        self._process: ServerProcess = cluster.run(argv, "trainer", is_elsewhere=True, is_pinned=False)
+        self._process = rig.run(argv, "trainer", gives_way=True)
 
     def begin(self) -> None:
-        """Publish version 0, then the first rollout. From here on the trainer keeps off the compute CPUs."""
-        self._cluster.pin(self._process)
+        """Lets it publish version 0, and then begin its first rollout."""
         self._start_file.touch()
 
     def wait(self, until_s: float, tick: Callable[[], None]) -> None:
@@ -53,12 +49,15 @@ class TrainingRun:
         while self._process.is_alive() and time.monotonic() < (until_s if self.events() else latest_s):
             tick()
             self._process.wait(POLL_S)
-        if not self._process.is_alive() and self._process.exit_status != 0:
-            raise WorkerError(f"trainer ended with {self._process.exit_status}:\n{self._process.log_tail()}")
+        if not self._process.is_alive():
+            self._check()
 
     def stop(self) -> None:
         """End it between two steps. Raises: WorkerError if it failed."""
         self._process.stop(STOP_GRACE_S)
+        self._check()
+
+    def _check(self) -> None:
         if self._process.exit_status != 0:
             raise WorkerError(f"trainer ended with {self._process.exit_status}:\n{self._process.log_tail()}")
 
@@ -76,27 +75,15 @@ class TrainingRun:
         )
 
     def syncs(self) -> tuple[SyncPoint, ...]:
-        published = [event["publish"] for event in self.events() if event["publish"] is not None]
-        return tuple(
-            SyncPoint(
-                version=str(one["version"]),
-                dense_bytes=one["dense_bytes"],
-                coo_bytes=one["coo_bytes"],
-                wire_bytes=one["wire_bytes"],
-                num_changed=one["num_changed"],
-                is_base=one["base"] is None,
-            )
-            for one in published
-        )
+        keys = ("version", "dense_bytes", "coo_bytes", "wire_bytes", "num_changed")
+        published = [event["publish"] for event in self.events()]
+        return tuple(SyncPoint(**{key: e[key] for key in keys}, is_base=e["base"] is None) for e in published)
 
     def checksums(self) -> tuple[int, int]:
         """(compared, mismatches) between the trainer's state hash and each engine's, over all versions."""
-        compared = mismatches = 0
-        for event in self.events():
-            published = event["publish"]
-            if published is None:
-                continue
-            for state_hash in published["engine_state_hashes"].values():
-                compared += 1
-                mismatches += state_hash != published["state_hash"]
-        return compared, mismatches
+        pairs = [
+            (event["publish"]["state_hash"], state_hash)
+            for event in self.events()
+            for state_hash in event["publish"]["engine_state_hashes"].values()
+        ]
+        return len(pairs), sum(trained != run for trained, run in pairs)

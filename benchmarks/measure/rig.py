@@ -1,20 +1,23 @@
-"""Real engines over a real pool, for benchmarks: started as `rose serve` starts them, stopped in any case.
+"""Real engines over a real pool, started as `rose serve` starts them: for `rose demo` and the benchmarks.
 
-Owns the processes of one benchmark and its folder. Promises that leaving the context stops everything it
+Owns the processes of one measurement and its folder. Promises that leaving the context stops everything it
 started, by id, also on an error. Never measures.
 """
 
 import json
-import subprocess
+import os
+import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self, TypedDict
 
-from lib.faults.signals import kill
+import psutil
+
 from rose.config import Settings
-from rose.demo.processes import ENGINE_ENV, pin_tree, write_models
 from rose.errors import WorkerError
 from rose.memory.daemon.daemon import DaemonHandle, start_daemon
 from rose.memory.pool.pool import PoolClient
@@ -25,10 +28,36 @@ from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.types import Role
 
+ENGINE_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    # vLLM would bind threads to CPUs of its own choice.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+CLIENT_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+ENGINE_DTYPE = "float32"
+"""See rose.measure.models.KV_ELEMENT_BYTES; weights are published, checked and loaded as bfloat16."""
 MAX_MODEL_LEN = 1024
 MAX_SEQS = 32
-ROUTER_START_S = 30.0
+MODELS_S = 600.0
+ROUTER_START_S = 120.0
 RELAY_START_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuPlan:
+    """Which CPUs stand for the GPU, and which carry everything else; None: no pinning."""
+
+    compute: str | None
+    others: tuple[int, ...] | None
+
+    @classmethod
+    def choose(cls) -> "CpuPlan":
+        cpus = sorted(os.sched_getaffinity(0))
+        if len(cpus) < 2:
+            return cls(compute=None, others=None)
+        return cls(compute=str(cpus[0]), others=tuple(cpus[1:]))
 
 
 class PoolSize(TypedDict):
@@ -40,30 +69,40 @@ class PoolSize(TypedDict):
 
 
 class Rig:
-    """A context manager: the demo's two tiny models, pools, engines and clients."""
+    """A context manager: two tiny models, pools, engines and clients."""
 
-    def __init__(self) -> None:
-        self._temporary = TemporaryDirectory(prefix="rose-bench-")
-        self.folder = Path(self._temporary.name)
+    def __init__(self, folder: Path | None = None, words: Sequence[str] = ()) -> None:
+        """Keeps everything in ``folder``, its logs in logs/; None: in a temporary one.
+
+        ``words``: what the rollout model speaks.
+        """
+        self._stack = ExitStack()
+        if folder is None:
+            folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="rose-bench-")))
+        self.folder = folder
+        self.others: tuple[int, ...] | None = None
+        """CPUs for everything but the models' own threads; None: all."""
+        self._words = words
         self._group = ProcessGroup()
         self._daemons: dict[str, DaemonHandle] = {}
         self._pool_sizes: dict[str, PoolSize] = {}
-        self._observers: list[PoolClient] = []
-        self._controls: list[EngineControl] = []
         self._starting: dict[str, tuple[ServerProcess, EngineConfig]] = {}
         self._settings = Settings.from_environment()
 
     def __enter__(self) -> Self:
         return self
 
+    def log(self, name: str) -> Path:
+        """Returns where a process of this name writes its output."""
+        return self.folder / "logs" / f"{name}.log"
+
     def model(self, role: Role) -> Path:
-        """Returns the demo's checkpoint for a role; the first call makes both."""
+        """Returns the checkpoint for a role; the first call makes both. torch stays out of this process."""
         models = self.folder / "models"
         if not models.exists():
-            argv = [sys.executable, *write_models(models)]
-            made = subprocess.run(argv, capture_output=True, text=True, check=False)
-            if made.returncode != 0:
-                raise WorkerError(f"the models could not be made:\n{made.stderr}")
+            made = self.run(["-m", "rose.measure.models", str(models), *self._words], "models")
+            if made.wait(MODELS_S) != 0:
+                raise WorkerError(f"the models could not be made:\n{made.log_tail()}")
         return models / str(role)
 
     def pool(self, name: str, *, num_slabs: int, slab_bytes: int, headroom_slabs: int) -> PoolClient:
@@ -74,17 +113,19 @@ class Rig:
         )
         self.start_daemon(name)
         observer = PoolClient.observe(name, runtime_dir=runtime_dir)
-        self._observers.append(observer)
+        self._stack.callback(observer.close)
         return observer
 
     def start_daemon(self, name: str) -> None:
         """Starts the daemon of a pool; after ``kill_daemon``, one that takes the pool over."""
-        self._daemons[name] = start_daemon(name, **self._pool_sizes[name])
+        log = self.log(f"pool-{name}")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._daemons[name] = start_daemon(name, **self._pool_sizes[name], log_path=log)
 
     def kill_daemon(self, name: str) -> None:
         """Sends SIGKILL to a pool's daemon; returns once it is gone."""
         daemon = self._daemons.pop(name)
-        kill(daemon.pid, whole_group=False)
+        os.kill(daemon.pid, signal.SIGKILL)
         daemon.stop()
 
     def start_engine(
@@ -96,7 +137,7 @@ class Rig:
         vllm_args: tuple[str, ...] = (),
         **rose: Any,
     ) -> ServerProcess:
-        """Begins to start an engine with ROSE, with the demo's model for its role unless told otherwise.
+        """Begins to start an engine with ROSE, with the tiny model for its role unless told otherwise.
 
         ``rose``: its settings, such as pool and lease_s.
         """
@@ -108,18 +149,28 @@ class Rig:
             vllm_args=(*self.vllm_flags(str(role)), *vllm_args),
             **rose,
         )
-        server = launch.engine_process(config, self.folder / f"{name}.log", extra_env=ENGINE_ENV)
+        server = launch.engine_process(config, self.log(name), extra_env=ENGINE_ENV)
         self._starting[name] = (self._group.start(server), config)
         return server
 
-    def wait_engine(self, name: str, others: tuple[int, ...] | None = None) -> EngineControl:
-        """Returns its control once it serves. ``others``: CPUs for everything but the model's own thread."""
+    def wait_engine(self, name: str) -> EngineControl:
+        """Returns its control once it serves; from then on it computes where ``others`` allows it."""
         server, config = self._starting[name]
         launch.wait_engine_ready(server, config, self._settings)
-        pin_tree(server.pid, others)
+        if self.others is not None:
+            pin_tree(server.pid, self.others)
         control = EngineControl(config.url, str(config.role))
-        self._controls.append(control)
+        self._stack.callback(control.close)
         return control
+
+    def start_subscriber(self, name: str) -> ServerProcess:
+        """Starts the process that brings new weights to a rollout engine with a relay."""
+        config = self.config(name)
+        subscriber = launch.subscriber_process(config, self._settings, self.log(f"subscriber-{name}"))
+        if subscriber is None:
+            raise ValueError(f"engine {name} has no relay")
+        self._stack.callback(launch.remove_staging_dir, config, self._settings)
+        return self.start(subscriber)
 
     def config(self, name: str) -> EngineConfig:
         """Returns what an engine was started with."""
@@ -135,10 +186,7 @@ class Rig:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model(role))),
             *("--port", str(free_port()), *self.vllm_flags(str(role)), *vllm_args),
         ]
-        server = ServerProcess(
-            argv, name, self.folder / f"{name}.log", env={**ENGINE_ENV, "VLLM_PLUGINS": ""}
-        )
-        return self._group.start(server)
+        return self.start(ServerProcess(argv, name, self.log(name), env={**ENGINE_ENV, "VLLM_PLUGINS": ""}))
 
     def wait_stock(self, server: ServerProcess) -> str:
         """Returns its URL once it serves."""
@@ -147,15 +195,18 @@ class Rig:
         return url
 
     def run(
-        self,
-        argv: list[str],
-        name: str,
-        cpus: tuple[int, ...] | None = None,
-        env: Mapping[str, str] | None = None,
+        self, argv: Sequence[str], name: str, *, env: Mapping[str, str] | None = None, gives_way: bool = False
     ) -> ServerProcess:
-        """Starts a Python process beside the engines, its output in ``<name>.log`` of the folder."""
-        log = self.folder / f"{name}.log"
-        return self.start(ServerProcess([sys.executable, *argv], name, log, cpus=cpus, env=env))
+        """Starts a Python process beside the engines.
+
+        ``gives_way``: it stands for another machine, and runs only when nothing else wants a CPU.
+        """
+        env = {**CLIENT_ENV, **(env if env is not None else {})}
+        command = [sys.executable, *argv]
+        process = self.start(ServerProcess(command, name, self.log(name), env=env, cpus=self.others))
+        if gives_way:
+            give_way(process.pid)
+        return process
 
     def start(self, process: ServerProcess) -> ServerProcess:
         """Starts any process beside the engines."""
@@ -177,7 +228,7 @@ class Rig:
         """Returns a relay and its URL. ``beside``: the URL of a Mooncake store whose frames it copies."""
         argv = ["-m", "rose.transfer.relay.server", "--kind", kind, "--capacity-bytes", str(capacity_bytes)]
         server = self.run([*argv, *(("--beside", beside) if beside is not None else ())], name)
-        log = self.folder / f"{name}.log"
+        log = self.log(name)
         server.wait_until(lambda: '"url"' in log.read_text(), "relay's URL", RELAY_START_S)
         line = next(line for line in log.read_text().splitlines() if line.startswith("{"))
         return server, str(json.loads(line)["url"])
@@ -185,21 +236,43 @@ class Rig:
     def vllm_flags(self, served_name: str) -> tuple[str, ...]:
         """Returns the flags that all engines share, stock ones too."""
         return (
-            *("--served-model-name", served_name, "--dtype", "float32", "--enforce-eager"),
+            *("--served-model-name", served_name, "--dtype", ENGINE_DTYPE, "--enforce-eager"),
             *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_SEQS)),
             "--disable-uvicorn-access-log",
         )
 
+    def stop(self) -> None:
+        """Stops all processes but the pools' daemons, and removes the engines' status pages."""
+        self._group.stop()
+        for server, config in self._starting.values():
+            launch.remove_status_page(config, server, self._settings)
+
     def __exit__(self, *_: object) -> None:
         try:
-            self._group.stop()
-            for server, config in self._starting.values():
-                launch.remove_status_page(config, server, self._settings)
+            self.stop()
         finally:
-            for control in self._controls:
-                control.close()
-            for observer in self._observers:
-                observer.close()
             for daemon in self._daemons.values():
                 daemon.stop()
-            self._temporary.cleanup()
+            self._stack.close()
+
+
+def _threads(leader_pid: int) -> Iterable[int]:
+    leader = psutil.Process(leader_pid)
+    for process in [leader, *leader.children(recursive=True)]:
+        yield from (thread.id for thread in process.threads())
+
+
+def give_way(pid: int) -> None:
+    """Lets every thread of a process and its descendants run only when nothing else wants a CPU."""
+    for thread in _threads(pid):
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
+
+def pin_tree(pid: int, cpus: Sequence[int]) -> None:
+    """Moves every thread of a process and its descendants to ``cpus``.
+
+    After start-up, which is better off with all CPUs; a shared engine's model thread moves itself to the CPUs
+    that stand for the GPU when it runs its first step.
+    """
+    for thread in _threads(pid):
+        os.sched_setaffinity(thread, cpus)

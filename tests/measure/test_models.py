@@ -10,8 +10,9 @@ from forked_engines import Fork
 from stock_engine import first_token
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rose.demo import frozenlake, models
-from rose.demo.models import END, PAD, word_tokenizer
+from rose.demo import frozenlake
+from rose.measure import models
+from rose.measure.models import END, PAD, word_tokenizer
 
 PROMPT = list(range(3, 43))
 SMALL_SERVING_SPEC = dataclasses.replace(
@@ -53,7 +54,7 @@ def test_a_shape_that_does_not_pack_into_a_slab_is_refused(tmp_path: Path) -> No
 
 
 def test_every_text_of_the_game_is_one_known_token_per_word(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(models.make_rollout_model(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(models.make_rollout_model(tmp_path, words=frozenlake.WORDS))
     for level in frozenlake.LEVELS:
         game = frozenlake.FrozenLakeGame(level)
         text = game.opening() + " " + game.play("up")

@@ -1,17 +1,15 @@
-"""The demo's two models and their tokenizers: random weights, made locally, small enough for one CPU core.
+"""Two models and their tokenizers: random weights, made locally, small enough for one CPU core.
 
 Owns: their shapes, and writing them as Hugging Face checkpoints with a tokenizer beside them. Promises: the
 same spec and seed give the same bits; no hub access; KV geometry that fits the slab pool. Never trains,
-never serves.
+never serves. ``python -m rose.measure.models FOLDER WORD...`` makes both; the rollout model speaks the words.
 """
 
-import time
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rose.demo import frozenlake
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -21,7 +19,7 @@ SPECIAL_WORDS = (PAD, END, UNKNOWN)
 CPU_BLOCK_TOKENS = 128
 """vLLM's KV block on a CPU."""
 KV_ELEMENT_BYTES = 4
-"""The demo's engines compute in float32: in bfloat16 a row's rounding depends on who shares its batch, and a
+"""Engines compute in float32: in bfloat16 a row's rounding depends on who shares its batch, and a
 random model's best two tokens are close enough for that to show (seen: 2 of 96 greedy answers differed from
 stock vLLM's)."""
 DEFAULT_SLAB_BYTES = 2 << 20
@@ -79,10 +77,11 @@ ROLLOUT_SPEC = ModelSpec(
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
-    vocab_size=frozenlake.VOCAB_SIZE,
+    vocab_size=64,
     max_positions=1024,
 )
-"""Qwen3: one optimizer step over a batch of trajectories takes about a second on one core."""
+"""Qwen3: one optimizer step over a batch of trajectories takes about a second on one core. Its vocabulary is
+small, so that a random model often says a word that means something."""
 
 
 def make_serving_model(directory: Path, spec: ModelSpec = SERVING_SPEC, seed: int = 0) -> Path:
@@ -94,8 +93,10 @@ def make_serving_model(directory: Path, spec: ModelSpec = SERVING_SPEC, seed: in
     return _write(directory, spec, config, word_tokenizer(words, spec.vocab_size), seed)
 
 
-def make_rollout_model(directory: Path, spec: ModelSpec = ROLLOUT_SPEC, seed: int = 0) -> Path:
-    """Writes a random Qwen3 checkpoint (bfloat16) that speaks the FrozenLake words; returns ``directory``.
+def make_rollout_model(
+    directory: Path, spec: ModelSpec = ROLLOUT_SPEC, seed: int = 0, words: Sequence[str] = ()
+) -> Path:
+    """Writes a random Qwen3 checkpoint (bfloat16) that speaks ``words``; returns ``directory``.
 
     The trainer keeps its own float32 master copy and publishes bfloat16, so a worker that starts from this
     checkpoint starts bit-equal to the trainer's first published version.
@@ -103,7 +104,7 @@ def make_rollout_model(directory: Path, spec: ModelSpec = ROLLOUT_SPEC, seed: in
     from transformers import Qwen3Config
 
     config = Qwen3Config(head_dim=spec.head_dim, **_shared_settings(spec))
-    return _write(directory, spec, config, word_tokenizer(frozenlake.WORDS, spec.vocab_size), seed)
+    return _write(directory, spec, config, word_tokenizer(words, spec.vocab_size), seed)
 
 
 def word_tokenizer(words: Sequence[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -142,23 +143,6 @@ def numbered_words(count: int) -> list[str]:
     return [f"w{index}" for index in range(count)]
 
 
-def prefill_token_s(directory: Path, num_tokens: int = 128) -> float:
-    """Returns the seconds that one thread of this machine needs for a prompt's token, in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    prompt = torch.arange(num_tokens)[None] + 1
-    times_s = []
-    with torch.inference_mode():
-        for _ in range(5):
-            start_s = time.perf_counter()
-            model(prompt)
-            times_s.append(time.perf_counter() - start_s)
-    return min(times_s) / num_tokens
-
-
 def _shared_settings(spec: ModelSpec) -> dict[str, object]:
     return {
         "hidden_size": spec.hidden_size,
@@ -194,3 +178,9 @@ def _write(
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+if __name__ == "__main__":
+    _folder = Path(sys.argv[1])
+    make_serving_model(_folder / "serving")
+    make_rollout_model(_folder / "rollout", words=sys.argv[2:])
