@@ -64,7 +64,7 @@ class StepInterrupt:
         self._ends_s = resumed_at_s + left_s if resumed is Resumed.WHILE_IDLE else None
 
     def _bound_queue(self) -> None:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._queued.append(event)
         if len(self._queued) > MAX_LAYERS_AHEAD:
