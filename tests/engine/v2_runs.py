@@ -52,7 +52,7 @@ def warm_up(worker: Any) -> list[int]:
 
 
 if __name__ == "__main__":
-    from triton.backends import backends
+    from triton.backends import backends  # type: ignore[import-untyped]
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
     main(Path(sys.argv[1]), Path(sys.argv[2]))
