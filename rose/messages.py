@@ -121,6 +121,12 @@ class WorkerStatus(RoutingStatus):
     gate: GateStatus
     harm: HarmStatus | None = None
     """What rollouts cost serving; None on rollout engines and without a pool."""
+    weights_in_place: int = 0
+    """Weight updates of which only the changes were written."""
+    weights_whole: int = 0
+    """Weight updates for which the whole checkpoint was loaded."""
+    whole_because: str | None = None
+    """Why the last of those was."""
     stalled_requests: int
     reclaimed_requests: int
     leases_expired: int
@@ -164,12 +170,17 @@ class GateChange(BaseModel):
 
 
 class WeightUpdate(BaseModel):
-    """Body of ``POST /rose/v1/weights``: a checkpoint staged on the engine's host."""
+    """Body of ``POST /rose/v1/weights``: weights in files on the engine's host."""
 
     model_config = ConfigDict(extra="forbid")
     version: str
     path: str
+    """A checkpoint: the mirror's planes, or any safetensors file that nobody changes any more."""
     state_hash: str
+    changes: list[str] = []
+    """Changes files that lead to the version from the one that the engine runs, in order."""
+    whole_because: str | None = None
+    """Why there are no changes, so that the engine has to load the whole checkpoint."""
 
 
 class WeightUpdated(BaseModel):

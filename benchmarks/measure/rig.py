@@ -163,13 +163,12 @@ class Rig:
         self._stack.callback(control.close)
         return control
 
-    def start_subscriber(self, name: str) -> ServerProcess:
-        """Starts the process that brings new weights to a rollout engine with a relay."""
-        config = self.config(name)
-        subscriber = launch.subscriber_process(config, self._settings, self.log(f"subscriber-{name}"))
-        if subscriber is None:
-            raise ValueError(f"engine {name} has no relay")
-        self._stack.callback(launch.remove_staging_dir, config, self._settings)
+    def start_subscriber(self, *names: str) -> ServerProcess:
+        """Starts the process that brings new weights to rollout engines that follow the same ones."""
+        configs = [self.config(name) for name in names]
+        for config in configs:
+            self._stack.callback(launch.remove_staging_dir, config, self._settings)
+        (subscriber,) = launch.subscriber_processes(configs, self._settings, self.folder / "logs")
         return self.start(subscriber)
 
     def config(self, name: str) -> EngineConfig:

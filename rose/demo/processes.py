@@ -60,9 +60,8 @@ class Machine:
         return controls
 
     def start_subscribers(self) -> None:
-        """Starts one per rollout engine; it brings the engine to each new version and acknowledges it."""
-        for name in (ROLLOUT, DEDICATED):
-            give_way(self._rig.start_subscriber(name).pid)
+        """Starts the one of both rollout engines: it brings them to each new version and acknowledges it."""
+        give_way(self._rig.start_subscriber(ROLLOUT, DEDICATED).pid)
 
     def share_equally(self) -> None:
         """Gives the steps of both shared engines one priority, as a GPU does without ROSE.

@@ -79,9 +79,8 @@ def _start(
         launch.wait_engine_ready(server, engine, settings)
         logger.info("ready name=%s url=%s", engine.name, engine.url)
         servers.append(server)
-        subscriber = launch.subscriber_process(engine, settings, log_dir / f"subscriber-{engine.port}.log")
-        if subscriber is not None:
-            group.start(subscriber)
+    for subscriber in launch.subscriber_processes(node.engines, settings, log_dir):
+        group.start(subscriber)
     return servers
 
 

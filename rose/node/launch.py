@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +70,39 @@ def wait_engine_ready(server: ServerProcess, engine: EngineConfig, settings: Set
         raise WorkerError(f"{engine.name}: {status_url} answers {answer.status_code}: {answer.text[:200]}")
 
 
-def subscriber_process(
-    engine: EngineConfig, settings: Settings, log_path: Path | None
-) -> ServerProcess | None:
-    """Describes the process that pulls new weights for a rollout engine; None where no relay is set."""
-    if engine.role is not Role.ROLLOUT or engine.relay is None:
-        return None
+def subscriber_processes(
+    engines: Sequence[EngineConfig], settings: Settings, log_dir: Path | None
+) -> list[ServerProcess]:
+    """Describes the processes that pull new weights for the rollout engines that have a relay.
+
+    Engines that follow the same weights share one process, and so one copy of the weights.
+    """
+    followers: dict[tuple[str | None, ...], list[EngineConfig]] = {}
+    for engine in engines:
+        if engine.role is Role.ROLLOUT and engine.relay is not None:
+            same = (engine.relay, engine.run, engine.model, engine.staging)
+            followers.setdefault(same, []).append(engine)
+    return [_subscriber_process(fed, settings, log_dir) for fed in followers.values()]
+
+
+def _subscriber_process(
+    engines: Sequence[EngineConfig], settings: Settings, log_dir: Path | None
+) -> ServerProcess:
+    engine = engines[0]
+    assert engine.relay is not None
     argv = [
         *(sys.executable, "-m", "rose.transfer.follow.subscriber"),
-        *("--relay", engine.relay, "--worker", engine.url),
-        *("--staging", str(make_staging_dir(engine, settings))),
+        *("--relay", engine.relay, "--staging", str(make_staging_dir(engine, settings))),
     ]
+    for each in engines:
+        argv += ["--worker", each.url]
     if engine.run is not None:
         argv += ["--run", engine.run]
     if Path(engine.model).is_dir():
         argv += ["--base", engine.model]
-    return ServerProcess(argv, f"subscriber-{engine.port}", log_path, cpus=engine.cpus)
+    name = f"subscriber-{engine.port}"
+    log_path = log_dir / f"{name}.log" if log_dir is not None else None
+    return ServerProcess(argv, name, log_path, cpus=engine.cpus)
 
 
 def make_staging_dir(engine: EngineConfig, settings: Settings) -> Path:

@@ -62,19 +62,20 @@ def _run(engine: EngineConfig, settings: Settings, group: ProcessGroup, when_end
             return BAD_INPUT_STATUS  # the engine has printed what it refuses
         raise
     logger.info("ready url=%s role=%s pool=%s", engine.url, engine.role, engine.pool)
-    subscriber = launch.subscriber_process(engine, settings, log_path=None)
-    if subscriber is not None:
+    subscribers = launch.subscriber_processes([engine], settings, log_dir=None)
+    for subscriber in subscribers:
         group.start(subscriber)
     while server.is_alive():
-        _check_subscriber(subscriber)
+        for subscriber in subscribers:
+            _check_subscriber(subscriber)
         server.wait(WATCH_S)
     logger.error("died name=%s status=%s", server.name, server.exit_status)
     return server.exit_status or 1
 
 
-def _check_subscriber(subscriber: ServerProcess | None) -> None:
+def _check_subscriber(subscriber: ServerProcess) -> None:
     """Ends a rollout engine that lost its subscriber: it would serve old weights for ever."""
-    if subscriber is not None and not subscriber.is_alive():
+    if not subscriber.is_alive():
         raise WorkerError(
             f"{subscriber.name} ended with status {subscriber.exit_status}; stopping the engine"
         )

@@ -1,5 +1,6 @@
 """Staged checkpoints on a model of two layers, without an engine."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 import safetensors.torch
 import torch
+from mirrored import Mirrored
 from rank_models import without_weights
 from vllm import ModelRegistry
 from vllm.config import WeightTransferConfig
@@ -19,6 +21,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from rose.engine.weights.shard_recorder import pretended_rank
 from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine, check_staged
 from rose.errors import FrameError
+from rose.messages import WeightUpdate
 from rose.transfer.format.checkpoint import checkpoint_state_hash
 
 
@@ -89,83 +92,167 @@ def test_a_good_file_of_another_model_leaves_the_old_weights(
     assert engine.model.values() == [5.0, 6.0]
 
 
-def test_the_next_file_is_written_in_place_where_one_is_in_use(
-    engine: StagedWeightEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def mirrored(tmp_path: Path) -> Iterator[Mirrored]:
+    made = Mirrored(tmp_path / "mirror")
+    yield made
+    made.close()
+
+
+def named(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {f"{name}.weight": tensor for name, tensor in tensors.items()}
+
+
+def deliver(engine: StagedWeightEngine, update: WeightUpdate) -> str | None:
+    """Does what the engine's API server does; returns why the checkpoint was loaded whole."""
+    reason = update.whole_because
+    if reason is None:
+        reason = engine.begin_changes(update.changes, update.state_hash)
+        while reason is None and not engine.changes_result()[0]:
+            time.sleep(0.001)
+        reason = reason if reason is not None else engine.changes_result()[1]
+    is_prepared = reason is None
+    engine.receive_weights(
+        StagedUpdate(path=update.path, state_hash=update.state_hash, is_prepared=is_prepared)
+    )
+    return reason if reason is not None else engine.why_whole
+
+
+def test_what_changed_is_written_in_place_also_over_several_versions(
+    engine: StagedWeightEngine, mirrored: Mirrored
 ) -> None:
-    caplog.set_level("INFO", "rose.engine")
     first, second = torch.arange(16.0).view(4, 4), torch.ones(4, 4)
-    old = stage(tmp_path, first=first, second=second)
-    assert not engine.begin_comparison(old.path)
-    engine.receive_weights(old)
+    reason = deliver(engine, mirrored.put(named(first=first, second=second)))
+    assert reason == "this is the first delivery to this engine"
     later = first.clone()
     later[1, 2] = float("nan")
-    new = stage(tmp_path, first=later, second=second)
-    assert engine.begin_comparison(new.path)
-    engine.receive_weights(new)
+    addresses = [layer.weight.data_ptr() for layer in (engine.model.first, engine.model.second)]
+    assert deliver(engine, mirrored.put(named(first=later, second=second))) is None
     assert torch.equal(engine.model.first.weight.isnan().nonzero(), torch.tensor([[1, 2]]))
-    assert "in place elements=1" in caplog.text
-    # Back again, and from there to a file that nobody compared.
-    assert engine.begin_comparison(old.path)
-    engine.receive_weights(old)
-    assert torch.equal(engine.model.first.weight, first)
-    engine.receive_weights(stage(tmp_path, first=second, second=first))
-    assert torch.equal(engine.model.second.weight, first)
-    assert caplog.text.count("in place elements=1") == 2
+    behind = mirrored.version
+    for value in (5.0, 7.0):
+        later[1, 2], later[3, 3] = value, -value
+        mirrored.put(named(first=later, second=second))
+    assert deliver(engine, mirrored.update_from(behind)) is None
+    assert torch.equal(engine.model.first.weight, later)
+    assert torch.equal(engine.model.second.weight, second)
+    assert addresses == [layer.weight.data_ptr() for layer in (engine.model.first, engine.model.second)]
 
 
-def test_where_the_old_weights_are_not_there_the_whole_file_is_loaded(
-    engine: StagedWeightEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_changes_are_refused_before_the_first_write_and_the_whole_checkpoint_is_loaded(
+    engine: StagedWeightEngine, mirrored: Mirrored
 ) -> None:
     weight = torch.arange(16.0).view(4, 4)
-    engine.receive_weights(stage(tmp_path, first=weight, second=weight + 1))
+    deliver(engine, mirrored.put(named(first=weight, second=weight + 1)))
     later = weight.clone()
     later[0, 0] = 7.0
-    new = stage(tmp_path, first=later, second=later + 1)
-    assert engine.begin_comparison(new.path)
+    update = mirrored.put(named(first=later, second=later + 1))
     with torch.no_grad():
         engine.model.second.weight[0, 0] = 5.0
-    engine.receive_weights(new)
+    assert engine.begin_changes(update.changes, update.state_hash) is None
+    while not engine.changes_result()[0]:
+        time.sleep(0.001)
+    assert engine.changes_result()[1] == "second.weight does not hold the weights of the last update"
+    assert float(engine.model.first.weight[0, 0]) == 0.0
+    assert deliver(engine, update) == "second.weight does not hold the weights of the last update"
     assert torch.equal(engine.model.first.weight, later)
     assert torch.equal(engine.model.second.weight, later + 1)
-    assert "second.weight did not hold the weights of the last update" in caplog.text
 
 
-def test_a_file_with_many_changes_is_loaded_whole_and_a_broken_one_refused(
-    engine: StagedWeightEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_changes_of_another_base_or_with_a_wrong_checksum_or_none_leave_the_whole_checkpoint(
+    engine: StagedWeightEngine, mirrored: Mirrored
 ) -> None:
-    caplog.set_level("INFO", "rose.engine")
-    engine.receive_weights(stage(tmp_path, first=torch.ones(4, 4), second=torch.ones(4, 4)))
-    new = stage(tmp_path, first=torch.zeros(4, 4), second=torch.zeros(4, 4))
-    assert engine.begin_comparison(new.path)
-    engine.receive_weights(new)
-    assert engine.model.values() == [0.0, 0.0] and "32 of 32 elements change" in caplog.text
-    broken = tmp_path / "broken.safetensors"
-    broken.write_bytes(b"none")
-    assert not engine.begin_comparison(str(broken))
-    assert not engine.begin_comparison(str(tmp_path / "missing.safetensors"))
-    assert "can't compare" in caplog.text
+    def at(value: float) -> dict[str, torch.Tensor]:
+        tensor = torch.arange(16.0).view(4, 4).clone()
+        tensor[2, 2] = value
+        return named(first=tensor, second=torch.ones(4, 4))
+
+    deliver(engine, mirrored.put(at(1.0)))
+    skipped = mirrored.put(at(2.0))
+    last = mirrored.put(at(3.0))
+    reason = engine.begin_changes(last.changes, last.state_hash)
+    assert reason == "the changes don't lead from the weights in use to the new ones"
+    assert "No such file" in str(engine.begin_changes([f"{last.changes[0]}x"], last.state_hash))
+    path = Path(last.changes[0])
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert engine.begin_changes([*skipped.changes, *last.changes], last.state_hash) is None
+    while not engine.changes_result()[0]:
+        time.sleep(0.001)
+    assert "bucket 0 does not have its checksum" in str(engine.changes_result()[1])
+    path.write_bytes(b"short")
+    assert "not a changes file" in str(engine.begin_changes(last.changes, last.state_hash))
+    assert float(engine.model.first.weight[2, 2]) == 1.0
 
 
-def test_a_model_without_a_plan_goes_on_loading_whole_files(
-    engine_without_plan: StagedWeightEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_where_much_changes_or_the_engine_is_far_behind_the_checkpoint_is_loaded_whole(
+    engine: StagedWeightEngine, mirrored: Mirrored
+) -> None:
+    deliver(engine, mirrored.put(named(first=torch.ones(4, 4), second=torch.ones(4, 4))))
+    far = mirrored.put(named(first=torch.zeros(4, 4), second=torch.zeros(4, 4)))
+    assert deliver(engine, far) == "32 of 32 elements change from test/0 to test/1"
+    assert engine.model.values() == [0.0, 0.0]
+    mirrored.store.forget(set())
+    assert deliver(engine, mirrored.update_from("test/0")) == "the changes since test/0 are not kept"
+
+
+def test_a_mirror_that_has_moved_on_or_was_left_half_changed_is_not_loaded(
+    engine: StagedWeightEngine, mirrored: Mirrored
+) -> None:
+    deliver(engine, mirrored.put(named(first=torch.full((4, 4), 1.0), second=torch.ones(4, 4))))
+    late = mirrored.put(named(first=torch.full((4, 4), 2.0), second=torch.ones(4, 4)))
+    mirrored.put(named(first=torch.full((4, 4), 3.0), second=torch.ones(4, 4)))
+    with pytest.raises(FrameError, match="holds test/2 of state hash .*weights kept"):
+        engine.receive_weights(StagedUpdate(path=late.path, state_hash=late.state_hash))
+    assert engine.model.values() == [1.0, 1.0]
+    data = Path(late.path).read_bytes()
+    with Path(late.path).open("r+b") as file:
+        file.seek(data.index(b"+test/2"))
+        file.write(b"-")
+    with pytest.raises(FrameError, match="its writer ended while it changed the weights"):
+        engine.load()
+    assert engine.model.values() == [1.0, 1.0]
+
+
+def test_an_engine_that_becomes_active_has_the_mirrors_newest_version(
+    engine: StagedWeightEngine, mirrored: Mirrored
+) -> None:
+    deliver(engine, mirrored.put(named(first=torch.full((4, 4), 1.0), second=torch.ones(4, 4))))
+    engine.is_resident = False
+    update = mirrored.put(named(first=torch.full((4, 4), 2.0), second=torch.ones(4, 4)))
+    assert deliver(engine, update) == "the weights are not on the device"
+    mirrored.put(named(first=torch.full((4, 4), 3.0), second=torch.ones(4, 4)))
+    assert engine.model.values() == [1.0, 1.0]
+    engine.load()
+    engine.is_resident = True
+    assert (engine.model.values(), engine.version) == ([3.0, 1.0], "test/2")
+    later = torch.full((4, 4), 3.0)
+    later[0, 0] = 19.0
+    assert deliver(engine, mirrored.put(named(first=later, second=torch.ones(4, 4)))) is None
+    assert engine.model.values() == [4.0, 1.0]
+
+
+def test_a_model_without_a_plan_goes_on_loading_whole_checkpoints(
+    engine_without_plan: StagedWeightEngine, mirrored: Mirrored
 ) -> None:
     engine = engine_without_plan
+    reasons = []
     for value in (1.0, 2.0, 3.0):
-        update = stage(tmp_path, first=torch.full((4, 4), value), second=torch.zeros(4, 4))
-        assert not engine.begin_comparison(update.path)
-        assert engine.has_compared()
-        engine.receive_weights(update)
-        assert engine.model.values() == [value, 0.0]
-    assert caplog.text.count("no plan of this model") == 1
+        first = torch.full((4, 4), 1.0)
+        first[0, 0] = value
+        reasons.append(str(deliver(engine, mirrored.put(named(first=first, second=torch.zeros(4, 4))))))
+        assert torch.equal(engine.model.first.weight, first)
+    assert "no plan of this model" in reasons[1] and reasons[2] == reasons[1]
 
 
 def test_only_the_very_file_that_was_checked_is_not_hashed_again(
     engine: StagedWeightEngine, tmp_path: Path
 ) -> None:
     first = stage(tmp_path, first=torch.full((4, 4), 1.0), second=torch.full((4, 4), 2.0))
-    first.checked = check_staged(first.path, first.state_hash)
+    first.checked = check_staged(first.path, first.state_hash, is_active=True)
     with pytest.raises(FrameError, match="expected 0"):
-        check_staged(first.path, "0")
+        check_staged(first.path, "0", is_active=True)
     # The wrong hash shows that nobody compared it.
     engine.receive_weights(StagedUpdate(path=first.path, state_hash="0", checked=first.checked))
     assert engine.model.values() == [1.0, 2.0]

@@ -47,11 +47,11 @@ def test_a_bad_additional_config_is_refused(text: str) -> None:
 
 def test_only_rollouts_with_a_relay_get_a_subscriber(tmp_path: Path) -> None:
     settings = Settings.from_environment({"ROSE_RUNTIME_DIR": str(tmp_path)})
-    assert launch.subscriber_process(engine(), settings, None) is None
+    assert launch.subscriber_processes([engine()], settings, None) == []
     relay = {"relay": "embedded://127.0.0.1:1", "staging": str(tmp_path / "staging")}
-    assert launch.subscriber_process(engine(role=Role.SERVING, **relay), settings, None) is None
-    subscriber = launch.subscriber_process(engine(run="r", **relay), settings, None)
-    assert subscriber is not None and subscriber.argv[-2:] == ["--run", "r"]
+    assert launch.subscriber_processes([engine(role=Role.SERVING, **relay)], settings, None) == []
+    (subscriber,) = launch.subscriber_processes([engine(run="r", **relay)], settings, None)
+    assert subscriber.argv[-2:] == ["--run", "r"]
     assert (tmp_path / "staging").is_dir()
 
 
@@ -63,6 +63,22 @@ def test_the_pools_daemon_is_told_the_models_and_the_sizes_that_were_given() -> 
     given = PoolConfig(name="g", num_slabs=8, slab_bytes=4096, headroom_slabs=0)
     argv = launch.pool_process(given, [], None).argv
     assert argv[4:10] == ["--num-slabs", "8", "--slab-bytes", "4096", "--headroom-slabs", "0"]
+
+
+def test_engines_of_a_host_that_follow_the_same_weights_share_a_subscriber(tmp_path: Path) -> None:
+    settings = Settings.from_environment({"ROSE_RUNTIME_DIR": str(tmp_path)})
+    relay = {"relay": "embedded://127.0.0.1:1", "staging": str(tmp_path / "staging")}
+    engines = [
+        engine(port=8001, run="r", **relay),
+        engine(port=8002, run="s", **relay),
+        engine(port=8003, run="r", **relay),
+        engine(port=8004, role=Role.SERVING),
+    ]
+    first, second = launch.subscriber_processes(engines, settings, tmp_path)
+    workers = [word for word in first.argv if word.startswith("http://")]
+    assert workers == ["http://127.0.0.1:8001", "http://127.0.0.1:8003"]
+    assert [word for word in second.argv if word.startswith("http://")] == ["http://127.0.0.1:8002"]
+    assert first.log_path == tmp_path / "subscriber-8001.log"
 
 
 def test_cpus_outside_this_process_are_refused() -> None:

@@ -5,11 +5,14 @@ transactional. Every frame's checksums, base, place and payload are checked befo
 is written is hashed at once: one bucket with a wrong hash undoes all of them. When load_snapshot() or
 apply_delta() raise, version, hash and bits are as before. Frames that are read ahead are written too, so that
 little is left to do when their manifest arrives last; a caller that reads the bits meanwhile first calls
-take_back_ahead(). Pure: no relay, no files, no clock. One thread at a time.
+take_back_ahead(). Where other processes read the bits (MirrorStore), such frames are checked and decoded
+ahead, and written with the rest of their version. Pure: no relay, no files, no clock. One thread at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 from rose.errors import FrameError
 from rose.transfer.format.codec import Patch, decode, dense_bits
@@ -39,20 +42,40 @@ class _Step:
         return self.after - self.before
 
 
+Change = tuple[Bucket, Patch]
+
+
+class MirrorStore(Protocol):
+    """Where a mirror's bits lie, if other processes read them."""
+
+    def make_planes(self, layout: Layout, held: frozenset[int] | None) -> WeightPlanes:
+        """Returns new planes. Raises: OSError when there is no room."""
+
+    def changing(self, planes: WeightPlanes) -> AbstractContextManager[None]:
+        """Keeps readers out while the bits lie between two versions. Raises: FrameError."""
+
+    def arrived(
+        self, planes: WeightPlanes, version: WeightVersion, state_hash: StateHash, changes: Iterable[Change]
+    ) -> None:
+        """Notes that the planes hold a version now. changes: what led to it from the one before, if any."""
+
+
 class WeightMirror:
     """A mirror is empty until its first snapshot.
 
     plans: those of the ranks that this mirror feeds, whose shards alone it then holds; none: everything.
+    store: where the bits are to lie; None: in this process's own memory.
     """
 
-    def __init__(self, plans: Sequence[ShardPlan] = ()) -> None:
+    def __init__(self, plans: Sequence[ShardPlan] = (), store: MirrorStore | None = None) -> None:
         self._plans = tuple(plans)
+        self._store = store
         self.version: WeightVersion | None = None
         self.planes: WeightPlanes | None = None
         self._version_hash: StateHash | None = None
         self._held_hash: StateHash | None = None
         self._ahead: dict[int, _Step] = {}
-        """The steps to the version after this one, by bucket. They are already written."""
+        """The steps to the version after this one, by bucket. Without a store they are already written."""
 
     @property
     def state_hash(self) -> StateHash | None:
@@ -66,7 +89,8 @@ class WeightMirror:
 
     def make_planes(self, layout: Layout) -> WeightPlanes:
         """Returns empty planes for the buckets that this mirror holds."""
-        return WeightPlanes(layout, held_buckets(layout, self._plans) if self._plans else None)
+        held = held_buckets(layout, self._plans) if self._plans else None
+        return WeightPlanes(layout, held) if self._store is None else self._store.make_planes(layout, held)
 
     def load_snapshot(self, manifest: Manifest, layout: Layout, fetch: Fetch) -> None:
         """Replaces everything by a snapshot.
@@ -110,7 +134,8 @@ class WeightMirror:
         return frozenset(self._ahead)
 
     def read_ahead(self, data: bytes) -> None:
-        """Checks and writes a frame of the next version before its manifest is there.
+        """Checks a frame of the next version before its manifest is there, and writes it unless others read
+        the bits.
 
         An aborted attempt may leave frames here that the version does not have in the end; apply_delta()
         learns that from the manifest and undoes them. Raises: FrameError.
@@ -124,7 +149,8 @@ class WeightMirror:
         frame.check_place(layout.buckets[frame.bucket], layout.digest)
         frame.check_version(run_id, number, number + 1)
         step = self._check_step(self.planes, frame, layout.buckets[frame.bucket])
-        _apply_all(self.planes, [step])
+        if self._store is None:
+            _apply_all(self.planes, [step])
         self._ahead[frame.bucket] = step
 
     def take_back_ahead(self) -> None:
@@ -142,31 +168,41 @@ class WeightMirror:
         buckets = _buckets(manifest, planes.layout)
         whole = _require_changes(manifest, before)
         self._take_back_others(manifest)
-        _apply_all(
-            planes,
-            [
-                self._fetch_step(planes, manifest, entry, bucket, fetch)
-                for entry, bucket in zip(manifest.buckets, buckets, strict=True)
-                if bucket.index in planes.held and bucket.index not in self._ahead
-            ],
-        )
-        self._arrive(manifest, planes, whole)
+        steps = [
+            self._fetch_step(planes, manifest, entry, bucket, fetch)
+            for entry, bucket in zip(manifest.buckets, buckets, strict=True)
+            if bucket.index in planes.held and bucket.index not in self._ahead
+        ]
+        if self._store is None:
+            _apply_all(planes, steps)
+            self._arrive(manifest, planes, whole)
+            return
+        steps = sorted([*self._ahead.values(), *steps], key=lambda step: step.bucket.index)
+        self._ahead.clear()  # a patch is applied once
+        with self._store.changing(planes):
+            _apply_all(planes, steps)
+            self._arrive(manifest, planes, whole, [(step.bucket, step.patch) for step in steps])
 
     def check_integrity(self) -> None:
         """Raises: AssertionError when the bits don't have the hash that is kept for them."""
         assert (self.planes is None) == (self.version is None) == (self._version_hash is None)
         if self.planes is not None:
             self.planes.check_integrity()
-            ahead = sum((step.change for step in self._ahead.values()), StateHash())
+            written = self._ahead.values() if self._store is None else ()
+            ahead = sum((step.change for step in written), StateHash())
             assert self.planes.state_hash - ahead == self._held_hash
             is_whole = len(self.planes.held) == len(self.planes.layout.buckets)
             assert not is_whole or self._held_hash == self._version_hash
 
-    def _arrive(self, manifest: Manifest, planes: WeightPlanes, whole: StateHash) -> None:
+    def _arrive(
+        self, manifest: Manifest, planes: WeightPlanes, whole: StateHash, changes: Sequence[Change] = ()
+    ) -> None:
         self._ahead.clear()
         self.planes = planes
         self._version_hash, self._held_hash = whole, planes.state_hash
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
+        if self._store is not None:
+            self._store.arrived(planes, self.version, self._held_hash, changes)
 
     def _require_base(self, manifest: Manifest) -> tuple[WeightPlanes, StateHash]:
         have = (self.version.run_id, self.version.number) if self.version is not None else None
@@ -188,7 +224,8 @@ class WeightMirror:
     def _take_back(self, bucket: int) -> None:
         assert self.planes is not None
         step = self._ahead.pop(bucket)
-        self.planes.revert(step.bucket, step.patch, step.before)
+        if self._store is None:
+            self.planes.revert(step.bucket, step.patch, step.before)
 
     def _fetch_step(
         self, planes: WeightPlanes, manifest: Manifest, entry: BucketEntry, bucket: Bucket, fetch: Fetch

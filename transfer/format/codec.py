@@ -73,6 +73,18 @@ class Patch(Protocol):
     def revert(self, base: Bits) -> None:
         """Undoes apply_to()."""
 
+    def elements(self, new: Bits) -> "Elements":
+        """Returns what changed. new: the bits after apply_to()."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Changed elements of one vector: their places in it, in rising order, their old and their new bits."""
+
+    places: NDArray[np.int32]
+    old: Bits
+    new: Bits
+
 
 class SparsePatch:
     """A wrap difference in memory: 2 bytes and one element for each change."""
@@ -89,6 +101,13 @@ class SparsePatch:
 
     def revert(self, base: Bits) -> None:
         self.delta.revert(base, 0)
+
+    def elements(self, new: Bits) -> Elements:
+        data, count = self.delta.coo(), self.num_changed
+        places: NDArray[np.int32] = np.frombuffer(data, np.int32, count)
+        changed = new[places]
+        old = changed - np.frombuffer(data, new.dtype, count, offset=places.nbytes)
+        return Elements(places=places, old=old, new=changed)
 
     def pack(self, codec: Codec, old: Bits, dtype: str) -> bytes:
         """Returns the payload of a sparse codec. old: the bits that this patch is for; only EXPONENT reads
@@ -120,6 +139,11 @@ class DensePatch:
     def revert(self, base: Bits) -> None:
         assert self._old is not None, "revert before apply_to"
         base[:] = self._old
+
+    def elements(self, new: Bits) -> Elements:
+        assert self._old is not None, "elements before apply_to"
+        places = np.flatnonzero(self._old != new)
+        return Elements(places=places.astype(np.int32), old=self._old[places], new=new[places])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

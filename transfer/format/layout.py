@@ -209,6 +209,14 @@ class Layout:
             members = list(parts)
             yield members[0].offset, members[-1].offset + members[-1].num_elements
 
+    @cached_property
+    def parts_by_tensor(self) -> dict[str, list[Part]]:
+        """The parts of each tensor, in the order of their planes."""
+        parts: dict[str, list[Part]] = {}
+        for part in self.parts:
+            parts.setdefault(part.tensor.name, []).append(part)
+        return parts
+
     def pieces(self, bucket: Bucket) -> Iterator[Piece]:
         """Yields the parts of tensors that fill a bucket, in order and without gaps."""
         parts = self._parts_by_dtype[bucket.dtype]

@@ -32,11 +32,13 @@ class WeightPlanes:
     Memory that is never written is never allocated.
     """
 
-    def __init__(self, layout: Layout, held: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, layout: Layout, held: frozenset[int] | None = None, planes: dict[str, Bits] | None = None
+    ) -> None:
         self.layout = layout
         self.held = held if held is not None else frozenset(range(len(layout.buckets)))
         """The indices of the buckets that are kept up to date."""
-        self.planes: dict[str, Bits] = {
+        self.planes: dict[str, Bits] = planes if planes is not None else {
             dtype: np.zeros(count, bits_dtype(dtype)) for dtype, count in layout.plane_elements.items()
         }
         self._bucket_hashes = [StateHash()] * len(layout.buckets)
@@ -64,9 +66,13 @@ class WeightPlanes:
         bits.
         """
         for part in self.held_parts():
-            target = part.of(tensors[part.tensor.name])
-            source = self.planes[part.tensor.dtype][part.offset : part.offset + part.num_elements]
-            target[...] = source.reshape(target.shape)
+            self.read_part_into(part, tensors[part.tensor.name])
+
+    def read_part_into(self, part: Part, tensor: Any) -> None:
+        """Copies a part into its place in an array that has its tensor's shape and raw bits."""
+        target = part.of(tensor)
+        source = self.planes[part.tensor.dtype][part.offset : part.offset + part.num_elements]
+        target[...] = source.reshape(target.shape)
 
     def fill(self, bucket: Bucket, bits: Bits) -> None:
         """Replaces a whole bucket."""

@@ -59,14 +59,20 @@ class RoseWorker(Worker):
         self._rose.apply(scheduler_output)
         return super().execute_model(scheduler_output)
 
-    def begin_weight_comparison(self, path: str) -> bool:
-        """Calls StagedWeightEngine.begin_comparison(), for vLLM's collective_rpc."""
+    def begin_weight_changes(self, paths: list[str], state_hash: str) -> str | None:
+        """Calls StagedWeightEngine.begin_changes(), for vLLM's collective_rpc."""
         with set_current_vllm_config(self.vllm_config):
-            return self._staged_weights().begin_comparison(path)
+            return self._staged_weights().begin_changes(paths, state_hash)
 
-    def has_compared_weights(self) -> bool:
-        """Calls StagedWeightEngine.has_compared(), for vLLM's collective_rpc."""
-        return self._staged_weights().has_compared()
+    def weight_changes_result(self) -> tuple[bool, str | None]:
+        """Calls StagedWeightEngine.changes_result(), for vLLM's collective_rpc."""
+        return self._staged_weights().changes_result()
+
+    def loaded_weights(self) -> tuple[str | None, str | None]:
+        """Returns the version that was loaded whole last, and why a prepared update was; for collective_rpc.
+        """
+        weights = self._staged_weights()
+        return weights.version, weights.why_whole
 
     def _staged_weights(self) -> StagedWeightEngine:
         assert isinstance(self.weight_transfer_engine, StagedWeightEngine)

@@ -7,6 +7,7 @@ never waits for the engine, and that weight updates, activation and profiling ne
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import astuple
 
 from prometheus_client import REGISTRY
@@ -34,9 +35,11 @@ from rose.memory.pool.pool import PoolClient, describe_pool
 from rose.messages import ActivationChange, GateStatus, Profile, WeightUpdate, WeightUpdated, WorkerStatus
 from rose.types import GateMode, Role
 
+logger = logging.getLogger(__name__)
+
 GATE_MODES = list(GateMode)
-COMPARE_POLL_S = 0.02
-"""Pause between two questions whether the ranks have compared. Each goes through the engine's loop."""
+CHANGES_POLL_S = 0.02
+"""Pause between two questions whether the ranks are prepared. Each goes through the engine's loop."""
 
 
 class EngineControl:
@@ -49,6 +52,9 @@ class EngineControl:
         self._model = model
         self._weight_version: str | None = None
         self._is_updating = False
+        self._weights_in_place = 0
+        self._weights_whole = 0
+        self._whole_because: str | None = None
         self.followers = Followers()
         self._exclusive = asyncio.Lock()
         """Held during a weight update, an activation, a deactivation and a profiling run."""
@@ -115,6 +121,9 @@ class EngineControl:
                 declined_steps=get(Field.DECLINED_STEPS),
             ),
             harm=self._harm.status() if self._harm is not None else None,
+            weights_in_place=self._weights_in_place,
+            weights_whole=self._weights_whole,
+            whole_because=self._whole_because,
             stalled_requests=get(Field.STALLED_REQUESTS),
             reclaimed_requests=get(Field.RECLAIMED_REQUESTS),
             leases_expired=get(Field.LEASES_EXPIRED),
@@ -145,37 +154,65 @@ class EngineControl:
         self._page.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))
 
     async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
-        """Loads a staged checkpoint between two steps, and drops the KV of the old weights.
+        """Brings the weights to a version between two steps, and drops the KV of the old ones.
 
-        The file is checked and compared with the one in use while the engine still runs. The engine pauses
-        only to write what changed or to load the file (weights.py). Requests in flight keep their tokens, and
-        their KV is computed again under the new weights. If loading fails, the old version stays in use. An
-        inactive engine keeps the checkpoint and loads it when it is activated.
+        What changes is prepared and checked while the engine still runs, and so is a checkpoint that has to
+        be loaded whole; the log and the status say why. The engine pauses only to write or to load
+        (weights.py). Requests in flight keep their tokens, and their KV is computed again under the new
+        weights. If that fails, the old version stays in use. An inactive engine loads the newest version when
+        it is activated.
         """
         async with self._exclusive:
-            is_compared = self._activation.is_active and await self._begin_comparison(update.path)
-            checked = await asyncio.to_thread(check_staged, update.path, update.state_hash)
-            while is_compared and not all(await self._client.collective_rpc("has_compared_weights")):
-                await asyncio.sleep(COMPARE_POLL_S)
-            if not self._activation.is_active:
-                await self._update_weights(update, checked)
-                self._weight_version = update.version
+            is_active = self._activation.is_active
+            reason = await self._prepare(update) if is_active else "the engine is inactive"
+            info: dict[str, object] = {"path": update.path, "state_hash": update.state_hash}
+            if reason is None:
+                info["is_prepared"] = True
             else:
-                await self._update_between_steps(update, checked)
+                info["checked"] = await asyncio.to_thread(
+                    check_staged, update.path, update.state_hash, is_active=is_active
+                )
+            if is_active:
+                await self._update_between_steps(update, info)
+                await self._count_update(update, reason)
+            else:
+                await self._update_weights(update, info)
+                self._weight_version = update.version
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
 
-    async def _begin_comparison(self, path: str) -> bool:
-        """Returns whether all ranks compare the file with the one in use."""
-        return all(await self._client.collective_rpc("begin_weight_comparison", args=(path,)))
+    async def _prepare(self, update: WeightUpdate) -> str | None:
+        """Has all ranks prepare the changes; returns why the checkpoint has to be loaded whole, or None."""
+        if update.whole_because is not None or not update.changes:
+            return update.whole_because if update.whole_because is not None else "no changes were given"
+        problems = await self._client.collective_rpc(
+            "begin_weight_changes", args=(update.changes, update.state_hash)
+        )
+        while not any(problem is not None for problem in problems):
+            results = await self._client.collective_rpc("weight_changes_result")
+            problems = [problem for _, problem in results]
+            if all(is_done for is_done, _ in results):
+                break
+            await asyncio.sleep(CHANGES_POLL_S)
+        return next((problem for problem in problems if problem is not None), None)
 
-    async def _update_between_steps(self, update: WeightUpdate, checked: str) -> None:
+    async def _count_update(self, update: WeightUpdate, reason: str | None) -> None:
+        if reason is None:
+            ranks = await self._client.collective_rpc("loaded_weights")
+            reason = next((why for _, why in ranks if why is not None), None)
+        if reason is None:
+            self._weights_in_place += 1
+            return
+        self._weights_whole, self._whole_because = self._weights_whole + 1, reason
+        logger.info("weights loaded whole: version=%s because=%s", update.version, reason)
+
+    async def _update_between_steps(self, update: WeightUpdate, info: dict[str, object]) -> None:
         # The status tells of the update before a step is held back, so that no router sees a stall.
         self._is_updating = True
         try:
             await self._client.pause_generation(mode="keep", clear_cache=False)
             try:
                 send_held_back(self._client.output_processor)
-                await self._update_weights(update, checked)
+                await self._update_weights(update, info)
                 await self._client.reset_prefix_cache(reset_running_requests=True)
                 self._weight_version = update.version
                 await self.followers.until_told(update.version)
@@ -184,17 +221,21 @@ class EngineControl:
         finally:
             self._is_updating = False
 
-    async def _update_weights(self, update: WeightUpdate, checked: str) -> None:
-        info = {"path": update.path, "state_hash": update.state_hash, "checked": checked}
+    async def _update_weights(self, update: WeightUpdate, info: dict[str, object]) -> None:
         # If update_weights fails, vLLM closes the session itself.
         await self._client.start_weight_update()
         await self._client.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._client.finish_weight_update(update.version)
 
     async def activate(self) -> ActivationChange:
-        """Restores the weights of the last update. Returns when turns may come."""
+        """Restores the newest weights. Returns when turns may come."""
         async with self._exclusive:
-            return await self._activation.activate()
+            change = await self._activation.activate()
+            if change.took_s > 0:
+                # The mirror may have moved on since the last update that the engine was told of.
+                loaded, _ = (await self._client.collective_rpc("loaded_weights"))[0]
+                self._weight_version = loaded if loaded is not None else self._weight_version
+            return change
 
     async def deactivate(self) -> ActivationChange:
         """Ends all requests with ``rose_deactivated``, then frees KV and weights."""

@@ -50,6 +50,8 @@ def _engine_metrics(status: WorkerStatus, labels: tuple[str, str]) -> Iterator[M
         ),
         "rose_stalled_requests": ("Rollout requests ended by a stall", status.stalled_requests),
         "rose_emergency_cuts": ("Emergency cuts of the rollout budget", status.cuts),
+        "rose_weights_in_place": ("Weight updates written in place", status.weights_in_place),
+        "rose_weights_whole": ("Weight updates loaded as whole checkpoints", status.weights_whole),
         "rose_busy_seconds": ("Time in engine steps", status.busy_s),
     }
     gauges = {

@@ -6,9 +6,9 @@ hold a packed copy. A storage that several of them share counts once. Never chan
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from rose.engine.weights.packed import packed_copy
 
 
 def device_bytes(model: torch.nn.Module) -> int:
@@ -23,18 +23,13 @@ def device_bytes(model: torch.nn.Module) -> int:
     held = {storage._cdata: storage for storage in storages(model)}
     in_library_bytes = 0
     for module in model.modules():
-        kept = _closed_over(getattr(module, "cpu_linear", None))
+        kept = packed_copy(module)
         tensors = [each for each in kept if isinstance(each, torch.Tensor)]
         held |= {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
         if kept and not tensors:  # a handle of oneDNN, which does not tell the size of its copy
             parameters, _ = get_layerwise_info(module).restore_metadata
             in_library_bytes += parameters["weight"].nbytes
     return in_library_bytes + sum(storage.nbytes() for storage in held.values())
-
-
-def _closed_over(function: Any) -> list[Any]:
-    """Returns what a layer's ``cpu_linear`` keeps: vLLM stores packed weights nowhere else."""
-    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def storages(model: torch.nn.Module) -> list[torch.UntypedStorage]:

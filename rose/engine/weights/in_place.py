@@ -1,115 +1,178 @@
-"""Live weights updated in place: only what changed between two staged checkpoints is written.
+"""Live weights updated in place: only what the changes files of an update name is written.
 
-Owns which models allow this, the comparison of two staged files, and writing the changes into the parameters,
-by the device's codec or the processor's (device_delta.py). The difference of an element's old and new bits is
-added to it, and the hash of all additions tells whether the elements held their old bits; if one did not,
-FrameError is raised and the caller loads the whole file. The comparison touches no weight, so it runs in a
-thread beside the engine's steps. Not run on a GPU yet. Never guesses where a tensor goes: that is recorded
-from the model's own loader.
+Owns which models allow this, finding the changed elements in one rank's parameters, and writing them. All
+checks come before the first write and beside the engine's steps: the checksum of each changed bucket, and
+that the parameters hold the old bits. Where vLLM's CPU backend computes with a packed copy of a parameter,
+the changed ones are packed anew from the mirror (packed.py). Never guesses where a tensor goes: that is
+recorded from the model's own loader.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from rose import _delta
+from rose.engine.weights.packed import PackedLayer, packed_layers
 from rose.errors import FrameError
-from rose.transfer.format.checkpoint import read_checkpoint
-from rose.transfer.format.codec import Bits
-from rose.transfer.format.device_delta import TensorDeltas, tensor_deltas
-from rose.transfer.format.layout import TensorSpec
-from rose.transfer.format.planes import bits_dtype
-from rose.transfer.format.shard_plan import ShardPlan, StridedView
-from rose.transfer.format.state_hash import StateHash
+from rose.transfer.format.changes import Changes
+from rose.transfer.format.element_routes import ElementRoutes, ParameterChange
+from rose.transfer.format.layout import Layout
+from rose.transfer.format.shard_plan import ShardPlan
+from rose.transfer.format.shared_planes import PlanesFile
 
 logger = logging.getLogger(__name__)
 
-MOST_CHANGED = 0.1
-"""The share of changed elements above which loading the whole file is about as fast and needs no extra
-memory.
-"""
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
-Checkpoint = Mapping[str, tuple[TensorSpec, Any]]
-"""Specs and raw bytes by name, as rose.transfer.format.checkpoint reads them."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Write:
+    """The elements of one parameter, as its device holds them."""
+
+    target: torch.Tensor
+    index: torch.Tensor
+    new: torch.Tensor
+
+
+class PreparedChanges:
+    """Changes that were checked against the live parameters, ready to be written."""
+
+    def __init__(self, writes: list[_Write], layers: list[PackedLayer], num_changed: int) -> None:
+        self._writes = writes
+        self._layers = layers
+        self.num_changed = num_changed
+        self.num_packed = len(layers)
+
+    def write(self, planes: PlanesFile, plan: ShardPlan) -> None:
+        """Writes all of them. planes: the mirror at the version that the changes lead to, under its lock."""
+        for write in self._writes:
+            write.target[write.index] = write.new
+        for layer in self._layers:
+            layer.pack(planes, plan)
 
 
 class InPlaceWriter:
-    """One rank's writer, for one model, whose weights are a staged checkpoint's when a comparison begins.
+    """One rank's writer, for one model."""
 
-    library: the device's kernels.
-    """
-
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, library: Path) -> None:
+    def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
         self._model = model
         self._vllm_config = vllm_config
-        self._deltas: TensorDeltas | None = None
-        self._plan: ShardPlan | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-compare")
-        self._comparison: tuple[str, Future[Changes]] | None = None
-        problem = why_not_in_place(model, vllm_config.model_config.quantization)
-        if problem is None:
-            self._deltas = tensor_deltas(next(model.parameters()).device, library)
-            problem = "no kernels for this device" if self._deltas is None else None
-        if problem is not None:
-            logger.info("weight updates load whole files: %s", problem)
+        self.plan: ShardPlan | None = None
+        self._routes: ElementRoutes | None = None
+        self._layout: str | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-changes")
+        self._coming: Future[PreparedChanges] | None = None
+        self.problem = why_not_in_place(model, vllm_config.model_config.quantization)
 
-    def begin(self, old: Path, new: Path, identity: str) -> bool:
-        """Begins to compare beside the steps; returns False when the new file has to be loaded whole.
+    def begin(self, layout: Layout, paths: Sequence[str], base_hash: str, state_hash: str) -> None:
+        """Begins to prepare beside the steps what leads from one state of the weights to the other.
 
-        identity: the new file's, by which take() recognises it. Raises: OSError, FrameError, ValueError.
+        Raises: FrameError, OSError where the checkpoint has to be loaded whole.
         """
-        self._comparison = None
-        if self._deltas is None:
-            return False
-        before, after = read_checkpoint(old), read_checkpoint(new)
-        if self._plan is None:
-            self._plan = self._record_plan([spec for spec, _ in before.values()])
-        if self._plan is None:
-            return False
-        self._comparison = identity, self._thread.submit(compare, before, after, self._plan)
-        return True
+        self._coming = None
+        if self.problem is not None:
+            raise FrameError(self.problem)
+        files = [Changes(Path(path)) for path in paths]
+        hashes = [base_hash, *(file.head.state_hash for file in files)]
+        if [file.head.base_hash for file in files] != hashes[:-1] or hashes[-1] != state_hash:
+            raise FrameError("the changes don't lead from the weights in use to the new ones")
+        if self._layout != layout.digest:
+            self.plan = self._record_plan(layout)
+            self._routes, self._layout = ElementRoutes(layout, self.plan), layout.digest
+        self._coming = self._thread.submit(self._prepare, layout, files)
 
-    def _record_plan(self, specs: list[TensorSpec]) -> ShardPlan | None:
+    def _record_plan(self, layout: Layout) -> ShardPlan:
         from rose.engine.weights.shard_recorder import record_shard_plan
 
         try:
-            return record_shard_plan(self._vllm_config, specs)
-        except Exception as error:  # a loader may fail in any way, and loading whole files still works
-            logger.warning("weight updates load whole files: no plan of this model: %r", error)
-            self._deltas = None
-            return None
+            return record_shard_plan(self._vllm_config, layout.tensors)
+        except Exception as error:  # a loader may fail in any way, and loading whole checkpoints still works
+            self.problem = f"no plan of this model: {error!r}"
+            raise FrameError(self.problem) from error
 
-    def is_done(self) -> bool:
-        """Whether take() returns at once."""
-        return self._comparison is None or self._comparison[1].done()
+    def result(self) -> tuple[bool, str | None]:
+        """Returns whether the preparation has ended, and why the checkpoint has to be loaded whole."""
+        if self._coming is None:
+            return True, "nothing was prepared"
+        if not self._coming.done():
+            return False, None
+        error = self._coming.exception()
+        return True, str(error) if error is not None else None
 
-    def take(self, identity: str) -> Changes | None:
-        """Returns what changes towards that file; None when it has to be loaded whole."""
-        comparison, self._comparison = self._comparison, None
-        if comparison is None or comparison[0] != identity:
-            return None
-        try:
-            return comparison[1].result()
-        except Exception as error:  # whatever failed, the other ranks wait for this rank's verdict
-            logger.info("weights are loaded whole: %s", error)
-            return None
-
-    def write(self, changes: Changes) -> None:
-        """Writes the changes. Raises: what Changes.write() raises."""
-        assert self._deltas is not None, "take() gives nothing without a codec"
-        changes.write(self._model, self._deltas)
+    def take(self) -> PreparedChanges | None:
+        """Returns what was prepared, once; None where there is nothing."""
+        coming, self._coming = self._coming, None
+        is_good = coming is not None and coming.done() and coming.exception() is None
+        return coming.result() if coming is not None and is_good else None
 
     def close(self) -> None:
-        """Returns when no comparison is running any more."""
+        """Returns when nothing is being prepared any more."""
         self._thread.shutdown()
+
+    def _prepare(self, layout: Layout, files: Sequence[Changes]) -> PreparedChanges:
+        """Raises: FrameError when the parameters don't hold the old bits."""
+        assert self._routes is not None
+        found: dict[str, list[ParameterChange]] = {}
+        for file in files:
+            for bucket, elements in file.buckets(layout):
+                for change in self._routes.changes(bucket, elements):
+                    found.setdefault(change.parameter, []).append(change)
+        parameters = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
+        packed = packed_layers(self._model)
+        writes, layers = [], []
+        for name, changes in found.items():
+            if name not in parameters:
+                raise FrameError(f"the model has no parameter {name}")
+            layers += [layer for layer in packed if layer.computes_with(name, parameters[name])]
+            if parameters[name].numel() > 0:
+                writes.append(_checked(name, parameters[name].detach(), _joined(changes)))
+            elif not layers or layers[-1].parameter != name:
+                raise FrameError(f"{name} is empty, and nothing computes with a packed copy of it")
+        num_changed = sum(change.index.size for changes in found.values() for change in changes)
+        return PreparedChanges(writes, layers, num_changed)
+
+
+def _joined(changes: Sequence[ParameterChange]) -> ParameterChange:
+    """Joins changes of one parameter; an element that changes twice keeps its first old and last new bits.
+
+    Raises: FrameError where one change does not begin with what the one before it left.
+    """
+    index = np.concatenate([change.index for change in changes])
+    old = np.concatenate([change.old for change in changes])
+    new = np.concatenate([change.new for change in changes])
+    if np.any(index[1:] <= index[:-1]):
+        order = np.argsort(index, kind="stable")
+        index, old, new = index[order], old[order], new[order]
+        follows = index[1:] == index[:-1]
+        if np.any(old[1:][follows] != new[:-1][follows]):
+            raise FrameError(f"changes of {changes[0].parameter} don't follow each other")
+        is_first, is_last = np.append(True, ~follows), np.append(~follows, True)
+        index, old, new = index[is_first], old[is_first], new[is_last]
+    return ParameterChange(parameter=changes[0].parameter, index=index, old=old, new=new)
+
+
+def _checked(name: str, parameter: torch.Tensor, change: ParameterChange) -> _Write:
+    """Raises: FrameError unless the parameter holds the change's old bits."""
+    width = change.old.itemsize
+    if not parameter.is_contiguous() or parameter.element_size() != width:
+        raise FrameError(f"{name} is not the parameter of the plan")
+    if parameter.numel() <= change.index[-1]:
+        raise FrameError(f"{name} has {parameter.numel()} elements, element {change.index[-1]} changes")
+    target = parameter.view(-1).view(_VIEWS[width])
+    index = torch.from_numpy(change.index).to(target.device)
+    old, new = (
+        torch.from_numpy(bits).view(_VIEWS[width]).to(target.device) for bits in (change.old, change.new)
+    )
+    if not torch.equal(target[index], old):
+        raise FrameError(f"{name} does not hold the weights of the last update")
+    return _Write(target=target, index=index, new=new)
 
 
 def why_not_in_place(model: torch.nn.Module, quantization: str | None) -> str | None:
@@ -125,8 +188,6 @@ def why_not_in_place(model: torch.nn.Module, quantization: str | None) -> str | 
     for name, module in model.named_modules():
         if isinstance(module, MLAAttention):
             return f"{name} keeps products of its weights"
-        if getattr(module, "cpu_linear", None) not in (None, torch.nn.functional.linear):
-            return f"{name} computes with a packed copy"
         if any(True for _ in module.parameters(recurse=False)) and not _computes_with_parameters(module):
             return f"{name} is a {type(module).__name__}"
     return None
@@ -146,93 +207,3 @@ def _computes_with_parameters(module: torch.nn.Module) -> bool:
         return type(module.quant_method) is UnquantizedEmbeddingMethod
     kinds = (RMSNorm, GemmaRMSNorm, torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
     return isinstance(module, kinds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
-    """What changes in consecutive elements of one parameter."""
-
-    parameter: str
-    begin: int
-    size: int
-    delta: _delta.Delta
-    hash_change: StateHash
-
-
-class Changes:
-    """The changes from one staged checkpoint to another, in what one rank holds."""
-
-    def __init__(self, changes: list[_Change]) -> None:
-        self._changes = changes
-
-    @property
-    def num_changed(self) -> int:
-        return sum(change.delta.num_changed for change in self._changes)
-
-    def write(self, model: torch.nn.Module, deltas: TensorDeltas) -> None:
-        """Writes the changes into the model's parameters.
-
-        Raises: FrameError when a parameter is not what the plan says or did not hold the old bits. Some
-        parameters are new by then, so the whole file has to be loaded.
-        """
-        parameters = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        for change in self._changes:
-            if change.parameter not in parameters:
-                raise FrameError(f"the model has no parameter {change.parameter}")
-            parameter = parameters[change.parameter].detach()
-            if not parameter.is_contiguous() or parameter.numel() < change.begin + change.size:
-                raise FrameError(f"{change.parameter} is not the parameter of the plan")
-            flat = parameter.view(-1)[change.begin : change.begin + change.size]
-            if flat.element_size() != change.delta.width:
-                raise FrameError(f"{change.parameter} has elements of {flat.element_size()} bytes")
-            found = StateHash(*deltas.apply(change.delta, flat.view(_VIEWS[change.delta.width]), 0))
-            if found != change.hash_change:
-                raise FrameError(f"{change.parameter} did not hold the weights of the last update")
-
-
-def compare(old: Checkpoint, new: Checkpoint, plan: ShardPlan) -> Changes:
-    """Returns the changes. Raises: FrameError when the checkpoints can't be compared, or differ in too
-    much.
-    """
-    if plan.whole:
-        raise FrameError(f"only the loader can load {', '.join(plan.whole)}")
-    changes = Changes(list(_compare(old, new, plan)))
-    held = plan.held_elements()
-    if changes.num_changed > MOST_CHANGED * held:
-        raise FrameError(f"{changes.num_changed} of {held} elements change")
-    return changes
-
-
-def _compare(old: Checkpoint, new: Checkpoint, plan: ShardPlan) -> Iterator[_Change]:
-    for copy in plan.copies:
-        name = copy.source.name
-        if name not in old or name not in new or old[name][0] != new[name][0]:
-            raise FrameError(f"tensor {name} is not the same in both checkpoints")
-        if not _is_contiguous(copy.target):
-            raise FrameError(f"tensor {name} is scattered over {copy.target.name}")
-        before, after = (_elements(checkpoint[name], copy.source) for checkpoint in (old, new))
-        delta, lanes = _delta.Delta.between(before, [after], 0)
-        if delta.num_changed > 0:
-            yield _Change(
-                parameter=copy.target.name,
-                begin=copy.target.offset,
-                size=copy.target.num_elements,
-                delta=delta,
-                hash_change=StateHash(*lanes),
-            )
-
-
-def _elements(tensor: tuple[TensorSpec, Any], source: StridedView) -> Bits:
-    """Returns the view's elements in its order; in place where they are contiguous."""
-    spec, raw = tensor
-    elements: Bits = source.of(raw.view(bits_dtype(spec.dtype))).reshape(-1)
-    return elements
-
-
-def _is_contiguous(view: StridedView) -> bool:
-    step = 1
-    for size, stride in zip(reversed(view.shape), reversed(view.stride), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True

@@ -1,60 +1,58 @@
-"""vLLM's weight-transfer backend ``rose``: loads a checkpoint that the subscriber staged in shared memory.
+"""vLLM's weight-transfer backend ``rose``: brings an engine's live weights to a version of the mirror.
 
-Owns the step from a staged file to live weights, whole or in place (in_place.py), and where the weights come
-from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process. The
-file's content is checked against the expected state hash *before* the first parameter changes, so a bad file
-leaves the old weights in use; check_staged() does that in the API server, ahead of the engine's pause.
+Owns the step from a host's files to live weights, in place (in_place.py) or whole, and where the weights come
+from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process. All
+checks come *before* the first parameter changes, so bad input leaves the old weights in use; most of them run
+ahead of the engine's pause.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from rose.config import Settings
-from rose.engine.weights.in_place import InPlaceWriter
+from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges
+from rose.engine.weights.staged_file import StagedFile
 from rose.errors import FrameError
-from rose.transfer.format.checkpoint import checkpoint_state_hash
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class StagedInit(WeightTransferInitInfo):
-    """Empty, because nothing has to be set up: weights arrive in a file."""
+    """Empty, because nothing has to be set up: weights arrive in files."""
 
 
 @dataclass
 class StagedUpdate(WeightTransferUpdateInfo):
-    """The path of the staged checkpoint (a .safetensors file) and the state hash that it must have.
+    """The path of the checkpoint (a .safetensors file) and the state hash that it must have.
 
     checked: what check_staged() returned. A rank that finds the same file does not hash it again.
+    is_prepared: whether all ranks have prepared the changes that lead to it.
     """
 
     path: str
     state_hash: str
     checked: str | None = None
+    is_prepared: bool = False
 
 
 class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
-    """Applies one staged checkpoint per update.
+    """Brings one rank to one version per update.
 
-    Writes in place what changed since the last update where the model computes with its parameters; otherwise
-    loads all of it through vLLM's layerwise reload. The CPU backend replaces linear weights by prepacked
-    copies: writing to its parameters would report success and change nothing.
+    Writes in place what changed where that was prepared; otherwise loads all of the checkpoint through vLLM's
+    layerwise reload.
     """
 
     init_info_cls = StagedInit
@@ -64,7 +62,13 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         super().__init__(*args, **kwargs)
         self.is_resident = True
         """Whether the device holds the weights now; sleep.py sets it."""
-        self._staged: _StagedFile | None = None
+        self.version: str | None = None
+        """The version that was loaded whole last, where its file tells it."""
+        self.why_whole: str | None = None
+        """Why the last prepared update was loaded whole all the same."""
+        self._staged: StagedFile | None = None
+        self._state_hash: str | None = None
+        """Of the weights in use, since the first update."""
         self._in_place: InPlaceWriter | None = None
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
@@ -73,75 +77,113 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
     def start_weight_update(self) -> None:
         """Does nothing: :meth:`receive_weights` starts the reload once the file is known to be good."""
 
-    def begin_comparison(self, path: str) -> bool:
-        """Begins to find out, beside the engine's steps, what the staged checkpoint changes.
+    def begin_changes(self, paths: list[str], state_hash: str) -> str | None:
+        """Begins to prepare, beside the engine's steps, the changes to the weights of that state hash.
 
-        Returns False when this rank can't compare it, so that it has to be loaded whole.
+        Returns why this rank has to load the checkpoint whole, or None.
         """
-        if self._staged is None or not self.is_resident:
-            return False
+        staged = self._staged
+        if not self.is_resident:
+            return "the weights are not on the device"
+        if staged is None or staged.planes is None or self._state_hash is None:
+            return "the weights in use do not come from the mirror"
         if self._in_place is None:
-            library = Settings.from_environment().delta_library
-            self._in_place = InPlaceWriter(self.model, self.vllm_config, library)
+            self._in_place = InPlaceWriter(self.model, self.vllm_config)
         try:
-            coming = _StagedFile(path)
-            try:
-                return self._in_place.begin(self._staged.path, coming.path, coming.identity)
-            finally:
-                coming.close()
-        except (OSError, FrameError, ValueError) as error:
-            logger.warning("can't compare %s with the weights in use: %s", path, error)
-            return False
+            self._in_place.begin(staged.planes.layout, paths, self._state_hash, state_hash)
+        except (OSError, FrameError) as error:
+            return str(error)
+        return None
 
-    def has_compared(self) -> bool:
-        """Whether receive_weights() would not have to wait for a comparison."""
-        return self._in_place is None or self._in_place.is_done()
+    def changes_result(self) -> tuple[bool, str | None]:
+        """Returns whether the preparation has ended, and why the checkpoint has to be loaded whole."""
+        return self._in_place.result() if self._in_place is not None else (True, "nothing was prepared")
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        """Checks, then loads, every tensor of the staged checkpoint; an inactive engine loads it later.
+        """Brings the live weights to the update; an inactive engine loads it later.
 
         Raises: FrameError when some rank found another state hash than the announced one, with nothing
         changed; whatever loading raises, for example for a good file of another model, with the old weights
         loaded again.
         """
-        staged = _checked_by_all_ranks(update_info)
+        self.why_whole = None
+        if update_info.is_prepared and self._write_in_place(update_info.state_hash):
+            self._state_hash = update_info.state_hash
+            return
+        staged = self._checked_by_all_ranks(update_info)
         try:
-            if self.is_resident and not self._write_in_place(staged):
-                _on_all_ranks(lambda: self._load(staged.tensors()))
-        except Exception:
+            with ExitStack() as reading:
+                _on_all_ranks(lambda: reading.enter_context(staged.reading(update_info.state_hash)))
+                if self.is_resident:
+                    self._load_instead(staged)
+        except BaseException:
             staged.close()
-            self.load()  # the layers before the one that failed already have new weights
             raise
         self._forget_staged()
-        self._staged = staged
+        self._staged, self._state_hash = staged, update_info.state_hash
 
-    def _write_in_place(self, staged: _StagedFile) -> bool:
-        """Writes the changes towards the file, on all ranks or on none.
+    def _write_in_place(self, state_hash: str) -> bool:
+        """Writes the prepared changes, on all ranks or on none.
 
-        Returns False when the file is to be loaded whole, which also replaces what a rank has written by
-        then.
+        Returns False when the checkpoint is to be loaded whole, which also replaces what a rank has written
+        by then.
         """
-        changes = self._in_place.take(staged.identity) if self._in_place is not None else None
-        if any(_gather(None if changes is not None else "has no changes")):
+        prepared = self._in_place.take() if self._in_place is not None else None
+        if any(_gather(None if prepared is not None else "has no changes")):
+            self.why_whole = "some rank has no changes"
             return False
-        assert self._in_place is not None and changes is not None
+        assert prepared is not None
         try:
-            _on_all_ranks(partial(self._in_place.write, changes))
+            self._write(prepared, state_hash)
         except Exception as error:  # some rank failed, so this is raised on all ranks
-            logger.warning("weights are loaded whole, they can't be changed in place: %s", error)
+            self.why_whole = str(error)
             return False
-        logger.info("weights changed in place elements=%d", changes.num_changed)
+        counts = (prepared.num_changed, prepared.num_packed)
+        logger.info("weights changed in place elements=%d packed_anew=%d", *counts)
         return True
 
+    def _write(self, prepared: PreparedChanges, state_hash: str) -> None:
+        assert self._in_place is not None and self._in_place.plan is not None
+        assert self._staged is not None and self._staged.planes is not None
+        staged, write = self._staged, partial(prepared.write, self._staged.planes, self._in_place.plan)
+        with ExitStack() as reading:
+            # What is packed anew comes from the mirror, which has to be at this version.
+            if any(_gather("packs" if prepared.num_packed > 0 else None)):
+                _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
+            _on_all_ranks(write)
+
+    def _load_instead(self, staged: StagedFile) -> None:
+        """Loads all tensors; where that fails, the old weights again."""
+        load = partial(self._load_from, staged)
+        try:
+            _on_all_ranks(load)
+        except Exception:
+            if self._staged is None or self._staged.inode != staged.inode:
+                self.load()  # the layers before the one that failed already have new weights
+                raise
+            _on_all_ranks(load)  # the mirror has moved on: the old weights are nowhere any more
+
     def load(self) -> None:
-        """Loads the last update again, or the model's own files where there was no update."""
-        if self._staged is not None:
-            self._load(self._staged.tensors())
+        """Loads the weights again: the mirror's newest, the last update's, or the model's own files.
+
+        All ranks call it at the same time. Raises: FrameError where the mirror holds half a version.
+        """
+        staged = self._staged
+        if staged is not None:
+            with ExitStack() as reading:
+                _on_all_ranks(lambda: reading.enter_context(staged.reading()))
+                self._load_from(staged)
             return
         from vllm.model_executor.model_loader import get_model_loader
 
         loader: Any = get_model_loader(self.vllm_config.load_config)
         self._load(loader.get_all_weights(self.model_config, self.model))
+
+    def _load_from(self, staged: StagedFile) -> None:
+        with staged.reading() as state:
+            self._load(staged.tensors())
+        self.version = state[0] if state is not None else None
+        self._state_hash = state[1] if state is not None else self._state_hash
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         from vllm.model_executor.model_loader.reload import (
@@ -172,75 +214,46 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._staged.close()
             self._staged = None
 
+    def _checked_by_all_ranks(self, update: StagedUpdate) -> StagedFile:
+        """Opens and checks a checkpoint on all ranks.
 
-class _StagedFile:
-    """A staged checkpoint, kept open, so that it stays readable when the subscriber has removed its name."""
+        No rank loads a file that another one has refused; otherwise the engine would compute with two
+        versions at once. Raises: what _on_all_ranks() raises.
+        """
+        opened: list[StagedFile] = []
 
-    def __init__(self, path: str) -> None:
-        """Raises: OSError."""
-        self._name = path
-        self._fd = os.open(path, os.O_RDONLY)
-        self.path = Path(f"/proc/self/fd/{self._fd}")
-        """The path to the open file, valid until close()."""
+        def check() -> None:
+            opened.append(StagedFile(update.path))
+            is_needed = self.is_resident or opened[0].planes is None
+            if is_needed and update.checked != opened[0].identity:
+                opened[0].check(update.state_hash)
 
-    @property
-    def identity(self) -> str:
-        """A name that is the same in all processes of this host until the file is replaced or written to."""
-        stat = os.fstat(self._fd)
-        return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
-
-    def check(self, state_hash: str) -> None:
-        """Raises: FrameError."""
-        found = str(checkpoint_state_hash(self.path))
-        if found != state_hash:
-            raise FrameError(f"{self._name}: state hash {found}, expected {state_hash}; weights kept")
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with safe_open(self.path, framework="pt", device="cpu") as checkpoint:
-            for name in checkpoint.keys():  # noqa: SIM118 - safe_open is no mapping
-                yield name, checkpoint.get_tensor(name)
-
-    def close(self) -> None:
-        os.close(self._fd)
+        try:
+            _on_all_ranks(check)
+        except Exception:
+            for staged in opened:
+                staged.close()
+            raise
+        return opened[0]
 
 
-def check_staged(path: str, state_hash: str) -> str:
+def check_staged(path: str, state_hash: str, *, is_active: bool) -> str:
     """Checks that the file's content has this state hash; returns a name by which ranks recognise the file.
 
-    Hashing takes about as long as copying the weights, and no engine has to pause for it. Raises: FrameError,
-    OSError.
+    Hashing takes about as long as copying the weights, and no engine has to pause for it. An inactive engine
+    does not read the mirror's bits, which will have moved on when it does. Raises: FrameError, OSError.
     """
-    staged = _StagedFile(path)
+    staged = StagedFile(path)
     try:
-        staged.check(state_hash)
-        return staged.identity
+        if is_active or staged.planes is None:
+            staged.check(state_hash)
+        with staged.reading(state_hash):
+            return staged.identity
     finally:
         staged.close()
 
 
-def _checked_by_all_ranks(update: StagedUpdate) -> _StagedFile:
-    """Opens and checks a staged checkpoint on all ranks.
-
-    No rank loads a file that another one has refused; otherwise the engine would compute with two versions at
-    once. Raises: what _on_all_ranks() raises.
-    """
-    opened: list[_StagedFile] = []
-
-    def check() -> None:
-        opened.append(_StagedFile(update.path))
-        if update.checked != opened[0].identity:
-            opened[0].check(update.state_hash)
-
-    try:
-        _on_all_ranks(check)
-    except Exception:
-        for staged in opened:
-            staged.close()
-        raise
-    return opened[0]
-
-
-def _on_all_ranks(act: Callable[[], None]) -> None:
+def _on_all_ranks(act: Callable[[], object]) -> None:
     """Calls `act` and fails on all ranks if it fails on any.
 
     Raises: what was raised here, or FrameError when only another rank failed.

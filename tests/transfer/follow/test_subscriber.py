@@ -15,13 +15,14 @@ from aiohttp import web
 from shard_plans import plan_of
 from training_steps import step
 
-from rose.transfer.follow import subscriber
+from rose.transfer.follow import delivery, subscriber
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
-from rose.transfer.format.checkpoint import checkpoint_state_hash
+from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.leases import ACK_EVERY_S, ACK_LEASE_S
 from rose.transfer.format.manifest import worker_name
 from rose.transfer.format.shard_plan import Box
+from rose.transfer.format.shared_planes import PlanesFile
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
 
@@ -34,7 +35,8 @@ class LoadingWorker:
     def __init__(self):
         self.loaded = []
         self.refused = 0
-        self.staged_files = []
+        self.updates = []
+        self.files = []
         self.is_refusing = False
         self.is_hanging = False
         self.hung = 0
@@ -77,8 +79,13 @@ class LoadingWorker:
             self.refused += 1
             return web.json_response({"error": "busy"}, status=503)
         body = await request.json()
-        assert str(checkpoint_state_hash(Path(body["path"]))) == body["state_hash"]
-        self.staged_files.append(len(os.listdir(os.path.dirname(body["path"]))))
+        planes = PlanesFile(Path(body["path"]))
+        with planes.reading() as state:
+            assert state == (body["version"], body["state_hash"])
+            assert str(planes.state_hash()) == body["state_hash"]
+        planes.close()
+        self.updates.append(body)
+        self.files.append(sorted(os.listdir(os.path.dirname(body["path"]))))
         self.loaded.append(body["version"])
         self.version = body["version"]
         return web.json_response({"version": body["version"], "state_hash": body["state_hash"]})
@@ -148,7 +155,9 @@ def test_a_worker_follows_the_trainer_and_acknowledges_each_version(relay_url, w
         publisher.wait_acked(report.version, names, DEADLINE_S)
         step(weights)
     assert worker.loaded == ["run/0", "run/1", "run/2", "run/3"]
-    assert max(worker.staged_files) <= 2
+    assert [len(update["changes"]) for update in worker.updates] == [0, 1, 1, 1]
+    assert worker.updates[0]["whole_because"] == "this is the first delivery to this engine"
+    assert worker.files[-1] == ["changes-run-3", "weights.safetensors"]
     publisher.close()
 
 
@@ -274,7 +283,7 @@ def test_a_bad_option_is_one_clear_line_and_status_2(
 
 
 def test_a_worker_that_loads_for_as_long_as_it_may_is_not_taken_for_gone():
-    assert subscriber.WORKER_TIMEOUT_S + ACK_EVERY_S < ACK_LEASE_S
+    assert delivery.WORKER_TIMEOUT_S + ACK_EVERY_S < ACK_LEASE_S
 
 
 def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
@@ -283,13 +292,17 @@ def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
     publisher = WeightPublisher(weights, embedded_url, "run")
     publisher.publish()
     relay = open_relay(embedded_url)
-    client = subscriber.Worker(worker.url, "secret")
-    follower = Follower(relay, "run", WeightMirror())
-    subscribed = subscriber.Subscriber(relay, follower, client, tmp_path, "w")
+    client = delivery.Worker(worker.url, "secret")
+    store = SharedMirror(tmp_path)
+    follower = Follower(relay, "run", WeightMirror(store=store))
+    subscribed = subscriber.Subscriber(relay, follower, store, [("w", client)])
+    subscribed.step(0.0)
+    subscribed.wait(0.0)
     beats = []
     for now_s in (0.0, 1.0, ACK_EVERY_S, ACK_EVERY_S + 1):
         subscribed.step(now_s)
+        subscribed.wait(now_s)
         beats.append(publisher.acks()["w"].beat)
     assert beats == [1, 1, 2, 2]
-    for each in (subscribed, client, relay, publisher):
+    for each in (store, client, relay, publisher):
         each.close()

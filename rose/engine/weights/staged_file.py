@@ -1,0 +1,107 @@
+"""A checkpoint in a file of this host, as an engine holds it: the mirror's planes, or a safetensors file.
+
+Owns the open file, which stays readable when its name is gone, and the check of its content. Nobody changes a
+staged safetensors file. The mirror's planes move on from version to version: they are read under their lock,
+and whoever needs a certain version is told if they hold another one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from rose.errors import FrameError
+from rose.transfer.format.checkpoint import checkpoint_state_hash
+from rose.transfer.format.shared_planes import PlanesFile, is_planes_file
+
+_TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "BOOL": torch.bool,
+}
+
+
+class StagedFile:
+    """An open checkpoint."""
+
+    def __init__(self, path: str) -> None:
+        """Raises: OSError, FrameError."""
+        self._name = path
+        self._fd = os.open(path, os.O_RDONLY)
+        self._path = Path(f"/proc/self/fd/{self._fd}")
+        try:
+            self.planes = PlanesFile(self._path) if is_planes_file(self._path) else None
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def identity(self) -> str:
+        """A name that is the same in all processes of this host until the content is another one."""
+        stat = os.fstat(self._fd)
+        if self.planes is None:
+            return f"{self.inode}:{stat.st_size}:{stat.st_mtime_ns}"
+        with self.planes.reading() as (version, state_hash):
+            return f"{self.inode}:{version}:{state_hash}"
+
+    @property
+    def inode(self) -> str:
+        """A name of the file, whatever it holds."""
+        stat = os.fstat(self._fd)
+        return f"{stat.st_dev}:{stat.st_ino}"
+
+    def check(self, state_hash: str) -> None:
+        """Hashes the content. Raises: FrameError."""
+        with self.reading(state_hash):
+            planes = self.planes
+            found = str(checkpoint_state_hash(self._path) if planes is None else planes.state_hash())
+        if found != state_hash:
+            raise FrameError(f"{self._name}: state hash {found}, expected {state_hash}; weights kept")
+
+    @contextmanager
+    def reading(self, state_hash: str | None = None) -> Iterator[tuple[str, str] | None]:
+        """Keeps the content as it is; gives its version and state hash where the file tells them.
+
+        Raises: FrameError where the mirror holds other bits than those of that hash, or half a version.
+        """
+        if self.planes is None:
+            yield None
+            return
+        with self.planes.reading() as (version, found):
+            if state_hash is not None and found != state_hash:
+                raise FrameError(
+                    f"{self._name}: holds {version} of state hash {found}, expected {state_hash}; weights kept"
+                )
+            yield version, found
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields all tensors by name. Call it inside reading()."""
+        if self.planes is None:
+            with safe_open(self._path, framework="pt", device="cpu") as checkpoint:
+                for name in checkpoint.keys():  # noqa: SIM118 - safe_open is no mapping
+                    yield name, checkpoint.get_tensor(name)
+            return
+        for spec in self.planes.layout.tensors:
+            # A copy: whatever the model keeps of it must not follow the mirror.
+            bits = torch.from_numpy(self.planes.tensor(spec).copy())
+            yield spec.name, bits.view(_TORCH_DTYPES[spec.dtype])
+
+    def close(self) -> None:
+        if self.planes is not None:
+            self.planes.close()
+        os.close(self._fd)

@@ -1,0 +1,60 @@
+"""A mirror whose versions are given as tensors, without a relay: what a subscriber hands to engines."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rose.messages import WeightUpdate
+from rose.transfer.follow.mirror import Change
+from rose.transfer.follow.shared_mirror import SharedMirror
+from rose.transfer.format.layout import Layout, TensorCut
+from rose.transfer.format.shared_planes import SharedPlanes
+from rose.transfer.publish.torch_source import TorchSource
+from rose.types import WeightVersion
+
+BUCKET_BYTES = 4096
+"""Small, so that buckets begin and end inside tensors."""
+
+
+class Mirrored:
+    """Versions 0, 1, ... of a run."""
+
+    def __init__(self, folder: Path, cuts: dict[str, TensorCut] | None = None) -> None:
+        self.store = SharedMirror(folder)
+        self._cuts = cuts
+        self._planes: SharedPlanes | None = None
+        self._number = -1
+
+    @property
+    def version(self) -> str:
+        return f"test/{self._number}"
+
+    def put(self, tensors: dict[str, torch.Tensor]) -> WeightUpdate:
+        """Makes these tensors the next version; returns what brings an engine from the last one to it."""
+        before = self.version if self._planes is not None else None
+        source = TorchSource(tensors, dtype=None)
+        self._number += 1
+        version = WeightVersion(run_id="test", number=self._number)
+        changes: list[Change] = []
+        if self._planes is None:
+            self._planes = self.store.make_planes(Layout(source.specs(), BUCKET_BYTES, self._cuts), None)
+            for bucket in self._planes.layout.buckets:
+                self._planes.fill(bucket, np.concatenate(source.read(self._planes.layout, bucket)))
+            self.store.arrived(self._planes, version, self._planes.state_hash, changes)
+        else:
+            with self.store.changing(self._planes):
+                for bucket in self._planes.layout.buckets:
+                    patch, _ = self._planes.follow(bucket, source.read(self._planes.layout, bucket))
+                    if patch.num_changed > 0:
+                        changes.append((bucket, patch))
+                self.store.arrived(self._planes, version, self._planes.state_hash, changes)
+        return self.update_from(before)
+
+    def update_from(self, base: str | None) -> WeightUpdate:
+        update = self.store.update_from(base)
+        assert update is not None
+        return update
+
+    def close(self) -> None:
+        self.store.close()

@@ -1,0 +1,122 @@
+"""Delivering weights to one worker: the calls to it, and the thread that makes them.
+
+Owns what the worker runs as far as is known, and when it is tried again. The worker decides how it takes an
+update (rose/engine/http/control.py). Nothing here looks at weights or talks to the relay.
+"""
+
+import logging
+import threading
+import time
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from rose.errors import WorkerError
+from rose.http import http_client
+from rose.messages import WeightUpdate, WeightUpdated
+
+logger = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 2.0
+FIRST_RETRY_S = 0.2
+LAST_RETRY_S = 5.0
+WORKER_TIMEOUT_S = 600.0
+"""A worker answers only when it runs the weights: it may first finish a step and load gigabytes."""
+
+
+def next_pause(pause_s: float) -> float:
+    """Returns the pause before the next try."""
+    return min(2 * pause_s, LAST_RETRY_S)
+
+
+class _WorkerWeights(BaseModel):
+    """The part of GET /rose/v1/status that this process reads."""
+
+    weight_version: str | None
+
+
+class Worker:
+    """A worker, over HTTP."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._http = http_client(url, key=key, timeout=httpx.Timeout(WORKER_TIMEOUT_S, connect=5.0))
+
+    def load(self, update: WeightUpdate) -> None:
+        """Returns when the worker runs the update. Raises: WorkerError."""
+        try:
+            response = self._http.post("/rose/v1/weights", json=update.model_dump())
+            response.raise_for_status()
+            answer = WeightUpdated.model_validate_json(response.content)
+        except httpx.HTTPStatusError as error:
+            status, text = error.response.status_code, error.response.text[:500]
+            raise WorkerError(f"worker refused weights {update.version}: {status} {text}") from error
+        except (httpx.HTTPError, ValidationError) as error:
+            raise WorkerError(f"worker did not take weights {update.version}: {error!r}") from error
+        if (answer.version, answer.state_hash) != (update.version, update.state_hash):
+            raise WorkerError(f"worker answered {answer} to {update}")
+
+    def weight_version(self) -> str | None:
+        """Returns the version that the worker says it runs. Raises: WorkerError."""
+        try:
+            response = self._http.get("/rose/v1/status")
+            response.raise_for_status()
+            return _WorkerWeights.model_validate_json(response.content).weight_version
+        except (httpx.HTTPError, ValidationError) as error:
+            raise WorkerError(f"worker has no status: {error!r}") from error
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class Delivery:
+    """What one worker has and gets. ended: notified whenever a call to it has ended."""
+
+    def __init__(self, name: str, worker: Worker, ended: threading.Condition) -> None:
+        self.name = name
+        self.delivered: WeightUpdate | None = None
+        """The update that the worker runs."""
+        self.is_busy = False
+        self.retry_at_s = 0.0
+        self._worker = worker
+        self._ended = ended
+        self._retry_s = FIRST_RETRY_S
+        self._status_at_s = 0.0
+
+    @property
+    def version(self) -> str | None:
+        return self.delivered.version if self.delivered is not None else None
+
+    def begin(self, update: WeightUpdate, now_s: float) -> None:
+        """Begins to deliver the update, or to ask the worker whether it still runs it, if that is due."""
+        is_new = self.delivered is None or self.delivered.state_hash != update.state_hash
+        is_new = is_new or self.version != update.version
+        if now_s < self.retry_at_s or not (is_new or now_s >= self._status_at_s):
+            return
+        self.is_busy, self._status_at_s = True, now_s + STATUS_EVERY_S
+        # A daemon: a worker that hangs does not keep the process from stopping.
+        threading.Thread(target=self._run, args=(update, is_new), name=self.name, daemon=True).start()
+
+    def _run(self, update: WeightUpdate, is_new: bool) -> None:
+        try:
+            if is_new:
+                self._worker.load(update)
+                self.delivered = update
+                logger.info("worker moved: name=%s version=%s", self.name, update.version)
+            else:
+                self._check(update)
+            self._retry_s, self.retry_at_s = FIRST_RETRY_S, 0.0
+        except WorkerError as error:
+            logger.warning("weights not delivered, next try in %.1f s: %s", self._retry_s, error)
+            self.retry_at_s = time.monotonic() + self._retry_s
+            self._retry_s = next_pause(self._retry_s)
+        finally:
+            with self._ended:
+                self.is_busy = False
+                self._ended.notify_all()
+
+    def _check(self, update: WeightUpdate) -> None:
+        """Notices that a worker was restarted and lost its weights: they are delivered again."""
+        version = self._worker.weight_version()
+        if version != update.version:
+            logger.warning("worker runs %s instead of %s: delivering again", version, update.version)
+            self.delivered = None

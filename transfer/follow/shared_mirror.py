@@ -1,0 +1,168 @@
+"""The mirror of a host's engines: its bits in a file that they map, and what each version changed.
+
+Owns a folder, preferably in memory: the file of the planes (shared_planes.py), from which an engine loads the
+weights whole, and a changes file for each of the last versions (changes.py), from which it takes what changed
+alone. No weight is written twice. Where no changes file can help an engine, the update says why.
+"""
+
+import fcntl
+import logging
+import os
+from collections import deque
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.messages import WeightUpdate
+from rose.transfer.follow.mirror import Change
+from rose.transfer.format.changes import write_changes
+from rose.transfer.format.layout import Layout
+from rose.transfer.format.planes import WeightPlanes
+from rose.transfer.format.shared_planes import SharedPlanes
+from rose.transfer.format.state_hash import StateHash
+from rose.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+MOST_CHANGED = 0.1
+"""The share of changed elements above which an engine loads everything about as fast, with less memory."""
+KEPT_SHARE = 0.1
+"""Changes of earlier versions are kept for engines that are behind, up to this share of the weights' bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """From the version before to `version`; path: None where engines have to load everything, for `reason`."""
+
+    base: str
+    version: str
+    path: Path | None
+    num_bytes: int
+    reason: str | None
+
+
+class SharedMirror:
+    """The store of a mirror, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises: ValueError where another process keeps its mirror in the folder, OSError."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise ValueError(f"{folder} holds another subscriber's weights; give each its own") from error
+        self._remove("weights*", "changes-*")  # those of a process that was killed
+        self._planes: SharedPlanes | None = None
+        self._coming: SharedPlanes | None = None
+        self._version: str | None = None
+        self._state_hash = ""
+        self._steps: deque[_Step] = deque()
+
+    def make_planes(self, layout: Layout, held: frozenset[int] | None) -> SharedPlanes:
+        """Returns new planes; those in use stay until these hold a version. Raises: OSError."""
+        if self._coming is not None:
+            self._coming.remove()
+            self._coming = None
+        self._coming = SharedPlanes(self._folder / "weights.partial", layout, held)
+        return self._coming
+
+    def changing(self, planes: WeightPlanes) -> AbstractContextManager[None]:
+        return planes.changing() if isinstance(planes, SharedPlanes) else nullcontext()
+
+    def arrived(
+        self, planes: WeightPlanes, version: WeightVersion, state_hash: StateHash, changes: Iterable[Change]
+    ) -> None:
+        assert isinstance(planes, SharedPlanes)
+        if planes is self._planes:
+            self._steps.append(self._step(planes, str(version), str(state_hash), list(changes)))
+            planes.settle(str(version), str(state_hash))
+        else:
+            with planes.changing():
+                planes.settle(str(version), str(state_hash))
+            self._take(planes)
+        self._version, self._state_hash = str(version), str(state_hash)
+
+    def update_from(self, base: str | None) -> WeightUpdate | None:
+        """Returns what brings an engine that runs version `base` to the mirror's; None while there is none."""
+        if self._planes is None or self._version is None:
+            return None
+        steps, reason = self._steps_from(base)
+        return WeightUpdate(
+            version=self._version,
+            path=str(self._planes.path),
+            state_hash=self._state_hash,
+            changes=[str(step.path) for step in steps],
+            whole_because=reason,
+        )
+
+    def forget(self, in_use: Collection[str | None]) -> None:
+        """Removes the changes that no engine needs. in_use: the versions that the engines run."""
+        bases = [number for number, step in enumerate(self._steps) if step.base in in_use]
+        needed = len(self._steps) - min(bases) if bases else 0
+        while len(self._steps) > needed or self._is_too_much():
+            step = self._steps.popleft()
+            if step.path is not None:
+                step.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Removes all files."""
+        for planes in (self._planes, self._coming):
+            if planes is not None:
+                planes.remove()
+        self._remove("weights*", "changes-*")
+        os.close(self._lock)
+
+    def _is_too_much(self) -> bool:
+        assert self._planes is not None
+        old_bytes = sum(step.num_bytes for step in list(self._steps)[:-1])
+        return old_bytes > KEPT_SHARE * self._planes.layout.num_bytes
+
+    def _take(self, planes: SharedPlanes) -> None:
+        """Puts new planes in the place of those in use, from which no changes lead to them."""
+        planes.rename(self._folder / "weights.safetensors")
+        if self._planes is not None:
+            self._planes.close()
+        self._planes, self._coming = planes, None
+        self._steps.clear()
+        self._remove("changes-*")
+
+    def _step(self, planes: SharedPlanes, version: str, state_hash: str, changes: list[Change]) -> _Step:
+        """Writes what changed. An engine can always load everything, so a failure is a reason and no error."""
+        assert self._version is not None
+        path: Path | None = self._folder / f"changes-{version.replace('/', '-')}"
+        num_bytes, reason = 0, None
+        num_changed = sum(patch.num_changed for _, patch in changes)
+        held = sum(planes.layout.buckets[index].num_elements for index in planes.held)
+        if num_changed > MOST_CHANGED * held:
+            reason = f"{num_changed} of {held} elements change from {self._version} to {version}"
+        else:
+            try:
+                elements = [(bucket, patch.elements(planes.bits(bucket))) for bucket, patch in changes]
+                assert path is not None
+                num_bytes = write_changes(path, planes.layout, self._state_hash, state_hash, elements)
+            except OSError as error:
+                reason = f"the changes from {self._version} to {version} can't be kept: {error}"
+        if reason is not None:
+            logger.info("engines load all weights: %s", reason)
+            path = None
+        return _Step(base=self._version, version=version, path=path, num_bytes=num_bytes, reason=reason)
+
+    def _steps_from(self, base: str | None) -> tuple[list[_Step], str | None]:
+        """Returns the steps from that version to the newest, or none and why."""
+        if base is None:
+            return [], "this is the first delivery to this engine"
+        bases = [step.base for step in self._steps]
+        if base not in bases:
+            return [], f"the changes since {base} are not kept"
+        steps = list(self._steps)[bases.index(base) :]
+        reason = next((step.reason for step in steps if step.reason is not None), None)
+        return ([], reason) if reason is not None else (steps, None)
+
+    def _remove(self, *patterns: str) -> None:
+        for pattern in patterns:
+            for path in self._folder.glob(pattern):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,136 @@
+"""Changes files: what one version changes in the version before it, for the engines of a host.
+
+    8 bytes     length of the head
+    head        JSON (ChangesHead)
+    per bucket  int32 places in rising order, then old bits, then new bits, each vector at a multiple of 8
+
+An engine finds the elements of its parameters by the places, compares them with the old bits, and writes the
+new ones. Owns that format. A file appears under its name only when it is complete, and a bucket whose bytes
+do not have their checksum is refused.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from rose.errors import FrameError, RelayError
+from rose.transfer.format.codec import Elements
+from rose.transfer.format.layout import Bucket, Layout
+from rose.transfer.format.manifest import unpack_body
+from rose.transfer.format.planes import bits_dtype
+
+
+class _BucketChanges(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    index: int
+    num_changed: int
+    begin: int
+    """The offset of its first byte behind the head."""
+    end: int
+    check: str
+
+
+class ChangesHead(BaseModel):
+    """Which versions a changes file leads from and to, by the hashes of what the mirror holds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layout: str
+    base_hash: str
+    state_hash: str
+    buckets: list[_BucketChanges]
+
+
+def write_changes(
+    path: Path, layout: Layout, base_hash: str, state_hash: str, changes: Sequence[tuple[Bucket, Elements]]
+) -> int:
+    """Writes the file; returns its bytes. Raises: OSError with the numbers when the memory is full."""
+    at, buckets, bodies = 0, [], []
+    for bucket, elements in changes:
+        body = b"".join(map(_padded, (elements.places, elements.old, elements.new)))
+        entry = _BucketChanges(
+            index=bucket.index,
+            num_changed=elements.places.size,
+            begin=at,
+            end=at + len(body),
+            check=xxhash.xxh3_128_hexdigest(body),
+        )
+        at += len(body)
+        buckets.append(entry)
+        bodies.append(body)
+    head = ChangesHead(layout=layout.digest, base_hash=base_hash, state_hash=state_hash, buckets=buckets)
+    text = head.model_dump_json().encode()
+    text += b" " * (-len(text) % 8)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.writelines((len(text).to_bytes(8, "little"), text, *bodies))
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)  # before the free space is measured
+        room = shutil.disk_usage(path.parent)
+        reason = f"{error.strerror}: {at} bytes of changes, {room.free} of {room.total} free"
+        raise OSError(error.errno, reason, str(path)) from error
+    return 8 + len(text) + at
+
+
+class Changes:
+    """An open changes file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: FrameError on a file that is none, OSError."""
+        self._path = path
+        self._raw: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
+        size = int.from_bytes(self._raw[:8].tobytes(), "little")
+        if size + 8 > self._raw.size:
+            raise FrameError(f"{path}: not a changes file: head of {size} bytes in {self._raw.size}")
+        try:
+            self.head = unpack_body(self._raw[8 : 8 + size].tobytes(), ChangesHead, str(path))
+        except RelayError as error:
+            raise FrameError(str(error)) from error
+        self._data = self._raw[8 + size :]
+
+    @property
+    def num_changed(self) -> int:
+        return sum(entry.num_changed for entry in self.head.buckets)
+
+    def buckets(self, layout: Layout) -> Iterator[tuple[Bucket, Elements]]:
+        """Yields each changed bucket's elements. Raises: FrameError on another layout or a bad bucket."""
+        if layout.digest != self.head.layout:
+            raise FrameError(f"{self._path}: for layout {self.head.layout}, not {layout.digest}")
+        for entry in self.head.buckets:
+            body = self._data[entry.begin : entry.end]
+            if xxhash.xxh3_128_hexdigest(body.data) != entry.check or entry.index >= len(layout.buckets):
+                raise FrameError(f"{self._path}: bucket {entry.index} does not have its checksum")
+            bucket = layout.buckets[entry.index]
+            yield bucket, self._elements(entry, bucket, body)
+
+    def _elements(self, entry: _BucketChanges, bucket: Bucket, body: NDArray[np.uint8]) -> Elements:
+        count, width = entry.num_changed, bits_dtype(bucket.dtype)
+        old_at = _rounded(4 * count)
+        new_at = old_at + _rounded(count * width.itemsize)
+        if body.size != new_at + _rounded(count * width.itemsize):
+            raise FrameError(f"{self._path}: bucket {entry.index}: {body.size} bytes for {count} changes")
+        places: NDArray[np.int32] = body[: 4 * count].view(np.int32)
+        if count and not (places[0] >= 0 and places[-1] < bucket.num_elements):
+            raise FrameError(f"{self._path}: bucket {entry.index} changes elements outside it")
+        num_bytes = count * width.itemsize
+        old, new = (body[at : at + num_bytes].view(width) for at in (old_at, new_at))
+        return Elements(places=places, old=old, new=new)
+
+
+def _padded(vector: NDArray[Any]) -> bytes:
+    data = vector.tobytes()
+    return data + bytes(_rounded(len(data)) - len(data))
+
+
+def _rounded(size: int) -> int:
+    return size + -size % 8
