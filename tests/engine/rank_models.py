@@ -53,7 +53,7 @@ def without_weights(folder: Path, **arguments: Any) -> Any:
 class Checkpoint:
     """A checkpoint of random bits and the configuration of an engine that loads it."""
 
-    def __init__(self, folder: Path, config: Any) -> None:
+    def __init__(self, folder: Path, config: Any, dtype: str = "auto") -> None:
         import safetensors.torch
         from transformers import AutoModelForCausalLM
         from vllm.engine.arg_utils import EngineArgs
@@ -72,5 +72,5 @@ class Checkpoint:
             TensorSpec(name=name, dtype="BF16", shape=tuple(tensor.shape))
             for name, tensor in self.tensors.items()
         ]
-        arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True)
+        arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype=dtype)
         self.vllm_config = arguments.create_engine_config()

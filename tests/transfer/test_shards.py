@@ -3,6 +3,7 @@ arrive.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from shard_plans import plan_of
 from rose.errors import FrameError, RelayError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format import manifest as keys
-from rose.transfer.format.checkpoint import checkpoint_state_hash, read_checkpoint, write_checkpoint
 from rose.transfer.format.manifest import Manifest, pack_body, unpack_body
 from rose.transfer.format.partition import held_buckets
 from rose.transfer.format.shard_plan import Box
+from rose.transfer.format.shared_planes import PlanesFile
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.publish.torch_source import TensorShard
 from rose.transfer.relay.opening import open_relay
@@ -245,27 +247,28 @@ def test_a_late_joiner_and_an_engine_of_another_parallel_size_get_their_shards(t
     check_holds(other, trainer, [odd])
 
 
-def test_a_staged_file_of_shards_has_the_held_bits_and_names_its_buckets(trainer, relay, tmp_path):
+def test_a_shared_mirror_of_shards_has_the_held_bits(trainer, relay, tmp_path):
     trainer.publish()
-    follower = Follower(relay, "run", WeightMirror([PLANS[3]]))
+    store = SharedMirror(tmp_path)
+    follower = Follower(relay, "run", WeightMirror([PLANS[3]], store))
     follower.advance()
-    path = tmp_path / "staged.safetensors"
-    write_checkpoint(path, follower.mirror.planes, {"version": "run/0"})
-    assert checkpoint_state_hash(path) == follower.mirror.state_hash
-    tensors = read_checkpoint(path)
+    path = Path(store.update_from(None).path)
+    file = PlanesFile(path)
+    assert file.state_hash() == follower.mirror.state_hash and file.held == follower.mirror.planes.held
+    specs = {spec.name: spec for spec in file.layout.tensors}
     for name, boxes in PLANS[3].boxes().items():
-        spec, raw = tensors[name]
-        held = raw.view(np.uint16).reshape(spec.shape)
         for box in boxes:
-            assert np.array_equal(held[slices(box)], trainer.bits()[name][slices(box)])
+            assert np.array_equal(file.tensor(specs[name])[slices(box)], trainer.bits()[name][slices(box)])
     # Changing a held byte changes the hash.
-    spec, raw = tensors["norm"]
-    with path.open("r+b") as file:
-        data = file.read()
-        at = data.index(raw.tobytes())
-        file.seek(at)
-        file.write(bytes([data[at] ^ 1]))
-    assert checkpoint_state_hash(path) != follower.mirror.state_hash
+    norm = file.tensor(specs["norm"]).tobytes()
+    with path.open("r+b") as data:
+        content = data.read()
+        at = content.index(norm)
+        data.seek(at)
+        data.write(bytes([content[at] ^ 1]))
+    assert file.state_hash() != follower.mirror.state_hash
+    file.close()
+    store.close()
 
 
 def test_a_partial_mirror_refuses_a_manifest_that_leaves_a_bucket_out(trainer, relay):

@@ -75,6 +75,7 @@ class Delivery:
         self.name = name
         self.delivered: WeightUpdate | None = None
         """The update that the worker runs."""
+        self._coming: WeightUpdate | None = None
         self.is_busy = False
         self.retry_at_s = 0.0
         self._worker = worker
@@ -86,6 +87,11 @@ class Delivery:
     def version(self) -> str | None:
         return self.delivered.version if self.delivered is not None else None
 
+    @property
+    def versions(self) -> set[str]:
+        """The version that the worker runs, and the one that it is taking."""
+        return {update.version for update in (self.delivered, self._coming) if update is not None}
+
     def begin(self, update: WeightUpdate, now_s: float) -> None:
         """Begins to deliver the update, or to ask the worker whether it still runs it, if that is due."""
         is_new = self.delivered is None or self.delivered.state_hash != update.state_hash
@@ -93,6 +99,7 @@ class Delivery:
         if now_s < self.retry_at_s or not (is_new or now_s >= self._status_at_s):
             return
         self.is_busy, self._status_at_s = True, now_s + STATUS_EVERY_S
+        self._coming = update
         # A daemon: a worker that hangs does not keep the process from stopping.
         threading.Thread(target=self._run, args=(update, is_new), name=self.name, daemon=True).start()
 
@@ -111,7 +118,7 @@ class Delivery:
             self._retry_s = next_pause(self._retry_s)
         finally:
             with self._ended:
-                self.is_busy = False
+                self.is_busy, self._coming = False, None
                 self._ended.notify_all()
 
     def _check(self, update: WeightUpdate) -> None:

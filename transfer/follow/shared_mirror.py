@@ -26,14 +26,14 @@ from rose.types import WeightVersion
 logger = logging.getLogger(__name__)
 
 MOST_CHANGED = 0.1
-"""The share of changed elements above which an engine loads everything about as fast, with less memory."""
+"""The share of changed elements above which engines load everything: as fast, with less memory."""
 KEPT_SHARE = 0.1
-"""Changes of earlier versions are kept for engines that are behind, up to this share of the weights' bytes."""
+"""Earlier changes are kept for engines that are behind, up to this share of the weights' bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """From the version before to `version`; path: None where engines have to load everything, for `reason`."""
+    """From one version to the next; path: None where engines have to load everything, for `reason`."""
 
     base: str
     version: str
@@ -87,7 +87,7 @@ class SharedMirror:
         self._version, self._state_hash = str(version), str(state_hash)
 
     def update_from(self, base: str | None) -> WeightUpdate | None:
-        """Returns what brings an engine that runs version `base` to the mirror's; None while there is none."""
+        """Returns what brings an engine from version `base` to the mirror's; None while that is empty."""
         if self._planes is None or self._version is None:
             return None
         steps, reason = self._steps_from(base)
@@ -99,8 +99,8 @@ class SharedMirror:
             whole_because=reason,
         )
 
-    def forget(self, in_use: Collection[str | None]) -> None:
-        """Removes the changes that no engine needs. in_use: the versions that the engines run."""
+    def forget(self, in_use: Collection[str]) -> None:
+        """Removes the changes that no engine needs. in_use: the versions that engines run or are taking."""
         bases = [number for number, step in enumerate(self._steps) if step.base in in_use]
         needed = len(self._steps) - min(bases) if bases else 0
         while len(self._steps) > needed or self._is_too_much():
@@ -131,7 +131,7 @@ class SharedMirror:
         self._remove("changes-*")
 
     def _step(self, planes: SharedPlanes, version: str, state_hash: str, changes: list[Change]) -> _Step:
-        """Writes what changed. An engine can always load everything, so a failure is a reason and no error."""
+        """Writes what changed. A failure is a reason and no error, as an engine can load everything."""
         assert self._version is not None
         path: Path | None = self._folder / f"changes-{version.replace('/', '-')}"
         num_bytes, reason = 0, None

@@ -67,7 +67,7 @@ class Subscriber:
                 self._retry_s = FIRST_RETRY_S
             for delivery in self._deliveries:
                 self._deliver(delivery, now_s)
-            self._store.forget({delivery.version for delivery in self._deliveries})
+            self._store.forget(set().union(*(delivery.versions for delivery in self._deliveries)))
             self._acknowledge(now_s)
         except (RoseError, OSError) as error:
             logger.warning("weights not fetched, next try in %.1f s: %s", self._retry_s, error)
@@ -135,7 +135,9 @@ def _names(name: str | None, urls: Sequence[str]) -> list[str]:
     """Returns the names under which the workers acknowledge. Raises: ValueError."""
     if name is not None and len(urls) > 1:
         raise ValueError(f"--name {name} can't stand for {len(urls)} workers; leave it away")
-    names = [keys.worker_name(url) for url in urls] if name is None else [keys.check_name(name, "worker name")]
+    names = (
+        [keys.worker_name(url) for url in urls] if name is None else [keys.check_name(name, "worker name")]
+    )
     twice = sorted({each for each in names if names.count(each) > 1})
     if twice:
         raise ValueError(f"--worker names {twice[0]} twice")

@@ -38,9 +38,11 @@ class WeightPlanes:
         self.layout = layout
         self.held = held if held is not None else frozenset(range(len(layout.buckets)))
         """The indices of the buckets that are kept up to date."""
-        self.planes: dict[str, Bits] = planes if planes is not None else {
-            dtype: np.zeros(count, bits_dtype(dtype)) for dtype, count in layout.plane_elements.items()
-        }
+        self.planes: dict[str, Bits] = (
+            planes
+            if planes is not None
+            else {dtype: np.zeros(count, bits_dtype(dtype)) for dtype, count in layout.plane_elements.items()}
+        )
         self._bucket_hashes = [StateHash()] * len(layout.buckets)
 
     @property

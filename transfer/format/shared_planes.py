@@ -65,7 +65,9 @@ class SharedPlanes(WeightPlanes):
         except OSError as error:
             self.remove()  # before the free space is measured
             room = shutil.disk_usage(path.parent)
-            reason = f"{error.strerror}: {layout.num_bytes} bytes of weights, {room.free} of {room.total} free"
+            reason = (
+                f"{error.strerror}: {layout.num_bytes} bytes of weights, {room.free} of {room.total} free"
+            )
             raise OSError(error.errno, reason, str(path)) from error
 
     @contextmanager
@@ -155,7 +157,8 @@ class PlanesFile:
         flag, words = metadata[_STATE_KEY][:1], metadata[_STATE_KEY][1:].split()
         if flag != _WHOLE or len(words) != 2:
             raise FrameError(
-                f"{self.path}: its writer ended while it changed the weights; its successor delivers them anew"
+                f"{self.path}: its writer ended while it changed the weights; "
+                "the subscriber that comes next delivers them anew"
             )
         return words[0], words[1]
 
@@ -216,7 +219,9 @@ def _head(layout: Layout, held: frozenset[int], order: list[str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata}
     starts = _plane_starts(layout, order, 0)
     if layout.cuts:
-        entries = [(f"plane.{dtype}", dtype, [layout.plane_elements[dtype]], starts[dtype]) for dtype in order]
+        entries = [
+            (f"plane.{dtype}", dtype, [layout.plane_elements[dtype]], starts[dtype]) for dtype in order
+        ]
     else:
         entries = [
             (part.tensor.name, part.tensor.dtype, list(part.tensor.shape), _start_of(part, starts))

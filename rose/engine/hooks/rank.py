@@ -69,8 +69,7 @@ class RoseWorker(Worker):
         return self._staged_weights().changes_result()
 
     def loaded_weights(self) -> tuple[str | None, str | None]:
-        """Returns the version that was loaded whole last, and why a prepared update was; for collective_rpc.
-        """
+        """Returns the version that was loaded whole last, and why a prepared update was loaded whole."""
         weights = self._staged_weights()
         return weights.version, weights.why_whole
 

@@ -84,9 +84,8 @@ class StagedFile:
             return
         with self.planes.reading() as (version, found):
             if state_hash is not None and found != state_hash:
-                raise FrameError(
-                    f"{self._name}: holds {version} of state hash {found}, expected {state_hash}; weights kept"
-                )
+                holds = f"{version} of state hash {found}"
+                raise FrameError(f"{self._name}: holds {holds}, expected {state_hash}; weights kept")
             yield version, found
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

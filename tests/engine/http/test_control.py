@@ -141,12 +141,18 @@ class UpdatedClient(Client):
         self.seen: list[tuple[str, bool, str | None]] = []
         self.status: Callable[[], WorkerStatus]
         self.is_broken = False
+        self.problem: str | None = None
+        self.why_whole: str | None = None
         self.asked: list[tuple[str, bool]] = []
 
-    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[bool]:
-        """Two ranks, which compare for as long as it takes to be asked twice."""
+    async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[object]:
+        """Two ranks; the second one takes for as long to prepare as it takes to be asked twice."""
         self.asked.append((method, self.status().is_updating))
-        return [True, self.asked.count((method, False)) != 1 or method == "begin_weight_comparison"]
+        if method == "begin_weight_changes":
+            return [None, None]
+        if method == "loaded_weights":
+            return [(None, None), (None, self.why_whole)]
+        return [(True, None), (self.asked.count((method, False)) != 1, self.problem)]
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[None]]:
         async def call(*_: object, **__: object) -> None:
@@ -164,9 +170,9 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
     client = UpdatedClient()
     control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     client.status = control.status
-    await control.apply_weights(WeightUpdate(version="run/1", **staged))
+    await control.apply_weights(WeightUpdate(version="run/1", changes=["c"], **staged))
     # The engine runs on meanwhile.
-    assert client.asked == [("begin_weight_comparison", False)] + 2 * [("has_compared_weights", False)]
+    assert client.asked[:3] == [("begin_weight_changes", False)] + 2 * [("weight_changes_result", False)]
     assert client.seen[0] == ("pause_generation", True, None)
     assert client.seen[-1] == ("resume_generation", True, "run/1")
     assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
@@ -175,6 +181,27 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
         await control.apply_weights(WeightUpdate(version="run/2", **staged))
     assert client.seen[-1] == ("resume_generation", True, "run/1")
     assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
+
+
+async def test_the_status_tells_why_updates_were_loaded_whole(
+    page: StatusPage, staged: dict[str, str]
+) -> None:
+    client = UpdatedClient()
+    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+    client.status = control.status
+
+    async def why(**update: Any) -> tuple[int, int, str | None]:
+        await control.apply_weights(WeightUpdate(version="run/1", **staged, **update))
+        status = control.status()
+        return status.weights_in_place, status.weights_whole, status.whole_because
+
+    assert await why() == (0, 1, "no changes were given")
+    assert await why(changes=["c"]) == (1, 1, "no changes were given")
+    assert await why(whole_because="it is the first") == (1, 2, "it is the first")
+    client.problem = "a parameter differs"
+    assert await why(changes=["c"]) == (1, 3, "a parameter differs")
+    client.problem, client.why_whole = None, "writing failed"
+    assert await why(changes=["c"]) == (1, 4, "writing failed")
 
 
 async def test_steps_go_on_once_a_router_knows_of_the_new_version(

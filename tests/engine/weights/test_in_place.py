@@ -1,5 +1,6 @@
 """Changes written in place leave the model bit for bit as its loader would have made it."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,20 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-import safetensors.torch
+from mirrored import Mirrored
 from rank_models import Checkpoint, dense, experts
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from rose.engine.weights.in_place import compare, why_not_in_place
-from rose.engine.weights.shard_recorder import detached_config, pretended_rank, record_shard_plan
-from rose.errors import FrameError
-from rose.transfer.format.checkpoint import read_checkpoint
-from rose.transfer.format.device_delta import HostDeltas
+from rose.engine.weights.in_place import InPlaceWriter, why_not_in_place
+from rose.engine.weights.shard_recorder import detached_config, pretended_rank
+from rose.transfer.format.shared_planes import PlanesFile
 
 
-def loaded_model(vllm_config: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    from vllm.model_executor.model_loader.utils import initialize_model
+def loaded_model(vllm_config: Any, tensors: dict[str, torch.Tensor], *, is_processed: bool = False) -> Any:
+    """is_processed: whether vLLM has made it ready to compute, with packed copies."""
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
     with set_default_torch_dtype(vllm_config.model_config.dtype):
         model: Any = initialize_model(vllm_config=detached_config(vllm_config))
@@ -29,16 +31,23 @@ def loaded_model(vllm_config: Any, tensors: dict[str, torch.Tensor]) -> Any:
         for parameter in model.parameters():
             parameter.zero_()  # the loader never writes padding
         model.load_weights(iter(tensors.items()))
+        if is_processed:
+            process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
     return model
 
 
-def bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: each.detach().view(torch.int16) for name, each in model.named_parameters()}
+def differing(model: torch.nn.Module, other: torch.nn.Module) -> list[str]:
+    """Returns the parameters whose bits differ."""
+    found, expected = (
+        {name: each.detach().view(torch.int16) for name, each in one.named_parameters()}
+        for one in (model, other)
+    )
+    return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
-def after_a_step(tensors: dict[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
+def after_a_step(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
     """Returns tensors in which this share of the elements has new random bits, with NaN, Inf and -0."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     later = {}
     for name, tensor in tensors.items():
         old = tensor.view(torch.int16)
@@ -48,10 +57,11 @@ def after_a_step(tensors: dict[str, torch.Tensor], share: float) -> dict[str, to
     return later
 
 
-def staged(folder: Path, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    path = folder / f"{name}.safetensors"
-    safetensors.torch.save_file(tensors, path)
-    return read_checkpoint(path)
+@pytest.fixture
+def mirrored(tmp_path: Path) -> Iterator[Mirrored]:
+    made = Mirrored(tmp_path / "mirror")
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
@@ -67,34 +77,93 @@ def rank_config(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Itera
         yield config
 
 
+def prepared(writer: InPlaceWriter, planes: PlanesFile, paths: list[str], base: str) -> str | None:
+    """Has the changes prepared from the state of that hash to the mirror's; returns why they can't be."""
+    with planes.reading() as (_, state_hash):
+        writer.begin(planes.layout, paths, base, state_hash)
+    while not writer.result()[0]:
+        time.sleep(0.001)
+    return writer.result()[1]
+
+
+def written(writer: InPlaceWriter, planes: PlanesFile) -> int:
+    """Writes what was prepared; returns the number of changed elements."""
+    changes = writer.take()
+    assert changes is not None and writer.plan is not None
+    changes.write(planes, writer.plan)
+    return changes.num_changed
+
+
 def test_a_rank_ends_up_with_the_bits_that_its_loader_would_have_loaded(
-    checkpoint: Checkpoint, rank_config: Any, tmp_path: Path
+    checkpoint: Checkpoint, rank_config: Any, mirrored: Mirrored
 ) -> None:
-    later = after_a_step(checkpoint.tensors, 0.02)
-    plan = record_shard_plan(rank_config, checkpoint.specs)
-    old, new = (staged(tmp_path, *each) for each in (("old", checkpoint.tensors), ("new", later)))
+    first = mirrored.put(checkpoint.tensors)
+    planes = PlanesFile(Path(first.path))
     model = loaded_model(rank_config, checkpoint.tensors)
-    assert why_not_in_place(model, None) is None
-    changes = compare(old, new, plan)
-    assert 0 < changes.num_changed < 0.03 * plan.held_elements()
-    changes.write(model, HostDeltas())
-    expected, found = bits(loaded_model(rank_config, later)), bits(model)
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    writer = InPlaceWriter(model, rank_config)
+    assert writer.problem is None
+    later = after_a_step(checkpoint.tensors, 0.02, seed=7)
+    update = mirrored.put(later)
+    assert prepared(writer, planes, update.changes, first.state_hash) is None
+    assert 0 < written(writer, planes) < 0.03 * sum(each.numel() for each in model.parameters())
+    assert differing(model, loaded_model(rank_config, later)) == []
     # The model no longer holds the weights that the changes start from.
-    with pytest.raises(FrameError, match="did not hold the weights of the last update"):
-        changes.write(model, HostDeltas())
+    assert "does not hold the weights" in str(prepared(writer, planes, update.changes, first.state_hash))
+    behind = mirrored.version
+    for seed in (8, 9):
+        later = after_a_step(later, 0.02, seed=seed)
+        mirrored.put(later)
+    changes = mirrored.update_from(behind).changes
+    assert len(changes) == 2
+    assert prepared(writer, planes, changes, update.state_hash) is None
+    written(writer, planes)
+    assert differing(model, loaded_model(rank_config, later)) == []
+    writer.close()
+    planes.close()
 
 
-def test_files_that_differ_too_much_or_in_shape_are_loaded_whole(
-    checkpoint: Checkpoint, tmp_path: Path
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU platform packs weights")
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_layers_with_packed_copies_compute_with_the_new_weights(
+    is_tied: bool, mirrored: Mirrored, tmp_path: Path
 ) -> None:
+    """In float32, which oneDNN packs on every processor."""
+    checkpoint = Checkpoint(tmp_path / "model", dense(is_tied), dtype="float32")
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: torch.randn(tensor.shape, generator=generator) for name, tensor in checkpoint.tensors.items()
+    }
     with pretended_rank(checkpoint.vllm_config) as config:
-        plan = record_shard_plan(config, checkpoint.specs)
-    old = staged(tmp_path, "old", checkpoint.tensors)
-    with pytest.raises(FrameError, match="elements change"):
-        compare(old, staged(tmp_path, "new", after_a_step(checkpoint.tensors, 0.5)), plan)
-    with pytest.raises(FrameError, match="is not the same in both"):
-        compare(old, dict(list(old.items())[1:]), plan)
+        first = mirrored.put(tensors)
+        planes = PlanesFile(Path(first.path))
+        model = loaded_model(config, tensors, is_processed=True)
+        writer = InPlaceWriter(model, config)
+        assert writer.problem is None
+        later = dict(tensors)
+        for name in ("model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"):
+            later[name] = tensors[name].clone()
+            later[name][::7, ::5] += 1.0
+        update = mirrored.put(later)
+        assert prepared(writer, planes, update.changes, first.state_hash) is None
+        written(writer, planes)
+        fresh, old = (loaded_model(config, each, is_processed=True) for each in (later, tensors))
+    for name, module in model.named_modules():
+        if getattr(module, "cpu_linear", None) is None:
+            continue
+        found, expected, before = (outputs(each.get_submodule(name)) for each in (model, fresh, old))
+        assert torch.equal(found, expected), name
+        is_changed = name in ("model.layers.1.self_attn.qkv_proj", "model.embed_tokens")
+        assert torch.equal(found, before) != (is_changed or (is_tied and name == "lm_head")), name
+    assert differing(model, fresh) == []
+    writer.close()
+    planes.close()
+
+
+def outputs(module: Any) -> torch.Tensor:
+    parameters, _ = get_layerwise_info(module).restore_metadata
+    inputs = torch.linspace(-1, 1, parameters["weight"].shape[1]).repeat(3, 1)
+    result: torch.Tensor = module.cpu_linear(inputs, module.weight, None)
+    return result
 
 
 def test_models_that_compute_with_more_than_their_parameters_are_recognised(tmp_path: Path) -> None:
@@ -103,7 +172,3 @@ def test_models_that_compute_with_more_than_their_parameters_are_recognised(tmp_
         model = loaded_model(config, mixture.tensors)
     assert "experts is a" in str(why_not_in_place(model, None))
     assert why_not_in_place(model, "fp8") == "weights are quantized with fp8"
-    packed: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    assert why_not_in_place(packed, None) is None
-    packed[0].cpu_linear = lambda x, weight, bias: x
-    assert why_not_in_place(packed, None) == "0 computes with a packed copy"

@@ -7,6 +7,9 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
+from mirrored import Mirrored
 from probes import PROBE_TOKENS, probes, prompt
 from real_engine import Answer, RealEngine, until
 from references import ModelDirs, StockAnswers
@@ -15,10 +18,9 @@ from tiny_models import staged_update
 from weight_probes import probe, update
 
 from rose.messages import WeightUpdate
-from rose.transfer.format.checkpoint import fill_from_checkpoint, read_checkpoint, write_checkpoint
-from rose.transfer.format.layout import Layout, TensorSpec
-from rose.transfer.format.partition import cut_by_holdings, held_buckets
-from rose.transfer.format.planes import WeightPlanes
+from rose.transfer.format.checkpoint import read_checkpoint
+from rose.transfer.format.layout import TensorSpec
+from rose.transfer.format.partition import cut_by_holdings
 from rose.transfer.format.shard_plan import ShardPlan
 from rose.types import Role
 
@@ -65,21 +67,131 @@ def test_after_each_of_many_updates_a_tied_model_answers_as_a_fresh_stock_engine
         assert probe(dedicated) == fresh[version], (number, version)
 
 
-def test_a_staged_file_with_several_ranks_shards_loads_like_a_whole_one(
+@pytest.fixture
+def mirrored(tmp_path: Path) -> Iterator[Mirrored]:
+    made = Mirrored(tmp_path / "mirror")
+    yield made
+    made.close()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    (path,) = folder.glob("*.safetensors")
+    return safetensors.torch.load_file(path)
+
+
+def after_a_step(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Changes some 1% of the elements of every tensor, all of them by something that shows."""
+    generator = torch.Generator().manual_seed(seed)
+    later = {}
+    for name, tensor in tensors.items():
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        later[name] = torch.where(torch.rand(tensor.shape, generator=generator) < 0.01, noise, tensor)
+    return later
+
+
+def deliver(engine: RealEngine, wanted: WeightUpdate) -> None:
+    response = engine.update_weights(wanted)
+    assert response.status_code == 200, response.text
+    assert engine.status().weight_version == wanted.version
+
+
+def check_follows_in_place(engine: RealEngine, model: Path, mirrored: Mirrored, folder: Path) -> None:
+    """Checks that changes leave the engine with the bits of a whole load of the same checkpoint."""
+    tensors = tensors_of(model)
+    deliver(engine, mirrored.put(tensors))
+    before = engine.status()
+    assert before.whole_because == "this is the first delivery to this engine"
+    probed = probe(engine)
+    for seed in (1, 2):
+        tensors = after_a_step(tensors, seed)
+        deliver(engine, mirrored.put(tensors))
+        assert probe(engine) != probed
+        probed = probe(engine)
+    behind = mirrored.version
+    for seed in (3, 4):
+        tensors = after_a_step(tensors, seed)
+        mirrored.put(tensors)
+    deliver(engine, mirrored.update_from(behind))
+    after = engine.status()
+    assert after.weights_in_place == before.weights_in_place + 3
+    assert (after.weights_whole, after.whole_because) == (before.weights_whole, before.whole_because)
+    probed = probe(engine)
+    safetensors.torch.save_file(tensors, folder / "whole.safetensors")
+    deliver(engine, staged_update(folder, "whole/0"))
+    assert engine.status().weights_whole == after.weights_whole + 1
+    assert probe(engine) == probed
+
+
+def test_changes_of_a_tied_model_leave_the_bits_of_a_whole_load(
+    dedicated: RealEngine, models: ModelDirs, mirrored: Mirrored, tmp_path: Path
+) -> None:
+    check_follows_in_place(dedicated, models.tied[1], mirrored, tmp_path)
+
+
+def test_changes_of_a_model_that_is_packed_on_a_cpu_leave_the_bits_of_a_whole_load(
+    gpu: SharedGpu, rollout: RealEngine, models: ModelDirs, mirrored: Mirrored, tmp_path: Path
+) -> None:
+    """Float32, of which oneDNN packs every linear layer on any processor."""
+    check_follows_in_place(rollout, models.untied[1], mirrored, tmp_path)
+    update(rollout, models.untied[0], 0)
+
+
+def test_bad_changes_or_a_mirror_that_moved_on_leave_the_old_version(
+    dedicated: RealEngine, models: ModelDirs, mirrored: Mirrored
+) -> None:
+    tensors = tensors_of(models.tied[1])
+    deliver(dedicated, mirrored.put(tensors))
+    probed = probe(dedicated)
+    late = mirrored.put(after_a_step(tensors, 1))
+    newest = mirrored.put(after_a_step(tensors, 2))
+    path = Path(late.changes[0])
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused = dedicated.update_weights(late)
+    assert refused.status_code == 500 and "weights kept" in refused.text
+    assert dedicated.status().weight_version == "test/0" and probe(dedicated) == probed
+    deliver(dedicated, mirrored.update_from("test/0"))
+    assert "does not have its checksum" in str(dedicated.status().whole_because)
+    again = probe(dedicated)
+    assert again != probed and newest.version == dedicated.status().weight_version
+
+
+def test_an_engine_that_was_inactive_comes_back_with_the_mirrors_newest_version(
+    dedicated: RealEngine, models: ModelDirs, mirrored: Mirrored
+) -> None:
+    tensors = tensors_of(models.tied[1])
+    deliver(dedicated, mirrored.put(tensors))
+    dedicated.deactivate()
+    tensors = after_a_step(tensors, 1)
+    deliver(dedicated, mirrored.put(tensors))
+    tensors = after_a_step(tensors, 2)
+    mirrored.put(tensors)
+    dedicated.activate()
+    assert dedicated.status().weight_version == "test/2"
+    tensors = after_a_step(tensors, 3)
+    in_place = dedicated.status().weights_in_place
+    deliver(dedicated, mirrored.put(tensors))
+    assert dedicated.status().weights_in_place == in_place + 1
+
+
+def test_a_mirror_that_is_cut_for_several_ranks_loads_like_a_whole_checkpoint(
     dedicated: RealEngine, models: ModelDirs, stock: StockAnswers, tmp_path: Path
 ) -> None:
     update(dedicated, models.tied[2], 2)
     specs = [spec for spec, _ in read_checkpoint(models.tied[1]).values()]
     plans = plans_of_ranks(models.tied[1], specs, num_ranks=2)
-    layout = Layout(specs, cuts=cut_by_holdings(specs, [plan.boxes() for plan in plans]))
-    assert sum(bool(cut.points) for cut in layout.cuts.values()) > len(specs) // 2
-    planes = WeightPlanes(layout, held_buckets(layout, plans))
-    fill_from_checkpoint(planes, models.tied[1])
-    path = tmp_path / "shards.safetensors"
-    write_checkpoint(path, planes, {})
-    wanted = WeightUpdate(version="test/1", path=str(path), state_hash=str(planes.state_hash))
-    assert dedicated.update_weights(wanted).status_code == 200
+    cuts = cut_by_holdings(specs, [plan.boxes() for plan in plans])
+    assert sum(bool(cut.points) for cut in cuts.values()) > len(specs) // 2
+    mirrored = Mirrored(tmp_path / "mirror", cuts)
+    tensors = tensors_of(models.tied[1])
+    deliver(dedicated, mirrored.put(tensors))
     assert probe(dedicated) == as_probed(stock.of("tied-1"))
+    in_place = dedicated.status().weights_in_place
+    deliver(dedicated, mirrored.put(after_a_step(tensors, 1)))
+    deliver(dedicated, mirrored.put(tensors))
+    assert dedicated.status().weights_in_place == in_place + 2
+    assert probe(dedicated) == as_probed(stock.of("tied-1"))
+    mirrored.close()
 
 
 def plans_of_ranks(model: Path, specs: list[TensorSpec], num_ranks: int) -> list[ShardPlan]:

@@ -1,136 +1,14 @@
 """A mirror moves from version to version exactly, or stays where it is."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mirror_versions import LAYOUT, Versions, apply_delta, check_holds, fetch_from, load_snapshot
 
 from rose.errors import FrameError
 from rose.transfer.follow.mirror import WeightMirror
-from rose.transfer.format.codec import Codec, encode
-from rose.transfer.format.frame import NO_BASE, Frame, run_digest
-from rose.transfer.format.layout import DTYPE_BYTES, Layout, TensorSpec
-from rose.transfer.format.manifest import BucketEntry, Manifest
-from rose.transfer.format.planes import WeightPlanes
-from rose.transfer.format.state_hash import StateHash
-from rose.types import WeightVersion
-
-LAYOUT = Layout(
-    [
-        TensorSpec(name="a", dtype="BF16", shape=(300, 7)),
-        TensorSpec(name="b", dtype="BF16", shape=(11,)),
-        TensorSpec(name="c", dtype="F32", shape=(500,)),
-        TensorSpec(name="d", dtype="F8_E4M3", shape=(999,)),
-    ],
-    bucket_bytes=1000,
-)
-
-
-class Versions:
-    """A run of versions 0, 1, ... with random changes, as manifests and frames."""
-
-    def __init__(self, codec, count, seed=0):
-        rng = np.random.default_rng(seed)
-        self.states = [WeightPlanes(LAYOUT)]
-        self.deltas = {}
-        for bucket in LAYOUT.buckets:
-            top = 256 ** DTYPE_BYTES[bucket.dtype]
-            bits = rng.integers(0, top, bucket.num_elements)
-            self.states[0].fill(bucket, bits.astype(self.states[0].bits(bucket).dtype))
-        for number in range(1, count):
-            self.states.append(WeightPlanes(LAYOUT))
-            for bucket in LAYOUT.buckets:
-                bits = self.states[number - 1].bits(bucket).copy()
-                if bucket.index % 3:
-                    changed = rng.random(bits.size) < 0.05
-                    bits[changed] += rng.choice(np.array([1, -1, 77]), int(changed.sum())).astype(bits.dtype)
-                self.states[number].fill(bucket, bits)
-            self.deltas[number] = self._delta(codec, number)
-
-    def snapshot(self, number):
-        state = self.states[number]
-        return self._version(
-            number,
-            None,
-            [
-                (bucket, Codec.DENSE, state.bits(bucket).tobytes(), bucket.num_elements, StateHash())
-                for bucket in LAYOUT.buckets
-            ],
-        )
-
-    def _delta(self, codec, number):
-        old, new = self.states[number - 1], self.states[number]
-        parts = []
-        for bucket in LAYOUT.buckets:
-            encoded = encode(codec, old.bits(bucket), new.bits(bucket), bucket.first_index)
-            if encoded.num_changed:
-                before = old.bucket_hash(bucket)
-                parts.append((bucket, codec, encoded.payload, encoded.num_changed, before))
-        return self._version(number, number - 1, parts)
-
-    def _version(self, number, base, parts):
-        state = self.states[number]
-        frames = [
-            Frame(
-                codec=codec,
-                width=DTYPE_BYTES[bucket.dtype],
-                bucket=bucket.index,
-                run=run_digest("run"),
-                base=NO_BASE if base is None else base,
-                version=number,
-                layout=bytes.fromhex(LAYOUT.digest),
-                dtype=bucket.dtype,
-                num_elements=bucket.num_elements,
-                first_index=bucket.first_index,
-                num_changed=num_changed,
-                base_hash=before,
-                new_hash=state.bucket_hash(bucket),
-                payload=payload,
-            ).pack()
-            for bucket, codec, payload, num_changed, before in parts
-        ]
-        manifest = Manifest(
-            run_id="run",
-            version=number,
-            base=base,
-            layout=LAYOUT.digest,
-            state_hash=str(state.state_hash),
-            base_state_hash=str(self.states[base].state_hash) if base is not None else None,
-            num_elements=LAYOUT.num_elements,
-            num_changed=sum(part[3] for part in parts),
-            is_followed=False,
-            buckets=[
-                BucketEntry(
-                    index=bucket.index,
-                    key=f"k{bucket.index}",
-                    num_bytes=1,
-                    change=str(state.bucket_hash(bucket) - before),
-                )
-                for bucket, _, _, _, before in parts
-            ],
-        )
-        return manifest, frames
-
-
-def fetch_from(manifest, frames):
-    by_key = {entry.key: frame for entry, frame in zip(manifest.buckets, frames, strict=True)}
-    return lambda entry: by_key[entry.key]
-
-
-def apply_delta(mirror, manifest, frames):
-    mirror.apply_delta(manifest, fetch_from(manifest, frames))
-
-
-def load_snapshot(mirror, manifest, frames):
-    mirror.load_snapshot(manifest, LAYOUT, fetch_from(manifest, frames))
-
-
-def check_holds(mirror, versions, number):
-    assert mirror.version == WeightVersion(run_id="run", number=number)
-    assert mirror.state_hash == versions.states[number].state_hash
-    for dtype, plane in versions.states[number].planes.items():
-        np.testing.assert_array_equal(mirror.planes.planes[dtype], plane)
-    mirror.check_integrity()
+from rose.transfer.format.codec import Codec
+from rose.transfer.format.frame import Frame
 
 
 def mirror_at_zero(versions):

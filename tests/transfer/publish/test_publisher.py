@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -11,7 +12,6 @@ from rose.errors import FrameError, RelayError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
-from rose.transfer.format.checkpoint import write_checkpoint
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.manifest import Ack, Head, pack_body, unpack_body
 from rose.transfer.publish.publisher import WeightPublisher
@@ -61,19 +61,20 @@ def publish(relay_url, model):
         publisher.close()
 
 
-def check_holds(mirror, model, report, tmp_path):
+def check_holds(mirror, model, report):
     assert mirror.version == report.version and str(mirror.state_hash) == report.state_hash
     mirror.check_integrity()
-    write_checkpoint(tmp_path / "held.safetensors", mirror.planes, {})
-    loaded = safetensors.torch.load_file(tmp_path / "held.safetensors")
+    held = {spec.name: np.zeros(spec.shape, np.uint16) for spec in mirror.planes.layout.tensors}
+    mirror.planes.read_into(held)
     expected = model.bf16_bits()
-    assert set(loaded) == set(expected)
-    for name, tensor in loaded.items():
-        assert tensor.dtype is torch.bfloat16 and tensor.view(torch.uint16).equal(expected[name]), name
+    assert set(held) == set(expected)
+    for spec in mirror.planes.layout.tensors:
+        assert spec.dtype == "BF16"
+        assert torch.from_numpy(held[spec.name]).equal(expected[spec.name]), spec.name
 
 
 @pytest.mark.parametrize("codec", [None, *Codec])
-def test_every_version_arrives_bit_for_bit(publish, relay, model, tmp_path, codec):
+def test_every_version_arrives_bit_for_bit(publish, relay, model, codec):
     publisher = publish(run_id="run", codec=codec)
     follower = Follower(relay, "run", WeightMirror())
     assert not follower.advance()
@@ -81,14 +82,14 @@ def test_every_version_arrives_bit_for_bit(publish, relay, model, tmp_path, code
     assert report.base is None and report.num_changed == report.num_elements
     for number in range(4):
         assert follower.advance() and not follower.advance()
-        check_holds(follower.mirror, model, report, tmp_path)
+        check_holds(follower.mirror, model, report)
         model.train_step()
         report = publisher.publish()
         assert (report.version.number, report.base) == (number + 1, number)
         assert report.coo_bytes == 6 * report.num_changed > 0
 
 
-def test_special_values_and_unchanged_weights_arrive(publish, relay, model, tmp_path):
+def test_special_values_and_unchanged_weights_arrive(publish, relay, model):
     publisher = publish(run_id="run")
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
@@ -99,10 +100,10 @@ def test_special_values_and_unchanged_weights_arrive(publish, relay, model, tmp_
     report = publisher.publish()
     assert report.num_changed == 5
     assert follower.advance()
-    check_holds(follower.mirror, model, report, tmp_path)
+    check_holds(follower.mirror, model, report)
 
 
-def test_a_follower_that_skipped_versions_applies_their_deltas(publish, relay, model, tmp_path):
+def test_a_follower_that_skipped_versions_applies_their_deltas(publish, relay, model):
     publisher = publish(run_id="run")
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
@@ -113,10 +114,10 @@ def test_a_follower_that_skipped_versions_applies_their_deltas(publish, relay, m
     before = follower.fetched_bytes
     assert follower.advance()
     assert follower.fetched_bytes - before < report.dense_bytes
-    check_holds(follower.mirror, model, report, tmp_path)
+    check_holds(follower.mirror, model, report)
 
 
-def test_a_late_joiner_starts_at_the_latest_snapshot(publish, relay, model, tmp_path):
+def test_a_late_joiner_starts_at_the_latest_snapshot(publish, relay, model):
     publisher = publish(run_id="run", snapshot_every=3)
     early = Follower(relay, "run", WeightMirror())
     for number in range(8):
@@ -129,11 +130,11 @@ def test_a_late_joiner_starts_at_the_latest_snapshot(publish, relay, model, tmp_
     late = Follower(relay, "run", WeightMirror())
     assert unpack_body(relay.get(keys.head_key("run")), Head, "HEAD").snapshot == 6
     assert late.advance()
-    check_holds(late.mirror, model, report, tmp_path)
-    check_holds(early.mirror, model, report, tmp_path)
+    check_holds(late.mirror, model, report)
+    check_holds(early.mirror, model, report)
 
 
-def test_a_worker_two_snapshots_behind_is_not_waited_for(publish, relay, model, tmp_path):
+def test_a_worker_two_snapshots_behind_is_not_waited_for(publish, relay, model):
     publisher = publish(run_id="run", snapshot_every=1)
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
@@ -146,10 +147,10 @@ def test_a_worker_two_snapshots_behind_is_not_waited_for(publish, relay, model, 
     head = unpack_body(relay.get(keys.head_key("run")), Head, "HEAD")
     assert (head.version, head.snapshot, head.oldest_base) == (4, 3, 2)
     assert follower.advance()
-    check_holds(follower.mirror, model, report, tmp_path)
+    check_holds(follower.mirror, model, report)
 
 
-def test_a_lost_delta_sends_the_follower_to_the_snapshot(publish, relay, model, tmp_path):
+def test_a_lost_delta_sends_the_follower_to_the_snapshot(publish, relay, model):
     publisher = publish(run_id="run", snapshot_every=2)
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
@@ -162,7 +163,7 @@ def test_a_lost_delta_sends_the_follower_to_the_snapshot(publish, relay, model, 
             wait_folded(relay, "run", 2)
     relay.remove(relay.keys("rose/run/2-1/"))
     assert follower.advance()
-    check_holds(follower.mirror, model, report, tmp_path)
+    check_holds(follower.mirror, model, report)
 
 
 def test_a_corrupt_object_leaves_the_mirror_on_its_version(publish, relay, model):
@@ -184,7 +185,7 @@ def test_a_corrupt_object_leaves_the_mirror_on_its_version(publish, relay, model
     assert str(follower.mirror.state_hash) == report.state_hash
 
 
-def test_auto_followers_move_to_the_run_of_a_restarted_trainer(publish, relay, model, tmp_path):
+def test_auto_followers_move_to_the_run_of_a_restarted_trainer(publish, relay, model):
     follower = Follower(relay, "auto", WeightMirror())
     first = publish(run_id="first")
     first.publish()
@@ -195,7 +196,7 @@ def test_auto_followers_move_to_the_run_of_a_restarted_trainer(publish, relay, m
     model.train_step()
     report = second.publish()
     assert follower.advance()
-    check_holds(follower.mirror, model, report, tmp_path)
+    check_holds(follower.mirror, model, report)
 
 
 def test_a_base_checkpoint_with_the_snapshots_bits_saves_the_snapshot(publish, relay, model, tmp_path):
@@ -219,7 +220,7 @@ def test_a_run_id_is_used_once(publish, relay):
         publish(run_id="run")
 
 
-def test_a_failed_publish_changes_nothing_and_can_be_repeated(start_relay, model, tmp_path):
+def test_a_failed_publish_changes_nothing_and_can_be_repeated(start_relay, model):
     url = start_relay("embedded").url
     relay = open_relay(url)
     publisher = WeightPublisher(model, url, "run", snapshot_every=1, full_wait_s=0)
@@ -235,12 +236,12 @@ def test_a_failed_publish_changes_nothing_and_can_be_repeated(start_relay, model
     relay.remove(["filler"])
     report = publisher.publish()
     assert report.version.number == 1 and follower.advance()
-    check_holds(follower.mirror, model, report, tmp_path)
+    check_holds(follower.mirror, model, report)
     publisher.close()
     relay.close()
 
 
-def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(start_relay, model, tmp_path):
+def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(start_relay, model):
     url = start_relay("embedded").url
     relay = open_relay(url)
     publisher = WeightPublisher(model, url, "run", snapshot_every=2, snapshot_share=10, full_wait_s=300)
@@ -263,12 +264,12 @@ def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(start_relay
         relay.upsert(keys.ack_prefix("run") + "w", pack_body(Ack(worker="w", version=2, state_hash="")))
         report = publishing.result()
     assert report.version.number == 4 and follower.advance()
-    check_holds(follower.mirror, model, report, tmp_path)
+    check_holds(follower.mirror, model, report)
     publisher.close()
     relay.close()
 
 
-def test_a_relay_that_came_back_empty_is_filled_again(embedded_url, model, tmp_path):
+def test_a_relay_that_came_back_empty_is_filled_again(embedded_url, model):
     relay = open_relay(embedded_url)
     publisher = WeightPublisher(model, embedded_url, "run")
     early = Follower(relay, "auto", WeightMirror())
@@ -283,7 +284,7 @@ def test_a_relay_that_came_back_empty_is_filled_again(embedded_url, model, tmp_p
     late = Follower(relay, "auto", WeightMirror())
     for follower in (early, late):
         assert follower.advance()
-        check_holds(follower.mirror, model, report, tmp_path)
+        check_holds(follower.mirror, model, report)
     publisher.close()
     relay.close()
 
