@@ -10,7 +10,7 @@ import ctypes
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,31 +24,6 @@ _BLOCK = 65536
 _GROUP = 32
 _RUN = 2048
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-
-class TensorDeltas(Protocol):
-    """Applies differences to tensors where they lie."""
-
-    def apply(self, delta: _delta.Delta, base: Any, first_index: int) -> Lanes:
-        """Does what rose._delta.Delta.apply() does, to a contiguous vector of integers. Raises:
-        ValueError.
-        """
-
-
-def tensor_deltas(device: Any, library: Path) -> TensorDeltas | None:
-    """Returns what applies differences on a torch device: the processor's codec in host memory, else the
-    kernels.
-
-    Returns None where the kernels are not built, and for other kinds of devices.
-    """
-    return HostDeltas() if device.type == "cpu" else device_deltas(device, library)
-
-
-class HostDeltas:
-    """The processor's codec, for tensors in host memory."""
-
-    def apply(self, delta: _delta.Delta, base: Any, first_index: int) -> Lanes:
-        return delta.apply(base.numpy().view(_BITS[base.element_size()]), first_index)
 
 
 def device_deltas(device: Any, library: Path) -> "DeviceDeltas | None":

@@ -5,15 +5,16 @@ shard plan. Pure: it computes indices and touches no weight.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rose.errors import FrameError
 from rose.transfer.format.codec import Bits, Elements
-from rose.transfer.format.layout import Bucket, Layout, Part, Piece
+from rose.transfer.format.layout import Bucket, Layout, Piece
 from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
 
 Index = NDArray[np.int64]
@@ -43,50 +44,76 @@ class ElementRoutes:
             if any(size > 1 and stride <= 0 for size, stride in steps):
                 raise FrameError(f"{copy.source.name} is copied to several places of {copy.target.name}")
             self._copies.setdefault(copy.source.name, []).append(copy)
+        _require_apart([copy.target for copy in plan.copies])
 
     def changes(self, bucket: Bucket, elements: Elements) -> Iterator[ParameterChange]:
         """Yields what changes in the rank's parameters; nothing for elements that it does not hold."""
         for piece in self._layout.pieces(bucket):
             copies = self._copies.get(piece.tensor.name)
-            if not copies:
+            mine = _between(elements, piece.at, piece.at + piece.end - piece.begin)
+            if not copies or mine.places.size == 0:
                 continue
-            size = piece.end - piece.begin
-            first, last = np.searchsorted(elements.places, (piece.at, piece.at + size))
-            if first == last:
-                continue
-            of_tensor = _tensor_index(piece, elements.places[first:last])
-            old, new = elements.old[first:last], elements.new[first:last]
             for copy in copies:
-                change = _change(copy, of_tensor, old, new)
-                if change is not None:
+                change = _change(piece, copy, mine)
+                if change.index.size > 0:
                     yield change
+
+
+def _require_apart(targets: Iterable[StridedView]) -> None:
+    """Raises: FrameError where two copies go to the same elements: only the loader keeps the last."""
+    ranges = [(view.name, view.offset, view.num_elements) for view in targets if is_contiguous(view)]
+    for (name, begin, size), (next_name, next_begin, _) in pairwise(sorted(ranges)):
+        if name == next_name and next_begin < begin + size:
+            raise FrameError(f"two tensors are copied to the same elements of {name}")
+
+
+def _between(elements: Elements, first: int, end: int) -> Elements:
+    """Returns the elements at these places, in place."""
+    # Keys of another type would have all places converted.
+    keys = np.clip((first, end), 0, np.iinfo(np.int32).max).astype(np.int32)
+    begin, stop = np.searchsorted(elements.places, keys)
+    return Elements(
+        places=elements.places[begin:stop], old=elements.old[begin:stop], new=elements.new[begin:stop]
+    )
+
+
+def _change(piece: Piece, copy: ShardCopy, elements: Elements) -> ParameterChange:
+    """Returns what the copy takes of a piece's elements to its parameter."""
+    source, target, shift = copy.source, copy.target, _shift(piece)
+    if shift is not None and is_contiguous(source) and is_contiguous(target):
+        begin = source.offset - shift
+        taken = _between(elements, begin, begin + source.num_elements)
+        index = taken.places + np.int64(target.offset - begin)
+        return ParameterChange(parameter=target.name, index=index, old=taken.old, new=taken.new)
+    in_view, is_taken = _index_in_view(source, _tensor_index(piece, elements.places))
+    return ParameterChange(
+        parameter=target.name,
+        index=_index_of_target(target, in_view[is_taken]),
+        old=elements.old[is_taken],
+        new=elements.new[is_taken],
+    )
+
+
+def _shift(piece: Piece) -> int | None:
+    """Returns how far a place in the bucket is from the tensor's element; None where that varies."""
+    part = piece.part
+    if part.is_whole:
+        return piece.begin - piece.at
+    if math.prod(part.tensor.shape[: part.dim]) > 1:
+        return None
+    return piece.begin - piece.at + part.start * math.prod(part.tensor.shape[part.dim + 1 :])
 
 
 def _tensor_index(piece: Piece, places: NDArray[np.int32]) -> Index:
     """Returns the elements' indices in the flat tensor; they rise as the places do."""
-    index = places + np.int64(piece.begin - piece.at)
-    part: Part = piece.part
-    if part.is_whole:
-        return index
+    shift, part = _shift(piece), piece.part
+    if shift is not None:
+        return places + np.int64(shift)
     inner = math.prod(part.tensor.shape[part.dim + 1 :])
     rows, whole_rows = part.stop - part.start, part.tensor.shape[part.dim]
-    outer, rest = np.divmod(index, rows * inner)
+    outer, rest = np.divmod(places + np.int64(piece.begin - piece.at), rows * inner)
     result: Index = outer * (whole_rows * inner) + rest + part.start * inner
     return result
-
-
-def _change(copy: ShardCopy, of_tensor: Index, old: Bits, new: Bits) -> ParameterChange | None:
-    """Returns what the copy takes of these elements to its parameter; None if it takes nothing."""
-    source, target = copy.source, copy.target
-    if is_contiguous(source):
-        first, last = np.searchsorted(of_tensor, (source.offset, source.offset + source.num_elements))
-        index, old, new = of_tensor[first:last] - source.offset, old[first:last], new[first:last]
-    else:
-        in_view, taken = _index_in_view(source, of_tensor)
-        index, old, new = in_view[taken], old[taken], new[taken]
-    if index.size == 0:
-        return None
-    return ParameterChange(parameter=target.name, index=_index_of_target(target, index), old=old, new=new)
 
 
 def _index_in_view(view: StridedView, of_tensor: Index) -> tuple[Index, NDArray[np.bool_]]:

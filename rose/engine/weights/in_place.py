@@ -53,7 +53,7 @@ class PreparedChanges:
     def write(self, planes: PlanesFile, plan: ShardPlan) -> None:
         """Writes all of them. planes: the mirror at the version that the changes lead to, under its lock."""
         for write in self._writes:
-            write.target[write.index] = write.new
+            write.target.scatter_(0, write.index, write.new)  # twice as fast as an assignment
         for layer in self._layers:
             layer.pack(planes, plan)
 
@@ -132,7 +132,8 @@ class InPlaceWriter:
                 raise FrameError(f"the model has no parameter {name}")
             layers += [layer for layer in packed if layer.computes_with(name, parameters[name])]
             if parameters[name].numel() > 0:
-                writes.append(_checked(name, parameters[name].detach(), _joined(changes)))
+                each_once = changes if len(files) == 1 else [_joined(changes)]
+                writes += [_checked(name, parameters[name].detach(), change) for change in each_once]
             elif not layers or layers[-1].parameter != name:
                 raise FrameError(f"{name} is empty, and nothing computes with a packed copy of it")
         num_changed = sum(change.index.size for changes in found.values() for change in changes)
@@ -170,7 +171,7 @@ def _checked(name: str, parameter: torch.Tensor, change: ParameterChange) -> _Wr
     old, new = (
         torch.from_numpy(bits).view(_VIEWS[width]).to(target.device) for bits in (change.old, change.new)
     )
-    if not torch.equal(target[index], old):
+    if not torch.equal(target.index_select(0, index), old):
         raise FrameError(f"{name} does not hold the weights of the last update")
     return _Write(target=target, index=index, new=new)
 

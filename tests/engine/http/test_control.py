@@ -165,7 +165,7 @@ class UpdatedClient(Client):
 
 
 async def test_an_update_is_told_before_steps_are_held_back_and_its_version_before_they_go_on(
-    page: StatusPage, staged: dict[str, str]
+    page: StatusPage, staged: dict[str, Any]
 ) -> None:
     client = UpdatedClient()
     control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
@@ -184,7 +184,7 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
 
 
 async def test_the_status_tells_why_updates_were_loaded_whole(
-    page: StatusPage, staged: dict[str, str]
+    page: StatusPage, staged: dict[str, Any]
 ) -> None:
     client = UpdatedClient()
     control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
@@ -205,7 +205,7 @@ async def test_the_status_tells_why_updates_were_loaded_whole(
 
 
 async def test_steps_go_on_once_a_router_knows_of_the_new_version(
-    page: StatusPage, staged: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    page: StatusPage, staged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(followers, "MOST_S", 3600.0)
     client = UpdatedClient()

@@ -76,7 +76,8 @@ def mirrored(tmp_path: Path) -> Iterator[Mirrored]:
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     (path,) = folder.glob("*.safetensors")
-    return safetensors.torch.load_file(path)
+    tensors: dict[str, torch.Tensor] = safetensors.torch.load_file(path)
+    return tensors
 
 
 def after_a_step(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,225 @@
+"""A small update costs a host what changed, and one copy of the weights feeds all of its engines.
+
+A dense model of random bits whose elements change by 1% a version, a relay, a follower with the mirror of a
+host, and the models of two engines, in vLLM's own layers and without its steps. All times are CPU seconds, of
+rounds whose parts take turns.
+  update_host_s_per_gb[1%]  the follower (decode, apply, changes file) and all engines (check, find, write)
+  host_copies               files of the mirror and of changes at their largest, over the model's bytes
+  write_over_memcpy         what an engine does in its pause, over a copy of its model
+  publish_blocks_s_per_gb   publish(), in copies of the model
+
+    python benchmarks/bench_update.py --quick --json update.json
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lib.engines.rig import Rig
+from lib.harness import median_figure, run_benchmark
+
+from rose.errors import WorkerError
+from rose.measure.figures import Figure
+from rose.messages import WeightUpdate
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.follow.shared_mirror import SharedMirror
+from rose.transfer.format.shared_planes import PlanesFile
+from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.relay.opening import open_relay
+
+ENGINES = 2
+CHANGED = 0.01
+HIDDEN, LAYERS, QUICK_LAYERS = 1024, 24, 6
+VOCABULARY = 8192
+ROUNDS, QUICK_ROUNDS = 10, 4
+RELAY_BYTES = 4 << 30
+
+
+@dataclass
+class Round:
+    """CPU seconds of one update's parts."""
+
+    publish_s: float = 0.0
+    follow_s: float = 0.0
+    prepare_s: list[float] = field(default_factory=list)
+    write_s: list[float] = field(default_factory=list)
+    memcpy_s: float = 0.0
+    held_bytes: int = 0
+
+    @property
+    def host_s(self) -> float:
+        return self.follow_s + sum(self.prepare_s) + sum(self.write_s)
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Returns the CPU seconds that this process, in all its threads, used for it."""
+    started_s = time.process_time()
+    act()
+    return time.process_time() - started_s
+
+
+class Engine:
+    """One engine's parameters and its writer of changes."""
+
+    def __init__(self, vllm_config: Any, planes: PlanesFile) -> None:
+        import torch
+        from vllm.model_executor.model_loader.utils import initialize_model
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        from rose.engine.weights.in_place import InPlaceWriter
+        from rose.engine.weights.shard_recorder import detached_config
+
+        with set_default_torch_dtype(vllm_config.model_config.dtype):
+            model: Any = initialize_model(vllm_config=detached_config(vllm_config))
+        tensors = (
+            (spec.name, torch.from_numpy(planes.tensor(spec).copy()).view(torch.bfloat16))
+            for spec in planes.layout.tensors
+        )
+        with torch.no_grad():
+            model.load_weights(tensors)
+        self._writer = InPlaceWriter(model, vllm_config)
+        self._planes = planes
+        with planes.reading() as (_, self._state_hash):
+            pass
+
+    def prepare(self, update: WeightUpdate) -> None:
+        """Raises: WorkerError unless the changes can be written."""
+        self._writer.begin(self._planes.layout, update.changes, self._state_hash, update.state_hash)
+        while not self._writer.result()[0]:
+            time.sleep(0.001)
+        if problem := self._writer.result()[1]:
+            raise WorkerError(problem)
+        self._state_hash = update.state_hash
+
+    def write(self) -> None:
+        changes, plan = self._writer.take(), self._writer.plan
+        assert changes is not None and plan is not None
+        changes.write(self._planes, plan)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    layers, rounds = (QUICK_LAYERS, QUICK_ROUNDS) if args.quick else (LAYERS, ROUNDS)
+    with TemporaryDirectory(prefix="rose-bench-", dir="/dev/shm") as folder, ranked_config(layers) as config:
+        weights, num_bytes = random_weights(config, args.seed)
+        with Rig() as rig:
+            _, url = rig.start_relay("relay", kind="embedded", capacity_bytes=RELAY_BYTES)
+            return figures(run_rounds(url, weights, config, Path(folder), rounds), num_bytes)
+
+
+def run_rounds(url: str, weights: dict[str, Any], config: Any, folder: Path, count: int) -> list[Round]:
+    copies = {name: tensor.clone() for name, tensor in weights.items()}
+    with ExitStack() as open_now:
+        publisher = open_now.enter_context(closing(WeightPublisher(weights, url, "bench")))
+        relay = open_now.enter_context(closing(open_relay(url)))
+        store = open_now.enter_context(closing(SharedMirror(folder / "mirror")))
+        follower = Follower(relay, "bench", WeightMirror(store=store))
+        publisher.publish()
+        follower.advance()
+        first = store.update_from(None)
+        assert first is not None
+        planes = open_now.enter_context(closing(PlanesFile(Path(first.path))))
+        engines = [open_now.enter_context(closing(Engine(config, planes))) for _ in range(ENGINES)]
+        version, found = first.version, []
+        for number in range(count + 1):
+            change(weights, number)
+            one = Round(publish_s=timed(publisher.publish), follow_s=timed(follower.advance))
+            update = store.update_from(version)
+            assert update is not None
+            for engine in engines:
+                one.prepare_s.append(timed(lambda engine=engine, update=update: engine.prepare(update)))
+                one.write_s.append(timed(engine.write))
+            one.held_bytes = sum(path.stat().st_blocks * 512 for path in (folder / "mirror").iterdir())
+            one.memcpy_s = timed(lambda: [copies[name].copy_(each) for name, each in weights.items()])
+            store.forget({update.version})
+            version = update.version
+            found.append(one)
+        return found[1:]  # the first one records the plans
+
+
+def figures(rounds: list[Round], model_bytes: int) -> list[Figure]:
+    gb = model_bytes / 1e9
+
+    def per_gb(part: Callable[[Round], float]) -> list[float]:
+        return [part(one) / gb for one in rounds]
+
+    parts: dict[str, float | None] = {
+        "follower": statistics.median(per_gb(lambda one: one.follow_s)),
+        "an engine, beside its steps": statistics.median(per_gb(lambda one: statistics.mean(one.prepare_s))),
+        "an engine, in its pause": statistics.median(per_gb(lambda one: statistics.mean(one.write_s))),
+        "a copy of the model": statistics.median(per_gb(lambda one: one.memcpy_s)),
+        "GB": gb,
+    }
+    host = per_gb(lambda one: one.host_s)
+    copies = [one.held_bytes / model_bytes for one in rounds]
+    writes = [statistics.mean(one.write_s) / one.memcpy_s for one in rounds]
+    publishes = [one.publish_s / one.memcpy_s for one in rounds]
+    return [
+        median_figure("update_host_s_per_gb[1%]", host, "s/GB", target="<= 0.10", peers=parts),
+        median_figure("host_copies", copies, "ratio", target="<= 1.2"),
+        median_figure("write_over_memcpy", writes, "ratio"),
+        median_figure("publish_blocks_s_per_gb", publishes, "memcpys", target="<= 1.5"),
+    ]
+
+
+def change(weights: dict[str, Any], seed: int) -> None:
+    """Moves 1% of the elements by one unit of their last place, as an optimizer's step does most of them."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in weights.values():
+        bits = tensor.view(torch.int16)
+        bits += (torch.rand(bits.shape, generator=generator) < CHANGED).to(torch.int16)
+
+
+def random_weights(vllm_config: Any, seed: int) -> tuple[dict[str, Any], int]:
+    """Returns tensors of the checkpoint's names and shapes, and their bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(vllm_config.model_config.hf_config, dtype=torch.bfloat16)
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+    return weights, sum(each.nbytes for each in weights.values())
+
+
+@contextmanager
+def ranked_config(layers: int) -> Iterator[Any]:
+    """Yields the configuration of an engine with one rank."""
+    from transformers import Qwen3Config
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rose.engine.weights.shard_recorder import pretended_rank
+
+    hf_config = Qwen3Config(
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=layers,
+        num_attention_heads=HIDDEN // 128,
+        num_key_value_heads=2,
+        head_dim=128,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+    )
+    with TemporaryDirectory() as folder:
+        hf_config.save_pretrained(folder)
+        arguments = EngineArgs(model=folder, skip_tokenizer_init=True, enforce_eager=True)
+        with pretended_rank(arguments.create_engine_config()) as config:
+            yield config
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__, measure))
