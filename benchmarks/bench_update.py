@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -137,7 +138,7 @@ def run_rounds(url: str, weights: dict[str, Any], config: Any, folder: Path, cou
             update = store.update_from(version)
             assert update is not None
             for engine in engines:
-                one.prepare_s.append(timed(lambda engine=engine, update=update: engine.prepare(update)))
+                one.prepare_s.append(timed(partial(engine.prepare, update)))
                 one.write_s.append(timed(engine.write))
             one.held_bytes = sum(path.stat().st_blocks * 512 for path in (folder / "mirror").iterdir())
             one.memcpy_s = timed(lambda: [copies[name].copy_(each) for name, each in weights.items()])

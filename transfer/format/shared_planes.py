@@ -45,7 +45,7 @@ class SharedPlanes(WeightPlanes):
 
     def __init__(self, path: Path, layout: Layout, held: frozenset[int] | None) -> None:
         """Raises: OSError with the numbers when the memory or disk is full; the file is then removed."""
-        super().__init__(layout, held)
+        super().__init__(layout, held, planes={})
         self.path = path
         order = _order(layout)
         head = _head(layout, self.held, order)

@@ -1,0 +1,97 @@
+"""Changed elements end up where the plan's copies would have put them."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rose.errors import FrameError
+from rose.transfer.format.codec import Elements
+from rose.transfer.format.element_routes import ElementRoutes
+from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
+from rose.transfer.format.planes import WeightPlanes
+from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
+
+SHAPES = {"a": (12, 10), "b": (4, 6, 5), "c": (7,), "d": (3, 8)}
+SPECS = [TensorSpec(name=name, dtype="BF16", shape=shape) for name, shape in SHAPES.items()]
+CUTS = {
+    None: None,
+    "rows": {"a": TensorCut(dim=0, points=(5,), groups=(0, 1))},
+    "columns": {
+        "a": TensorCut(dim=1, points=(3, 7), groups=(0, 1, 0)),
+        "b": TensorCut(dim=1, points=(2,), groups=(1, 0)),
+    },
+}
+
+
+def copy(source, offset, shape, stride, target, target_offset, target_stride=None, target_shape=None):
+    target_shape = target_shape if target_shape is not None else shape
+    if target_stride is None:
+        target_stride = tuple(math.prod(target_shape[dim + 1 :]) for dim in range(len(target_shape)))
+    return ShardCopy(
+        source=StridedView(name=source, offset=offset, shape=shape, stride=stride),
+        target=StridedView(name=target, offset=target_offset, shape=target_shape, stride=target_stride),
+    )
+
+
+def plan(*copies, whole=()):
+    return ShardPlan(rank="pp0-tp0", shapes=SHAPES, copies=list(copies), whole=list(whole))
+
+
+PLAN = plan(
+    copy("a", 30, (6, 10), (10, 1), "fused", 20),  # rows
+    copy("c", 0, (7,), (1,), "fused", 90),
+    copy("c", 0, (7,), (1,), "fused", 100),  # a replica
+    copy("a", 4, (12, 3), (10, 1), "columns", 0),
+    copy("a", 0, (10, 12), (1, 10), "transposed", 5),
+    copy("b", 30, (2, 3, 5), (30, 10, 1), "strided", 1, target_stride=(40, 11, 2)),
+    copy("b", 0, (4, 30), (30, 1), "reshaped", 0, target_shape=(20, 6)),
+)
+SIZES = {"fused": 120, "columns": 36, "transposed": 125, "strided": 90, "reshaped": 120}
+
+
+def filled(layout, tensors):
+    planes = WeightPlanes(layout)
+    for part in layout.parts:
+        bits = part.of(tensors[part.tensor.name]).reshape(-1)
+        planes.planes["BF16"][part.offset : part.offset + part.num_elements] = bits
+    return planes
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("share", [0.05, 1.0])
+def test_every_change_reaches_each_of_its_places_and_nothing_else_moves(cut, share):
+    rng = np.random.default_rng(0)
+    layout = Layout(SPECS, bucket_bytes=34, cuts=CUTS[cut])
+    old = {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, shape in SHAPES.items()}
+    new = {name: np.where(rng.random(each.shape) < share, each + 1, each) for name, each in old.items()}
+    parameters = [{name: np.zeros(size, np.uint16) for name, size in SIZES.items()} for _ in range(2)]
+    for each, tensors in zip(parameters, (old, new), strict=True):
+        PLAN.apply({name: tensor.reshape(-1) for name, tensor in tensors.items()}, each)
+    found, expected = parameters
+    before, after = filled(layout, old), filled(layout, new)
+    routes = ElementRoutes(layout, PLAN)
+    for bucket in layout.buckets:
+        was, now = before.bits(bucket), after.bits(bucket)
+        places = np.flatnonzero(was != now).astype(np.int32)
+        for change in routes.changes(bucket, Elements(places=places, old=was[places], new=now[places])):
+            assert np.array_equal(found[change.parameter][change.index], change.old)
+            found[change.parameter][change.index] = change.new
+    for name, bits in expected.items():
+        assert np.array_equal(found[name], bits), name
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (plan(whole=["a"]), "only the loader can load a"),
+        (plan(copy("c", 0, (3, 7), (0, 1), "x", 0)), "c is copied to several places of x"),
+        (
+            plan(copy("c", 0, (7,), (1,), "x", 0), copy("d", 0, (3, 8), (8, 1), "x", 6)),
+            "two tensors are copied to the same elements of x",
+        ),
+    ],
+)
+def test_plans_that_do_more_than_copies_are_refused(bad, message):
+    with pytest.raises(FrameError, match=message):
+        ElementRoutes(Layout(SPECS), bad)
