@@ -106,8 +106,9 @@ def check_follows_in_place(engine: RealEngine, model: Path, mirrored: Mirrored, 
     for seed in (1, 2):
         tensors = after_a_step(tensors, seed)
         deliver(engine, mirrored.put(tensors))
-        assert probe(engine) != probed
-        probed = probe(engine)
+        found = probe(engine)
+        assert found != probed
+        probed = found
     behind = mirrored.version
     for seed in (3, 4):
         tensors = after_a_step(tensors, seed)
@@ -150,11 +151,13 @@ def test_bad_changes_or_a_mirror_that_moved_on_leave_the_old_version(
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     refused = dedicated.update_weights(late)
     assert refused.status_code == 500 and "weights kept" in refused.text
-    assert dedicated.status().weight_version == "test/0" and probe(dedicated) == probed
+    again = [dedicated.complete(turn, PROBE_TOKENS) for turn in probes()]
+    assert [(answer.tokens, answer.logprobs) for answer in again] == probed
+    assert dedicated.status().weight_version == "test/0"
     deliver(dedicated, mirrored.update_from("test/0"))
     assert "does not have its checksum" in str(dedicated.status().whole_because)
-    again = probe(dedicated)
-    assert again != probed and newest.version == dedicated.status().weight_version
+    assert probe(dedicated) != probed
+    assert newest.version == dedicated.status().weight_version
 
 
 def test_an_engine_that_was_inactive_comes_back_with_the_mirrors_newest_version(
