@@ -78,6 +78,9 @@ class SharedMirror:
     ) -> None:
         assert isinstance(planes, SharedPlanes)
         if planes is self._planes:
+            if self._coming is not None:  # of a snapshot that was not fetched to its end
+                self._coming.remove()
+                self._coming = None
             self._steps.append(self._step(planes, str(version), str(state_hash), list(changes)))
             planes.settle(str(version), str(state_hash))
         else:
@@ -101,6 +104,8 @@ class SharedMirror:
 
     def forget(self, in_use: Collection[str]) -> None:
         """Removes the changes that no engine needs. in_use: the versions that engines run or are taking."""
+        if self._planes is None:
+            return
         bases = [number for number, step in enumerate(self._steps) if step.base in in_use]
         needed = len(self._steps) - min(bases) if bases else 0
         while len(self._steps) > needed or self._is_too_much():

@@ -62,7 +62,8 @@ class Subscriber:
     def step(self, now_s: float) -> None:
         """Looks once. A failure is logged and delays the next look."""
         try:
-            if now_s >= self._retry_at_s:
+            is_read = any(delivery.reads_mirror(now_s) for delivery in self._deliveries)
+            if now_s >= self._retry_at_s and not is_read:
                 self._follower.advance()
                 self._retry_s = FIRST_RETRY_S
             for delivery in self._deliveries:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,8 @@ _STATE_BYTES = 256
 _WHOLE, _CHANGING = "+", "-"
 LOCK_TIMEOUT_S = 600.0
 """An engine reads under the lock as long as it loads the weights."""
+READ_TIMEOUT_S = 30.0
+"""The engine that waits for the subscriber stands still. Its next delivery finds the weights at rest."""
 _LOCK_POLL_S = 0.02
 
 
@@ -77,7 +79,7 @@ class SharedPlanes(WeightPlanes):
         Raises: FrameError when an engine reads for longer than it may, with nothing changed.
         """
         deadline_s = time.monotonic() + LOCK_TIMEOUT_S
-        while not self._try_lock():
+        while not _try_lock(self._file, fcntl.LOCK_EX):
             if time.monotonic() > deadline_s:
                 raise FrameError(f"{self.path}: an engine has been reading it for {LOCK_TIMEOUT_S:.0f} s")
             time.sleep(_LOCK_POLL_S)
@@ -109,13 +111,6 @@ class SharedPlanes(WeightPlanes):
         self.close()
         self.path.unlink(missing_ok=True)
 
-    def _try_lock(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
     def _mark(self, flag: str) -> None:
         self._write(self._state_at, flag.encode())
 
@@ -146,10 +141,14 @@ class PlanesFile:
     def reading(self) -> Iterator[tuple[str, str]]:
         """Keeps the writer out; gives the version and the state hash of the bits.
 
-        Raises: FrameError where the writer died while it changed them.
+        Raises: FrameError where the writer died while it changed them, or changes them for too long.
         """
+        deadline_s = time.monotonic() + READ_TIMEOUT_S
         with open(f"/proc/self/fd/{self._file.fileno()}", "rb") as file:  # a lock belongs to one opening
-            fcntl.flock(file, fcntl.LOCK_SH)
+            while not _try_lock(file, fcntl.LOCK_SH):
+                if time.monotonic() > deadline_s:
+                    raise FrameError(f"{self.path}: the subscriber has kept it for {READ_TIMEOUT_S:.0f} s")
+                time.sleep(_LOCK_POLL_S)
             yield self._state()
 
     def _state(self) -> tuple[str, str]:
@@ -181,6 +180,14 @@ class PlanesFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _try_lock(file: IO[bytes], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_planes_file(path: Path) -> bool:

@@ -32,13 +32,23 @@ logger = logging.getLogger(__name__)
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
+_CHUNK = 1 << 22
+"""Elements that are on their way to the device at once: the step that runs meanwhile needs the memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Write:
-    """The elements of one parameter, as its device holds them."""
+    """The elements of one parameter; index and new are on the host."""
 
     target: torch.Tensor
     index: torch.Tensor
     new: torch.Tensor
+
+    def write(self) -> None:
+        device = self.target.device
+        for index, new in zip(torch.split(self.index, _CHUNK), torch.split(self.new, _CHUNK), strict=True):
+            # Twice as fast as an assignment.
+            self.target.scatter_(0, index.to(device), new.to(device))
 
 
 class PreparedChanges:
@@ -53,9 +63,11 @@ class PreparedChanges:
     def write(self, planes: PlanesFile, plan: ShardPlan) -> None:
         """Writes all of them. planes: the mirror at the version that the changes lead to, under its lock."""
         for write in self._writes:
-            write.target.scatter_(0, write.index, write.new)  # twice as fast as an assignment
+            write.write()
         for layer in self._layers:
             layer.pack(planes, plan)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the answer says that it is done, and the next preparation reads it
 
 
 class InPlaceWriter:
@@ -167,12 +179,11 @@ def _checked(name: str, parameter: torch.Tensor, change: ParameterChange) -> _Wr
     if parameter.numel() <= change.index[-1]:
         raise FrameError(f"{name} has {parameter.numel()} elements, element {change.index[-1]} changes")
     target = parameter.view(-1).view(_VIEWS[width])
-    index = torch.from_numpy(change.index).to(target.device)
-    old, new = (
-        torch.from_numpy(bits).view(_VIEWS[width]).to(target.device) for bits in (change.old, change.new)
-    )
-    if not torch.equal(target.index_select(0, index), old):
-        raise FrameError(f"{name} does not hold the weights of the last update")
+    index = torch.from_numpy(change.index)
+    old, new = (torch.from_numpy(bits).view(_VIEWS[width]) for bits in (change.old, change.new))
+    for some, bits in zip(torch.split(index, _CHUNK), torch.split(old, _CHUNK), strict=True):
+        if not torch.equal(target.index_select(0, some.to(target.device)), bits.to(target.device)):
+            raise FrameError(f"{name} does not hold the weights of the last update")
     return _Write(target=target, index=index, new=new)
 
 

@@ -66,6 +66,8 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         """The version that was loaded whole last, where its file tells it."""
         self.why_whole: str | None = None
         """Why the last prepared update was loaded whole all the same."""
+        self._is_mixed = False
+        """Whether some of the present update was written, and not all."""
         self._staged: StagedFile | None = None
         self._state_hash: str | None = None
         """Of the weights in use, since the first update."""
@@ -106,21 +108,44 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         changed; whatever loading raises, for example for a good file of another model, with the old weights
         loaded again.
         """
-        self.why_whole = None
+        self.why_whole, self._is_mixed = None, False
         if update_info.is_prepared and self._write_in_place(update_info.state_hash):
             self._state_hash = update_info.state_hash
+            self._follow(update_info.path)
             return
-        staged = self._checked_by_all_ranks(update_info)
+        try:
+            self._load_whole(update_info)
+        except Exception:
+            if self._is_mixed:
+                self.load()
+            raise
+
+    def _load_whole(self, update: StagedUpdate) -> None:
+        staged = self._checked_by_all_ranks(update)
         try:
             with ExitStack() as reading:
-                _on_all_ranks(lambda: reading.enter_context(staged.reading(update_info.state_hash)))
+                _on_all_ranks(lambda: reading.enter_context(staged.reading(update.state_hash)))
                 if self.is_resident:
                     self._load_instead(staged)
         except BaseException:
             staged.close()
             raise
         self._forget_staged()
-        self._staged, self._state_hash = staged, update_info.state_hash
+        self._staged, self._state_hash = staged, update.state_hash
+
+    def _follow(self, path: str) -> None:
+        """Opens the mirror anew where a later subscriber has made another file of it."""
+        assert self._staged is not None
+        try:
+            staged = StagedFile(path)
+        except (OSError, FrameError) as error:
+            logger.warning("the mirror can't be opened, the one before stays in memory: %s", error)
+            return
+        if staged.inode == self._staged.inode:
+            staged.close()
+        else:
+            self._forget_staged()
+            self._staged = staged
 
     def _write_in_place(self, state_hash: str) -> bool:
         """Writes the prepared changes, on all ranks or on none.
@@ -136,7 +161,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         try:
             self._write(prepared, state_hash)
         except Exception as error:  # some rank failed, so this is raised on all ranks
-            self.why_whole = str(error)
+            self.why_whole, self._is_mixed = str(error), True
             return False
         counts = (prepared.num_changed, prepared.num_packed)
         logger.info("weights changed in place elements=%d packed_anew=%d", *counts)

@@ -38,6 +38,21 @@ def bits_of(state):
     return {dtype: plane.copy() for dtype, plane in state.planes.items()}
 
 
+def test_nothing_is_known_and_nothing_to_be_forgotten_before_the_first_version(store):
+    assert store.update_from(None) is None
+    store.forget(set())
+
+
+def test_a_snapshot_that_was_not_fetched_to_its_end_is_removed_when_a_delta_arrives(store, versions, mirror):
+    store.make_planes(LAYOUT, None)
+    partial = store._folder / "weights.partial"
+    assert partial.exists()
+    manifest, frames = versions.deltas[1]
+    mirror.apply_delta(manifest, fetch_from(manifest, frames))
+    assert not partial.exists()
+    check_holds(mirror, versions, 1)
+
+
 def test_changes_files_lead_from_each_version_to_the_next(store, versions, mirror):
     for number in range(1, 5):
         manifest, frames = versions.deltas[number]
