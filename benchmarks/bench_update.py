@@ -23,11 +23,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lib.engines.rig import Rig
 from lib.harness import median_figure, run_benchmark
 
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
+from rose.measure.rig import Rig
 from rose.messages import WeightUpdate
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
