@@ -28,6 +28,7 @@ STATUS = WorkerStatus.model_validate(
     | {
         "deployment": None,
         "harm": None,
+        "whole_because": None,
         "role": "rollout",
         "model": "/models/policy",
         "engine_id": "e",
