@@ -85,7 +85,8 @@ async def test_steps_go_on_under_new_weights_only_when_the_router_knows_of_them(
             await asyncio.sleep(0.01)
         versions = [f"run/{number}" for number in range(1, 4)]
         for version in versions:
-            await control.apply_weights(WeightUpdate(version=version, **staged))
+            update = WeightUpdate(version=version, path=staged["path"], state_hash=staged["state_hash"])
+            await control.apply_weights(update)
         assert engine.known_at_resume == versions
 
 
