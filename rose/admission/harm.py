@@ -167,7 +167,7 @@ def estimate_harm(
 def _waiting(
     values: npt.NDArray[np.float64], waited: npt.NDArray[np.float64], rng: np.random.Generator
 ) -> list[Estimate]:
-    """By how much the quantiles of ``values`` exceed those of the same requests without their waits.
+    """Returns by how much the quantiles of ``values`` exceed those of the same requests without their waits.
 
     The bounds are a percentile bootstrap's over requests.
     """
@@ -184,7 +184,7 @@ def _waiting(
 
 
 def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int]:
-    """By how much steps are slower in open slices, and how many closed slices say so.
+    """Returns by how much steps are slower in open slices, and how many closed slices say so.
 
     Each closed slice is compared with the open ones around it, so that a drift of the machine cancels.
     """

@@ -29,6 +29,7 @@ class StepInterrupt:
 
     def __init__(self, side: RolloutSide) -> None:
         self._side = side
+        self._has_queue = torch.cuda.is_available()
         self._ends_s: float | None = None
         self._queued: deque[torch.cuda.Event] = deque()
         self._paused_s = 0.0
@@ -47,11 +48,11 @@ class StepInterrupt:
         """Pauses the step for as long as serving wants the GPU. Called ahead of a layer."""
         if self._ends_s is None:
             return
-        if torch.cuda.is_available():
+        if self._has_queue:
             self._bound_queue()
         if not self._side.is_called():
             return
-        if torch.cuda.is_available():
+        if self._has_queue:
             torch.cuda.synchronize()
         paused_at_s = time.monotonic()
         left_s = max(MIN_LEFT_S, self._ends_s - paused_at_s)
