@@ -10,8 +10,8 @@ CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
 DELTA_LIBRARY ?= rose/librose_delta_cuda.so
 
-# Checked one by one, as two folders may well hold a test_config.py each. tests/transfer has no types yet.
-TYPED_TESTS := "tests/*.py" $(filter-out tests/transfer/,$(wildcard tests/*/))
+# Checked one by one, as two folders may well hold a test_config.py each.
+TYPED_TESTS := "tests/*.py" $(wildcard tests/*/)
 # Where the helpers beside the tests are imported from, as pyproject.toml tells pytest.
 TESTS := tests/admission:tests/engine:tests/engine/http:tests/measure:tests/memory:tests/transfer
 SCHEDULER_TESTS := tests/scheduler/cluster:tests/scheduler/dashboard:tests/scheduler/group:tests/scheduler/runtime

@@ -1,12 +1,12 @@
-"""Real relays for the transfer tests, each in its own process; the device's codec where it can be built."""
+"""Fixtures that start real relays, each in its own process, and build the device's codec where they can."""
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from relay_process import RelayProcess
+from relay_process import RelayProcess, SharedRelays, StartRelay
 
 from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import Relay
@@ -16,8 +16,8 @@ KINDS = ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)]
 
 
 @pytest.fixture
-def start_relay() -> Iterator[Callable[..., RelayProcess]]:
-    """Starts relay processes for one test: the kind, then options."""
+def start_relay() -> Iterator[StartRelay]:
+    """Starts relay processes for one test, and stops them."""
     started: list[RelayProcess] = []
 
     def start(kind: str, *options: str) -> RelayProcess:
@@ -30,8 +30,8 @@ def start_relay() -> Iterator[Callable[..., RelayProcess]]:
 
 
 @pytest.fixture(scope="session")
-def shared_relays() -> Iterator[Callable[[str], RelayProcess]]:
-    """One relay process of each kind for all tests."""
+def shared_relays() -> Iterator[SharedRelays]:
+    """Starts one relay process of each kind, which all tests share."""
     started: dict[str, RelayProcess] = {}
 
     def get(kind: str) -> RelayProcess:
@@ -45,14 +45,14 @@ def shared_relays() -> Iterator[Callable[[str], RelayProcess]]:
 
 
 @pytest.fixture(params=KINDS)
-def relay_url(request: pytest.FixtureRequest, shared_relays: Callable[[str], RelayProcess]) -> str:
-    """The URL of an empty relay of each kind."""
+def relay_url(request: pytest.FixtureRequest, shared_relays: SharedRelays) -> str:
+    """Returns the URL of an empty relay of each kind."""
     return shared_relays(request.param).emptied_url()
 
 
 @pytest.fixture
-def embedded_url(shared_relays: Callable[[str], RelayProcess]) -> str:
-    """The URL of an empty embedded relay."""
+def embedded_url(shared_relays: SharedRelays) -> str:
+    """Returns the URL of an empty embedded relay."""
     return shared_relays("embedded").emptied_url()
 
 
@@ -65,7 +65,7 @@ def relay(relay_url: str) -> Iterator[Relay]:
 
 @pytest.fixture(scope="session")
 def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The CUDA kernels, built as an operator builds them."""
+    """Builds the CUDA kernels as an operator builds them, and returns their path."""
     if shutil.which("nvcc") is None or shutil.which("make") is None:
         pytest.skip("no nvcc and make here")
     library = tmp_path_factory.mktemp("cuda") / "librose_delta_cuda.so"
@@ -75,7 +75,7 @@ def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The work of the kernels' threads, compiled for the processor."""
+    """Compiles the work of the kernels' threads for the processor, and returns the path."""
     library = tmp_path_factory.mktemp("host") / "libgrid_on_host.so"
     options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
     source = Path(__file__).with_name("grid_on_host.cpp")

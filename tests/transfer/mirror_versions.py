@@ -1,10 +1,13 @@
-"""Versions of a small set of weights as manifests and frames, and what a mirror of them has to hold."""
+"""Makes versions of a small set of weights as manifests and frames, and checks what a mirror holds."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
+from rose.transfer.follow.mirror import Fetch, WeightMirror
 from rose.transfer.format.codec import Codec, encode
 from rose.transfer.format.frame import NO_BASE, Frame, run_digest
-from rose.transfer.format.layout import DTYPE_BYTES, Layout, TensorSpec
+from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout, TensorSpec
 from rose.transfer.format.manifest import BucketEntry, Manifest
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.state_hash import StateHash
@@ -20,18 +23,23 @@ LAYOUT = Layout(
     bucket_bytes=1000,
 )
 
+Version = tuple[Manifest, list[bytes]]
+"""A manifest and its frames, in order."""
+Part = tuple[Bucket, Codec, bytes, int, StateHash]
+"""What a version does to a bucket: the codec, the payload, the number of changes, the hash before it."""
+
 
 class Versions:
     """A run of versions 0, 1, ... with random changes, as manifests and frames."""
 
-    def __init__(self, codec, count, seed=0):
+    def __init__(self, codec: Codec, count: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
         self.states = [WeightPlanes(LAYOUT)]
-        self.deltas = {}
+        self.deltas: dict[int, Version] = {}
         for bucket in LAYOUT.buckets:
             top = 256 ** DTYPE_BYTES[bucket.dtype]
-            bits = rng.integers(0, top, bucket.num_elements)
-            self.states[0].fill(bucket, bits.astype(self.states[0].bits(bucket).dtype))
+            drawn = rng.integers(0, top, bucket.num_elements)
+            self.states[0].fill(bucket, drawn.astype(self.states[0].bits(bucket).dtype))
         for number in range(1, count):
             self.states.append(WeightPlanes(LAYOUT))
             for bucket in LAYOUT.buckets:
@@ -40,9 +48,9 @@ class Versions:
                     changed = rng.random(bits.size) < 0.05
                     bits[changed] += rng.choice(np.array([1, -1, 77]), int(changed.sum())).astype(bits.dtype)
                 self.states[number].fill(bucket, bits)
-            self.deltas[number] = self._delta(codec, number)
+            self.deltas[number] = self.delta(codec, number)
 
-    def snapshot(self, number):
+    def snapshot(self, number: int) -> Version:
         state = self.states[number]
         return self._version(
             number,
@@ -53,9 +61,9 @@ class Versions:
             ],
         )
 
-    def _delta(self, codec, number):
+    def delta(self, codec: Codec, number: int) -> Version:
         old, new = self.states[number - 1], self.states[number]
-        parts = []
+        parts: list[Part] = []
         for bucket in LAYOUT.buckets:
             encoded = encode(codec, old.bits(bucket), new.bits(bucket), bucket.first_index)
             if encoded.num_changed:
@@ -63,7 +71,7 @@ class Versions:
                 parts.append((bucket, codec, encoded.payload, encoded.num_changed, before))
         return self._version(number, number - 1, parts)
 
-    def _version(self, number, base, parts):
+    def _version(self, number: int, base: int | None, parts: Sequence[Part]) -> Version:
         state = self.states[number]
         frames = [
             Frame(
@@ -107,22 +115,23 @@ class Versions:
         return manifest, frames
 
 
-def fetch_from(manifest, frames):
+def fetch_from(manifest: Manifest, frames: Sequence[bytes]) -> Fetch:
     by_key = {entry.key: frame for entry, frame in zip(manifest.buckets, frames, strict=True)}
     return lambda entry: by_key[entry.key]
 
 
-def apply_delta(mirror, manifest, frames):
+def apply_delta(mirror: WeightMirror, manifest: Manifest, frames: Sequence[bytes]) -> None:
     mirror.apply_delta(manifest, fetch_from(manifest, frames))
 
 
-def load_snapshot(mirror, manifest, frames):
+def load_snapshot(mirror: WeightMirror, manifest: Manifest, frames: Sequence[bytes]) -> None:
     mirror.load_snapshot(manifest, LAYOUT, fetch_from(manifest, frames))
 
 
-def check_holds(mirror, versions, number):
+def check_holds(mirror: WeightMirror, versions: Versions, number: int) -> None:
     assert mirror.version == WeightVersion(run_id="run", number=number)
     assert mirror.state_hash == versions.states[number].state_hash
+    assert mirror.planes is not None
     for dtype, plane in versions.states[number].planes.items():
         np.testing.assert_array_equal(mirror.planes.planes[dtype], plane)
     mirror.check_integrity()

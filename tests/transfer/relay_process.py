@@ -1,9 +1,10 @@
-"""The process behind `rose relay`, for tests."""
+"""Tests start the process behind `rose relay`, and wait for what it does."""
 
 import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 from rose.transfer.format import manifest as keys
 from rose.transfer.relay.opening import open_relay
@@ -20,8 +21,15 @@ def wait_folded(relay: Relay, run_id: str, version: int) -> None:
         seen = relay.wait([key], seen, 5.0).seen
 
 
+def stored(relay: Relay, key: str) -> bytes:
+    """Returns an object that the relay must hold."""
+    data = relay.get(key)
+    assert data is not None, key
+    return data
+
+
 class RelayProcess:
-    """Started on a free port; ready when constructed."""
+    """A process on a free port, which is ready when constructed."""
 
     def __init__(self, kind: str, *options: str) -> None:
         command = [sys.executable, "-m", "rose.transfer.relay.server", "--kind", kind]
@@ -55,3 +63,9 @@ class RelayProcess:
         status = self.process.wait(timeout=300)
         self.process.stdout.close()
         return status
+
+
+StartRelay = Callable[..., RelayProcess]
+"""Starts a relay process; takes its kind, then options of `rose relay`."""
+SharedRelays = Callable[[str], RelayProcess]
+"""Returns the process of a kind that all tests share."""

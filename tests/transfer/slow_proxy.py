@@ -1,19 +1,21 @@
-"""A TCP proxy that passes bytes on slowly, like a slow link."""
+"""Tests put this TCP proxy before a relay; it passes bytes on slowly, like a slow link."""
 
 import contextlib
 import socket
 import threading
 import time
 
+from rose.transfer.relay.url import parse_relay_url
+
 CHUNK_BYTES = 128 << 10
 
 
 class SlowProxy:
-    """Stands before a port and passes at most CHUNK_BYTES per ``pause_s`` in each direction."""
+    """Stands before a relay of this host and passes at most CHUNK_BYTES per ``pause_s`` in each direction."""
 
-    def __init__(self, port, pause_s=0.01):
+    def __init__(self, relay_url: str, pause_s: float = 0.01) -> None:
         self._pause_s = pause_s
-        self._target = ("127.0.0.1", int(port))
+        self._target = ("127.0.0.1", parse_relay_url(relay_url)[2])
         self._listener = socket.create_server(("127.0.0.1", 0))
         # The buffers are small, so that the sender notices the slow link.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK_BYTES)
@@ -22,7 +24,7 @@ class SlowProxy:
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def _accept(self):
+    def _accept(self) -> None:
         while True:
             try:
                 near, _ = self._listener.accept()
@@ -35,7 +37,7 @@ class SlowProxy:
                 self._threads.append(thread)
                 thread.start()
 
-    def _copy(self, source, sink):
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
         try:
             while chunk := source.recv(CHUNK_BYTES):
                 time.sleep(self._pause_s)
@@ -44,7 +46,7 @@ class SlowProxy:
         except OSError:
             return  # the proxy was closed
 
-    def close(self):
+    def close(self) -> None:
         for each in self._sockets:
             with contextlib.suppress(OSError):  # the connection never existed, or is gone
                 each.shutdown(socket.SHUT_RDWR)

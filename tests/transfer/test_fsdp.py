@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import fsdp_rank
 import numpy as np
@@ -13,7 +14,7 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.relay.opening import open_relay
 
 
-def test_the_ranks_of_an_fsdp2_model_publish_their_shards(embedded_url, tmp_path):
+def test_the_ranks_of_an_fsdp2_model_publish_their_shards(embedded_url: str, tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, fsdp_rank.__file__]
     ranks = [
@@ -34,7 +35,8 @@ def test_the_ranks_of_an_fsdp2_model_publish_their_shards(embedded_url, tmp_path
     }
     relay = open_relay(embedded_url)
     follower = Follower(relay, "run", WeightMirror())
-    assert follower.advance() and follower.mirror.version.number == 1
+    assert follower.advance() and str(follower.mirror.version) == "run/1"
+    assert follower.mirror.planes is not None
     held = {name: np.zeros_like(bits) for name, bits in expected.items()}
     follower.mirror.planes.read_into(held)
     for name, bits in expected.items():

@@ -1,29 +1,35 @@
-"""A whole job's model sync: every rollout rank gets all bits, and only one copy of them is sent."""
+"""In a job's model sync every rollout rank gets all bits, and only one copy of them is sent."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 import torch
-from relay_process import RelayProcess, wait_folded
+from relay_process import RelayProcess, stored, wait_folded
 from slow_proxy import SlowProxy
-from training_steps import step
+from training_steps import Weights, step
 
 from rose.errors import RelayError, WorkerError
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.manifest import bucket_of, version_prefix
 from rose.transfer.model_sync import ModelReceiver, ModelSender, peer_first, receiver_name
+from rose.transfer.publish.publisher import SyncReport
 from rose.transfer.relay.opening import open_relay
+from rose.types import WeightVersion
 
 RANKS = 4
 RELAYS = 2
 NAMES = [receiver_name(rank) for rank in range(RANKS)]
 DEADLINE_S = 300.0
 
+StartSenders = Callable[..., list[ModelSender]]
+StartReceivers = Callable[[list[str]], list[ModelReceiver]]
+
 
 @pytest.fixture(scope="module")
-def nodes():
-    """One relay on each of two rollout nodes."""
+def nodes() -> Iterator[list[RelayProcess]]:
+    """Starts one relay on each of two rollout nodes."""
     started = [RelayProcess("embedded") for _ in range(RELAYS)]
     yield started
     for relay in started:
@@ -31,33 +37,33 @@ def nodes():
 
 
 @pytest.fixture
-def relays(nodes):
-    """Returns the URLs of the nodes' relays, all empty."""
+def relays(nodes: list[RelayProcess]) -> list[RelayProcess]:
+    """Returns the nodes' relays, all empty."""
     for relay in nodes:
         relay.emptied_url()
     return nodes
 
 
 @pytest.fixture
-def weights():
-    """Weights of data-parallel trainer ranks, each of which holds all of them."""
+def weights() -> Weights:
+    """Returns the weights of data-parallel trainer ranks, each of which holds all of them."""
     torch.manual_seed(0)
     return {f"layer{i}.weight": torch.randn(60, 50).to(torch.bfloat16) for i in range(8)}
 
 
 @pytest.fixture
-def threads():
+def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(2 * RANKS) as executor:
         yield executor
 
 
 @pytest.fixture
-def start_senders(threads, weights):
+def start_senders(threads: ThreadPoolExecutor, weights: Weights) -> Iterator[StartSenders]:
     """Makes all trainer ranks, and closes them at the end."""
-    made = []
+    made: list[ModelSender] = []
 
-    def start(urls, **options):
-        def make(rank):
+    def start(urls: list[str], codec: Codec | None = None) -> list[ModelSender]:
+        def make(rank: int) -> ModelSender:
             return ModelSender(
                 weights,
                 urls,
@@ -66,7 +72,7 @@ def start_senders(threads, weights):
                 num_ranks=RANKS,
                 receivers=NAMES,
                 bucket_bytes=3000,
-                **options,
+                codec=codec,
             )
 
         made.extend(threads.map(make, range(RANKS)))
@@ -78,10 +84,11 @@ def start_senders(threads, weights):
 
 
 @pytest.fixture
-def start_receivers():
-    made = []
+def start_receivers() -> Iterator[StartReceivers]:
+    """Makes all rollout ranks, and closes them at the end."""
+    made: list[ModelReceiver] = []
 
-    def start(urls):
+    def start(urls: list[str]) -> list[ModelReceiver]:
         made.extend(ModelReceiver(urls, "run", rank=rank, num_ranks=RANKS) for rank in range(RANKS))
         return made
 
@@ -90,19 +97,23 @@ def start_receivers():
         receiver.close()
 
 
-def urls_of(relays):
+def urls_of(relays: list[RelayProcess]) -> list[str]:
     return [relay.url for relay in relays]
 
 
-def send_all(threads, senders, timeout_s=DEADLINE_S):
+def send_all(
+    threads: ThreadPoolExecutor, senders: list[ModelSender], timeout_s: float = DEADLINE_S
+) -> list[Future[SyncReport]]:
     return [threads.submit(sender.send, timeout_s) for sender in senders]
 
 
-def receive_all(threads, receivers, number):
+def receive_all(
+    threads: ThreadPoolExecutor, receivers: list[ModelReceiver], number: int
+) -> list[WeightVersion]:
     return list(threads.map(lambda receiver: receiver.receive(number, DEADLINE_S), receivers))
 
 
-def check_hold(receivers, weights):
+def check_hold(receivers: list[ModelReceiver], weights: Weights) -> None:
     for receiver in receivers:
         receiver.mirror.check_integrity()
         loaded = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
@@ -112,8 +123,13 @@ def check_hold(receivers, weights):
 
 @pytest.mark.parametrize("codec", [Codec.DENSE, None])
 def test_every_rank_gets_all_bits_and_each_bucket_crosses_once(
-    relays, weights, threads, start_senders, start_receivers, codec
-):
+    relays: list[RelayProcess],
+    weights: Weights,
+    threads: ThreadPoolExecutor,
+    start_senders: StartSenders,
+    start_receivers: StartReceivers,
+    codec: Codec | None,
+) -> None:
     senders, receivers = start_senders(urls_of(relays), codec=codec), start_receivers(urls_of(relays))
     for number in range(4):
         step(weights)
@@ -130,16 +146,20 @@ def test_every_rank_gets_all_bits_and_each_bucket_crosses_once(
         assert min(report.wire_bytes for report in reports) > frame_bytes / RANKS / 2, "the shares are even"
 
 
-def frames_of(url, version, base):
+def frames_of(url: str, version: int, base: int | None) -> int:
     """Returns the bytes of a version's frames in a relay."""
     with closing(open_relay(url)) as relay:
         names = relay.keys(version_prefix("run", version, base))
-        return sum(len(relay.get(name)) for name in names if bucket_of(name) is not None)
+        return sum(len(stored(relay, name)) for name in names if bucket_of(name) is not None)
 
 
 def test_a_late_joiner_starts_from_the_frames_of_a_dense_version(
-    relays, weights, threads, start_senders, start_receivers
-):
+    relays: list[RelayProcess],
+    weights: Weights,
+    threads: ThreadPoolExecutor,
+    start_senders: StartSenders,
+    start_receivers: StartReceivers,
+) -> None:
     senders, receivers = start_senders(urls_of(relays), codec=Codec.DENSE), start_receivers(urls_of(relays))
     with closing(open_relay(",".join(urls_of(relays)))) as relay:
         for number in range(4):
@@ -160,8 +180,12 @@ def test_a_late_joiner_starts_from_the_frames_of_a_dense_version(
 
 
 def test_a_rank_that_died_is_named_and_the_others_have_the_version(
-    relays, weights, threads, start_senders, start_receivers
-):
+    relays: list[RelayProcess],
+    weights: Weights,
+    threads: ThreadPoolExecutor,
+    start_senders: StartSenders,
+    start_receivers: StartReceivers,
+) -> None:
     senders, receivers = start_senders(urls_of(relays)), start_receivers(urls_of(relays))
     sent = send_all(threads, senders)
     receive_all(threads, receivers, 0)
@@ -183,9 +207,13 @@ def test_a_rank_that_died_is_named_and_the_others_have_the_version(
 
 
 def test_when_the_link_is_cut_every_rank_keeps_its_version(
-    relays, weights, threads, start_senders, start_receivers
-):
-    link = SlowProxy(relays[0].port)
+    relays: list[RelayProcess],
+    weights: Weights,
+    threads: ThreadPoolExecutor,
+    start_senders: StartSenders,
+    start_receivers: StartReceivers,
+) -> None:
+    link = SlowProxy(relays[0].url)
     try:
         senders, receivers = start_senders([link.url]), start_receivers(urls_of(relays)[:1])
         sent = send_all(threads, senders)
@@ -204,7 +232,13 @@ def test_when_the_link_is_cut_every_rank_keeps_its_version(
     check_hold(receivers, before)
 
 
-def test_bad_arguments_are_refused(relays, weights, threads, start_senders, start_receivers):
+def test_bad_arguments_are_refused(
+    relays: list[RelayProcess],
+    weights: Weights,
+    threads: ThreadPoolExecutor,
+    start_senders: StartSenders,
+    start_receivers: StartReceivers,
+) -> None:
     with pytest.raises(ValueError, match="got 0 relays, rank 0 of 1"):
         peer_first([], 0, 1)
     with pytest.raises(ValueError, match="rank 4 of 4"):
@@ -224,7 +258,7 @@ def test_bad_arguments_are_refused(relays, weights, threads, start_senders, star
         receivers[0].load_into({})
 
 
-def test_ranks_spread_evenly_over_the_nodes_relays():
+def test_ranks_spread_evenly_over_the_nodes_relays() -> None:
     order = [peer_first(["a", "b"], rank, 4) for rank in range(4)]
     assert order == ["a,b", "a,b", "b,a", "b,a"]
     assert len({peer_first(list("abcdefgh"), rank, 8)[0] for rank in range(8)}) == 8

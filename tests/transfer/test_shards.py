@@ -2,13 +2,17 @@
 arrive.
 """
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from relay_process import stored
 from shard_plans import plan_of
+from training_steps import Weights
 
 from rose.errors import FrameError, RelayError
 from rose.transfer.follow.follower import Follower
@@ -17,18 +21,23 @@ from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.manifest import Manifest, pack_body, unpack_body
 from rose.transfer.format.partition import held_buckets
-from rose.transfer.format.shard_plan import Box
+from rose.transfer.format.shard_plan import Box, ShardPlan
 from rose.transfer.format.shared_planes import PlanesFile
-from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.publisher import SyncReport, WeightPublisher
 from rose.transfer.publish.torch_source import TensorShard
 from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD, VOCABULARY, LAYERS = 16, 48, 16, 8, 2, 72, 4
 TRAIN_TP, TRAIN_PP, SERVE_TP = 8, 2, 4
 
 
-def full_shapes():
-    shapes = {"embed": (VOCABULARY, HIDDEN), "head": (VOCABULARY, HIDDEN), "norm": (HIDDEN,)}
+def full_shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (VOCABULARY, HIDDEN),
+        "head": (VOCABULARY, HIDDEN),
+        "norm": (HIDDEN,),
+    }
     for layer in range(LAYERS):
         shapes |= {
             f"{layer}.q": (HEADS * HEAD, HIDDEN),
@@ -47,12 +56,12 @@ SHAPES = full_shapes()
 
 
 class MegatronRank:
-    """One trainer rank's parameters, fused like Megatron's, and their views as Hugging Face shards."""
+    """Holds one trainer rank's parameters, fused like Megatron's, and their views as Hugging Face shards."""
 
-    def __init__(self, tp, pp, full):
+    def __init__(self, tp: int, pp: int, full: Weights) -> None:
         self.tp, self.pp = tp, pp
-        self.parameters = {}
-        self.shards = []
+        self.parameters: Weights = {}
+        self.shards: list[tuple[str, TensorShard]] = []
         for layer in range(pp * LAYERS // TRAIN_PP, (pp + 1) * LAYERS // TRAIN_PP):
             self._add_qkv(layer, full)
             self._add_mlp(layer, full)
@@ -65,7 +74,7 @@ class MegatronRank:
             self._add("head", full, dim=0)
             self._add("norm", full, dim=None)
 
-    def _add(self, name, full, dim):
+    def _add(self, name: str, full: Weights, dim: int | None) -> None:
         start = [0] * full[name].dim()
         tensor = full[name]
         if dim is not None:
@@ -75,10 +84,10 @@ class MegatronRank:
         self.parameters[name] = tensor.clone()
         self._share(name, self.parameters[name], tuple(start))
 
-    def _share(self, name, view, start):
+    def _share(self, name: str, view: torch.Tensor, start: tuple[int, ...]) -> None:
         self.shards.append((name, TensorShard(tensor=view, shape=SHAPES[name], start=start)))
 
-    def _add_qkv(self, layer, full):
+    def _add_qkv(self, layer: int, full: Weights) -> None:
         """Joins, for each group, its query heads, its key head and its value head."""
         groups, per_group = KV_HEADS // TRAIN_TP, HEADS // KV_HEADS
         rows = []
@@ -89,23 +98,23 @@ class MegatronRank:
         by_group = fused.view(groups, (per_group + 2) * HEAD, HIDDEN)
         for number in range(groups):
             group = self.tp * groups + number
-            query, key, value = by_group[number].split([per_group * HEAD, HEAD, HEAD])
+            query, key, value = torch.split(by_group[number], [per_group * HEAD, HEAD, HEAD])
             self._share(f"{layer}.q", query, (group * per_group * HEAD, 0))
             self._share(f"{layer}.k", key, (group * HEAD, 0))
             self._share(f"{layer}.v", value, (group * HEAD, 0))
 
-    def _add_mlp(self, layer, full):
+    def _add_mlp(self, layer: int, full: Weights) -> None:
         """Joins gate and up, which are cut in the same way."""
         size = WIDTH // TRAIN_TP
         rows = [full[f"{layer}.{name}"][self.tp * size : (self.tp + 1) * size] for name in ("gate", "up")]
         fused = self.parameters[f"{layer}.gate_up"] = torch.cat(rows)
-        for name, view in zip(("gate", "up"), fused.split(size), strict=True):
+        for name, view in zip(("gate", "up"), torch.split(fused, size), strict=True):
             self._share(f"{layer}.{name}", view, (self.tp * size, 0))
 
 
-def serving_plan(tp):
+def serving_plan(tp: int) -> ShardPlan:
     """Returns what rank `tp` of four holds; the padded vocabulary is cut at multiples of 20."""
-    boxes = {}
+    boxes: dict[str, Box] = {}
     for name, shape in SHAPES.items():
         kind = name.split(".")[-1]
         box = Box.whole(shape)
@@ -125,22 +134,29 @@ PLANS = [serving_plan(tp) for tp in range(SERVE_TP)]
 
 
 class Trainer:
-    """All sixteen ranks, each with its own publisher. They run in threads and meet only in the relay."""
+    """Runs all sixteen ranks in threads, each with its own publisher; they meet only in the relay."""
 
-    def __init__(self, url, **options):
+    def __init__(self, url: str) -> None:
         generator = torch.Generator().manual_seed(0)
         self.full = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
         self.ranks = [MegatronRank(tp, pp, self.full) for pp in range(TRAIN_PP) for tp in range(TRAIN_TP)]
         self.threads = ThreadPoolExecutor(len(self.ranks))
-        options = {"num_ranks": len(self.ranks), "plans": PLANS, "bucket_bytes": 600, **options}
-        self.publishers = list(
-            self.threads.map(
-                lambda rank: WeightPublisher(self.ranks[rank].shards, url, "run", rank=rank, **options),
-                range(len(self.ranks)),
-            )
-        )
 
-    def step(self, size=1e-3):
+        def open_rank(rank: int) -> WeightPublisher:
+            return WeightPublisher(
+                self.ranks[rank].shards,
+                url,
+                "run",
+                rank=rank,
+                num_ranks=len(self.ranks),
+                plans=PLANS,
+                bucket_bytes=600,
+                snapshot_every=3,
+            )
+
+        self.publishers = list(self.threads.map(open_rank, range(len(self.ranks))))
+
+    def step(self, size: float = 1e-3) -> None:
         """Changes every element as a trainer on one machine would: replicas of a norm stay equal."""
         noise = {
             name: size * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
@@ -152,42 +168,49 @@ class Trainer:
             for name, shard in rank.shards:
                 shard.tensor.add_(noise[name][slices(shard.box)])
 
-    def publish(self):
+    def publish(self) -> list[SyncReport]:
         return list(self.threads.map(lambda publisher: publisher.publish(), self.publishers))
 
-    def bits(self):
+    def bits(self) -> dict[str, NDArray[np.uint16]]:
         return {
             name: tensor.to(torch.bfloat16).view(torch.uint16).numpy() for name, tensor in self.full.items()
         }
 
-    def close(self):
+    def close(self) -> None:
         for publisher in self.publishers:
             publisher.close()
         self.threads.shutdown()
 
 
-def slices(box):
+def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))
 
 
 @pytest.fixture
-def trainer(embedded_url):
-    trainer = Trainer(embedded_url, snapshot_every=3)
+def trainer(embedded_url: str) -> Iterator[Trainer]:
+    trainer = Trainer(embedded_url)
     yield trainer
     trainer.close()
 
 
 @pytest.fixture
-def relay(embedded_url):
+def relay(embedded_url: str) -> Iterator[Relay]:
     relay = open_relay(embedded_url)
     yield relay
     relay.close()
 
 
-def check_holds(follower, trainer, plans):
+def held_by(follower: Follower) -> frozenset[int]:
+    """Returns the indices of the buckets that the follower's mirror holds."""
+    assert follower.mirror.planes is not None
+    return follower.mirror.planes.held
+
+
+def check_holds(follower: Follower, trainer: Trainer, plans: Sequence[ShardPlan]) -> None:
     """Checks every element of the plans' boxes, bit for bit."""
     follower.mirror.check_integrity()
     held = {name: np.zeros(shape, np.uint16) for name, shape in SHAPES.items()}
+    assert follower.mirror.planes is not None
     follower.mirror.planes.read_into(held)
     for plan in plans:
         for name, boxes in plan.boxes().items():
@@ -195,20 +218,20 @@ def check_holds(follower, trainer, plans):
                 assert np.array_equal(held[name][slices(box)], trainer.bits()[name][slices(box)]), name
 
 
-def test_every_bucket_has_one_publisher_and_no_rank_gathers(trainer, relay):
+def test_every_bucket_has_one_publisher_and_no_rank_gathers(trainer: Trainer, relay: Relay) -> None:
     trainer.publish()
     shares = [publisher._planes.held for publisher in trainer.publishers]
     layout = trainer.publishers[0].layout
     assert sum(len(share) for share in shares) == len(layout.buckets)
     assert frozenset().union(*shares) == frozenset(range(len(layout.buckets)))
     assert len({publisher.layout.digest for publisher in trainer.publishers}) == 1
-    manifest = unpack_body(relay.get(keys.manifest_key("run", 0, None)), Manifest, "")
+    manifest = unpack_body(stored(relay, keys.manifest_key("run", 0, None)), Manifest, "")
     loads = [sum(layout.buckets[index].num_elements for index in share) for share in shares]
     assert sum(loads) == layout.num_elements == manifest.num_elements
     assert max(loads) < 1.3 * min(loads)
 
 
-def test_serving_ranks_fetch_what_they_hold_and_get_every_bit(trainer, relay):
+def test_serving_ranks_fetch_what_they_hold_and_get_every_bit(trainer: Trainer, relay: Relay) -> None:
     followers = [Follower(relay, "run", WeightMirror([plan])) for plan in PLANS]
     whole = Follower(relay, "run", WeightMirror())
     for number in range(5):
@@ -224,12 +247,14 @@ def test_serving_ranks_fetch_what_they_hold_and_get_every_bit(trainer, relay):
     layout = trainer.publishers[0].layout
     for follower, plan in zip(followers, PLANS, strict=True):
         # The rank fetches exactly what its plan holds and no bucket more; norms are on all four.
-        held = sum(layout.buckets[index].num_elements for index in follower.mirror.planes.held)
+        held = sum(layout.buckets[index].num_elements for index in held_by(follower))
         assert held == plan.held_elements()
         assert follower.fetched_bytes < 0.4 * whole.fetched_bytes
 
 
-def test_a_late_joiner_and_an_engine_of_another_parallel_size_get_their_shards(trainer, relay):
+def test_a_late_joiner_and_an_engine_of_another_parallel_size_get_their_shards(
+    trainer: Trainer, relay: Relay
+) -> None:
     for _ in range(5):
         trainer.publish()
         trainer.step()
@@ -238,7 +263,7 @@ def test_a_late_joiner_and_an_engine_of_another_parallel_size_get_their_shards(t
     assert late.advance()
     check_holds(late, trainer, PLANS[1:3])
     layout = trainer.publishers[0].layout
-    assert late.mirror.planes.held == held_buckets(layout, PLANS[1:3])
+    assert held_by(late) == held_buckets(layout, PLANS[1:3])
     odd = plan_of("odd", SHAPES, {"0.q": Box(start=(3, 5), stop=(9, 7))}).model_copy(
         update={"whole": ["1.down"]}
     )
@@ -247,14 +272,16 @@ def test_a_late_joiner_and_an_engine_of_another_parallel_size_get_their_shards(t
     check_holds(other, trainer, [odd])
 
 
-def test_a_shared_mirror_of_shards_has_the_held_bits(trainer, relay, tmp_path):
+def test_a_shared_mirror_of_shards_has_the_held_bits(trainer: Trainer, relay: Relay, tmp_path: Path) -> None:
     trainer.publish()
     store = SharedMirror(tmp_path)
     follower = Follower(relay, "run", WeightMirror([PLANS[3]], store))
     follower.advance()
-    path = Path(store.update_from(None).path)
+    update = store.update_from(None)
+    assert update is not None
+    path = Path(update.path)
     file = PlanesFile(path)
-    assert file.state_hash() == follower.mirror.state_hash and file.held == follower.mirror.planes.held
+    assert file.state_hash() == follower.mirror.state_hash and file.held == held_by(follower)
     specs = {spec.name: spec for spec in file.layout.tensors}
     for name, boxes in PLANS[3].boxes().items():
         for box in boxes:
@@ -271,7 +298,7 @@ def test_a_shared_mirror_of_shards_has_the_held_bits(trainer, relay, tmp_path):
     store.close()
 
 
-def test_a_partial_mirror_refuses_a_manifest_that_leaves_a_bucket_out(trainer, relay):
+def test_a_partial_mirror_refuses_a_manifest_that_leaves_a_bucket_out(trainer: Trainer, relay: Relay) -> None:
     trainer.publish()
     follower = Follower(relay, "run", WeightMirror([PLANS[0]]))
     follower.advance()
@@ -279,20 +306,22 @@ def test_a_partial_mirror_refuses_a_manifest_that_leaves_a_bucket_out(trainer, r
     trainer.step(1e-5)
     trainer.publish()
     key = keys.manifest_key("run", 1, 0)
-    manifest = unpack_body(relay.get(key), Manifest, key)
+    manifest = unpack_body(stored(relay, key), Manifest, key)
     assert relay.get(keys.manifest_key("run", 1, None)) is None
     for left_out in range(0, len(manifest.buckets), 7):
         buckets = [*manifest.buckets[:left_out], *manifest.buckets[left_out + 1 :]]
         relay.upsert(key, pack_body(manifest.model_copy(update={"buckets": buckets})))
         with pytest.raises((FrameError, RelayError)):
             follower.advance()
-        assert follower.mirror.version.number == 0
+        assert str(follower.mirror.version) == "run/0"
         follower.mirror.check_integrity()
     relay.upsert(key, pack_body(manifest))
     assert follower.advance()
 
 
-def test_when_one_rank_fails_nothing_is_committed_and_all_continue_together(trainer, relay):
+def test_when_one_rank_fails_nothing_is_committed_and_all_continue_together(
+    trainer: Trainer, relay: Relay
+) -> None:
     trainer.publish()
     trainer.step()
     source = trainer.publishers[5]._source
@@ -302,7 +331,7 @@ def test_when_one_rank_fails_nothing_is_committed_and_all_continue_together(trai
     attempts = [trainer.threads.submit(publisher.publish) for publisher in trainer.publishers]
     failures = [attempt.exception() for attempt in attempts]
     assert isinstance(failures[5], ValueError) and isinstance(failures[0], RelayError)
-    assert all(failures) and {publisher.version.number for publisher in trainer.publishers} == {0}
+    assert all(failures) and {str(publisher.version) for publisher in trainer.publishers} == {"run/0"}
     source._shards = kept
     for publisher in trainer.publishers:
         publisher._ranks._timeout_s = 120.0
@@ -313,7 +342,7 @@ def test_when_one_rank_fails_nothing_is_committed_and_all_continue_together(trai
     check_holds(follower, trainer, PLANS)
 
 
-def test_ranks_that_contradict_each_other_are_refused(embedded_url):
+def test_ranks_that_contradict_each_other_are_refused(embedded_url: str) -> None:
     tensor = torch.zeros(4, 4)
     with pytest.raises(ValueError, match="rank 3 of 2"):
         WeightPublisher({"a": tensor}, embedded_url, "run", rank=3, num_ranks=2)
@@ -321,7 +350,7 @@ def test_ranks_that_contradict_each_other_are_refused(embedded_url):
         WeightPublisher({"a": tensor}, embedded_url, "run", rank=0, num_ranks=2, ranks_timeout_s=0.1)
 
 
-def _attempt(url, rank, *shards):
+def _attempt(url: str, rank: int, *shards: TensorShard) -> None:
     WeightPublisher([("a", shard) for shard in shards], url, "run", rank=rank, num_ranks=2).close()
 
 
@@ -332,7 +361,9 @@ def _attempt(url, rank, *shards):
         (range(2, 4), 5, r"shape=\(4, 5\).*shape=\(4, 4\)"),
     ],
 )
-def test_a_missing_shard_and_another_shape_are_refused_by_every_rank(embedded_url, rows, columns, message):
+def test_a_missing_shard_and_another_shape_are_refused_by_every_rank(
+    embedded_url: str, rows: range, columns: int, message: str
+) -> None:
     first = TensorShard(tensor=torch.zeros(2, 4), shape=(4, 4), start=(0, 0))
     part = torch.zeros(len(rows), columns)
     second = TensorShard(tensor=part, shape=(4, columns), start=(rows.start, 0))

@@ -1,4 +1,4 @@
-"""A thousand random versions, by any path: not one wrong bit."""
+"""A thousand random versions arrive by any path without one wrong bit."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
-from rose.transfer.format.codec import Codec
+from rose.transfer.format.codec import Bits, Codec
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
 
@@ -20,19 +20,19 @@ SPECIAL = {
     torch.float8_e4m3fn: [0x7F, 0xFF, 0x80, 0x00, 0x01, 0x81],
 }
 """NaNs with payloads, infinities, both zeros and the smallest numbers."""
-SHAPES = {
+SHAPES: dict[torch.dtype, list[tuple[int, ...]]] = {
     torch.bfloat16: [(300, 7), (11,)],
     torch.float16: [(41, 5)],
     torch.float32: [(64,)],
     torch.float8_e4m3fn: [(500,)],
 }
-VIEWS = {1: (torch.uint8, np.uint8), 2: (torch.uint16, np.uint16), 4: (torch.uint32, np.uint32)}
+VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 class Trainer:
-    """Tensors of every width, which take random steps, get special values, and return to older states."""
+    """Holds tensors of every width, which take random steps or special values or return to older states."""
 
-    def __init__(self, seed):
+    def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.tensors = {
             f"{str(dtype).removeprefix('torch.')}.{number}": torch.zeros(shape, dtype=dtype)
@@ -41,18 +41,18 @@ class Trainer:
         }
         for name in self.tensors:
             self.bits(name)[:] = self.random_bits(name)
-        self.saved = []
+        self.saved: list[dict[str, Bits]] = []
 
-    def bits(self, name):
+    def bits(self, name: str) -> Bits:
         """Returns the tensor's bits, in place."""
         tensor = self.tensors[name]
-        return tensor.reshape(-1).view(VIEWS[tensor.element_size()][0]).numpy()
+        return tensor.reshape(-1).view(VIEWS[tensor.element_size()]).numpy()
 
-    def random_bits(self, name):
+    def random_bits(self, name: str) -> Bits:
         bits = self.bits(name)
         return self.rng.integers(0, 256**bits.itemsize, bits.size).astype(bits.dtype)
 
-    def step(self):
+    def step(self) -> None:
         kind = self.rng.choice(
             ["ulp", "special", "redraw", "rollback", "none"], p=[0.6, 0.15, 0.05, 0.1, 0.1]
         )
@@ -65,7 +65,7 @@ class Trainer:
             for name in self.tensors:
                 self.change(name, kind)
 
-    def change(self, name, kind):
+    def change(self, name: str, kind: str) -> None:
         bits = self.bits(name)
         chosen = self.rng.random(bits.size) < self.rng.choice([0.002, 0.02, 0.3])
         count = int(chosen.sum())
@@ -77,16 +77,19 @@ class Trainer:
         else:
             bits[:] = self.random_bits(name)
 
-    def check(self, mirror):
+    def check(self, mirror: WeightMirror) -> None:
         """Compares bit by bit with what the trainer holds."""
         held = {name: np.zeros(self.tensors[name].shape, self.bits(name).dtype) for name in self.tensors}
+        assert mirror.planes is not None
         mirror.planes.read_into(held)
         for name, bits in held.items():
             assert np.array_equal(bits.reshape(-1), self.bits(name)), name
 
 
 @pytest.mark.parametrize("codec", [None, Codec.EXPONENT])
-def test_no_bit_is_wrong_over_random_versions_skips_rollbacks_and_late_joins(embedded_url, codec):
+def test_no_bit_is_wrong_over_random_versions_skips_rollbacks_and_late_joins(
+    embedded_url: str, codec: Codec | None
+) -> None:
     trainer = Trainer(seed=1 if codec is None else 2)
     choices = random.Random(3)
     relay = open_relay(embedded_url)

@@ -9,9 +9,10 @@ from rose.errors import FrameError
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.frame import Frame
+from rose.transfer.format.manifest import BucketEntry
 
 
-def mirror_at_zero(versions):
+def mirror_at_zero(versions: Versions) -> WeightMirror:
     mirror = WeightMirror()
     manifest, frames = versions.snapshot(0)
     load_snapshot(mirror, manifest, frames)
@@ -19,7 +20,7 @@ def mirror_at_zero(versions):
 
 
 @pytest.mark.parametrize("codec", list(Codec))
-def test_a_mirror_follows_every_version(codec):
+def test_a_mirror_follows_every_version(codec: Codec) -> None:
     versions = Versions(codec, 4)
     mirror = mirror_at_zero(versions)
     for number in range(1, 4):
@@ -30,7 +31,7 @@ def test_a_mirror_follows_every_version(codec):
 
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
-def test_any_flipped_byte_in_any_frame_leaves_the_old_version(data):
+def test_any_flipped_byte_in_any_frame_leaves_the_old_version(data: st.DataObject) -> None:
     versions = Versions(Codec.G8S_ZSTD, 2)
     mirror = mirror_at_zero(versions)
     manifest, frames = versions.deltas[1]
@@ -44,7 +45,7 @@ def test_any_flipped_byte_in_any_frame_leaves_the_old_version(data):
     check_holds(mirror, versions, 1)
 
 
-def test_a_broken_snapshot_leaves_the_old_version():
+def test_a_broken_snapshot_leaves_the_old_version() -> None:
     versions = Versions(Codec.G8S, 3)
     mirror = mirror_at_zero(versions)
     manifest, frames = versions.snapshot(2)
@@ -55,7 +56,7 @@ def test_a_broken_snapshot_leaves_the_old_version():
     check_holds(mirror, versions, 0)
 
 
-def test_frames_of_another_run_version_bucket_or_base_are_refused():
+def test_frames_of_another_run_version_bucket_or_base_are_refused() -> None:
     versions = Versions(Codec.G8S, 3)
     mirror = mirror_at_zero(versions)
     manifest, frames = versions.deltas[1]
@@ -71,7 +72,7 @@ def test_frames_of_another_run_version_bucket_or_base_are_refused():
     check_holds(mirror, versions, 0)
 
 
-def test_a_manifest_that_omits_a_changed_bucket_is_refused():
+def test_a_manifest_that_omits_a_changed_bucket_is_refused() -> None:
     versions = Versions(Codec.G8S, 2)
     mirror = mirror_at_zero(versions)
     manifest, frames = versions.deltas[1]
@@ -83,7 +84,7 @@ def test_a_manifest_that_omits_a_changed_bucket_is_refused():
     check_holds(mirror, versions, 0)
 
 
-def test_frames_that_disagree_with_their_payload_are_refused():
+def test_frames_that_disagree_with_their_payload_are_refused() -> None:
     versions = Versions(Codec.COO, 2)
     mirror = mirror_at_zero(versions)
     manifest, frames = versions.deltas[1]
@@ -97,7 +98,7 @@ def test_frames_that_disagree_with_their_payload_are_refused():
 
 
 @pytest.mark.parametrize("codec", [Codec.DENSE, Codec.G8S_ZSTD])
-def test_frames_read_ahead_are_not_fetched_again_and_can_be_taken_back(codec):
+def test_frames_read_ahead_are_not_fetched_again_and_can_be_taken_back(codec: Codec) -> None:
     versions = Versions(codec, 3)
     mirror = mirror_at_zero(versions)
     manifest, frames = versions.deltas[1]
@@ -114,21 +115,26 @@ def test_frames_read_ahead_are_not_fetched_again_and_can_be_taken_back(codec):
         mirror.read_ahead(frame)
     with pytest.raises(FrameError):
         apply_delta(mirror, manifest, [*frames[:-1], frames[-1][:-1]])
-    assert mirror.version.number == 0 and mirror.state_hash == versions.states[0].state_hash
-    fetch, fetched = fetch_from(manifest, frames), []
-    mirror.apply_delta(manifest, lambda entry: fetched.append(entry.key) or fetch(entry))
+    assert str(mirror.version) == "run/0" and mirror.state_hash == versions.states[0].state_hash
+    fetched: list[str] = []
+
+    def fetch(entry: BucketEntry) -> bytes:
+        fetched.append(entry.key)
+        return fetch_from(manifest, frames)(entry)
+
+    mirror.apply_delta(manifest, fetch)
     assert fetched == [manifest.buckets[-1].key] and not mirror.buckets_ahead
     check_holds(mirror, versions, 1)
     apply_delta(mirror, *versions.deltas[2])
     check_holds(mirror, versions, 2)
 
 
-def test_frames_of_an_aborted_attempt_do_not_count():
+def test_frames_of_an_aborted_attempt_do_not_count() -> None:
     versions, aborted = Versions(Codec.G8S, 2), Versions(Codec.G8S, 2)
     for bucket in LAYOUT.buckets:
         aborted.states[1].fill(bucket, aborted.states[0].bits(bucket) + 1)
     mirror = mirror_at_zero(versions)
-    for frame in aborted._delta(Codec.G8S, 1)[1]:
+    for frame in aborted.delta(Codec.G8S, 1)[1]:
         mirror.read_ahead(frame)
     assert len(mirror.buckets_ahead) == len(LAYOUT.buckets)
     assert mirror.state_hash == versions.states[0].state_hash
@@ -136,7 +142,7 @@ def test_frames_of_an_aborted_attempt_do_not_count():
     check_holds(mirror, versions, 1)
 
 
-def test_only_whole_frames_of_the_next_version_are_read_ahead():
+def test_only_whole_frames_of_the_next_version_are_read_ahead() -> None:
     versions = Versions(Codec.G8S, 3)
     frame = versions.deltas[1][1][0]
     with pytest.raises(FrameError, match="empty mirror"):

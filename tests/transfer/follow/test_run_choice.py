@@ -1,8 +1,10 @@
 """A follower of "auto" follows the only live run of a relay, and refuses to guess between two."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
-from training_steps import step
+from training_steps import Weights, step
 
 from rose.errors import RelayError
 from rose.transfer.follow.follower import Follower
@@ -13,20 +15,23 @@ from rose.transfer.format.leases import Leases
 from rose.transfer.format.manifest import RunSign, pack_body, run_sign_key
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
+
+Publish = Callable[[str], tuple[Weights, WeightPublisher]]
 
 
 @pytest.fixture
-def relay(embedded_url):
+def relay(embedded_url: str) -> Iterator[Relay]:
     relay = open_relay(embedded_url)
     yield relay
     relay.close()
 
 
 @pytest.fixture
-def publish(embedded_url):
-    made = []
+def publish(embedded_url: str) -> Iterator[Publish]:
+    made: list[WeightPublisher] = []
 
-    def make(run_id):
+    def make(run_id: str) -> tuple[Weights, WeightPublisher]:
         weights = {"a": torch.randn(40, 40)}
         made.append(WeightPublisher(weights, embedded_url, run_id))
         made[-1].publish()
@@ -37,7 +42,7 @@ def publish(embedded_url):
         publisher.close()
 
 
-def test_a_run_that_opens_does_not_take_the_followers_of_a_live_run(publish, relay):
+def test_a_run_that_opens_does_not_take_the_followers_of_a_live_run(publish: Publish, relay: Relay) -> None:
     weights, first = publish("first")
     follower = Follower(relay, "auto", WeightMirror())
     assert follower.advance()
@@ -48,7 +53,9 @@ def test_a_run_that_opens_does_not_take_the_followers_of_a_live_run(publish, rel
     assert follower.advance() and follower.mirror.version == report.version
 
 
-def test_auto_with_two_live_runs_is_refused_with_both_names(publish, relay, monkeypatch):
+def test_auto_with_two_live_runs_is_refused_with_both_names(
+    publish: Publish, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leases, "BEAT_S", 0.02)
     publish("first")
     publish("second")
@@ -59,10 +66,12 @@ def test_auto_with_two_live_runs_is_refused_with_both_names(publish, relay, monk
         while not follower.advance():
             pass
     named = Follower(relay, "second", WeightMirror())
-    assert named.advance() and named.mirror.version.run_id == "second"
+    assert named.advance() and str(named.mirror.version) == "second/0"
 
 
-def test_a_run_whose_trainer_died_does_not_block_auto(publish, relay, monkeypatch):
+def test_a_run_whose_trainer_died_does_not_block_auto(
+    publish: Publish, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leases, "BEAT_S", 0.02)
     monkeypatch.setattr(leases, "RUN_LEASE_S", 1.0)
     # The sign of a trainer that was killed stands still.
@@ -71,10 +80,12 @@ def test_a_run_whose_trainer_died_does_not_block_auto(publish, relay, monkeypatc
     follower = Follower(relay, "auto", WeightMirror())
     while not follower.advance():
         pass
-    assert follower.mirror.version.run_id == "alive"
+    assert str(follower.mirror.version) == "alive/0"
 
 
-def test_a_follower_of_a_run_that_is_silent_for_long_moves_to_the_live_one(publish, relay, monkeypatch):
+def test_a_follower_of_a_run_that_is_silent_for_long_moves_to_the_live_one(
+    publish: Publish, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leases, "RUN_GONE_S", 1.0)
     monkeypatch.setattr(leases, "BEAT_S", 1e6)
     publish("first")
@@ -84,11 +95,11 @@ def test_a_follower_of_a_run_that_is_silent_for_long_moves_to_the_live_one(publi
     publish("second")
     while not follower.advance():
         pass
-    assert follower.mirror.version.run_id == "second"
+    assert str(follower.mirror.version) == "second/0"
 
 
-def test_a_trainer_that_hangs_keeps_its_followers(relay, caplog):
-    def sign(run_id, beat):
+def test_a_trainer_that_hangs_keeps_its_followers(relay: Relay, caplog: pytest.LogCaptureFixture) -> None:
+    def sign(run_id: str, beat: int) -> None:
         relay.upsert(run_sign_key(run_id), pack_body(RunSign(beat=beat, is_ended=False)))
 
     choice = RunChoice(relay)
@@ -104,23 +115,23 @@ def test_a_trainer_that_hangs_keeps_its_followers(relay, caplog):
         assert choice.choose("hangs", now_s) == followed
 
 
-def test_a_follower_leaves_a_run_that_said_it_ended_at_once(publish, relay):
+def test_a_follower_leaves_a_run_that_said_it_ended_at_once(publish: Publish, relay: Relay) -> None:
     first = publish("first")[1]
     follower = Follower(relay, "auto", WeightMirror())
     assert follower.advance()
     first.close()
     publish("second")
-    assert follower.advance() and follower.mirror.version.run_id == "second"
+    assert follower.advance() and str(follower.mirror.version) == "second/0"
 
 
-def test_without_a_live_run_the_newest_one_is_followed(publish, relay):
+def test_without_a_live_run_the_newest_one_is_followed(publish: Publish, relay: Relay) -> None:
     for run_id in ("first", "second"):
         publish(run_id)[1].close()
     follower = Follower(relay, "auto", WeightMirror())
-    assert follower.advance() and follower.mirror.version.run_id == "second"
+    assert follower.advance() and str(follower.mirror.version) == "second/0"
 
 
-def test_a_sign_is_live_when_it_changed_and_dead_when_it_stood_still():
+def test_a_sign_is_live_when_it_changed_and_dead_when_it_stood_still() -> None:
     signs = Leases(lease_s=10.0)
     assert signs.is_dead("a", 0.0)
     signs.look({"a": 1, "b": 1}, 0.0)
@@ -132,7 +143,7 @@ def test_a_sign_is_live_when_it_changed_and_dead_when_it_stood_still():
     assert not signs.is_dead("a", 15.0), "a relay that came back empty ends no run"
 
 
-def test_signs_that_are_gone_for_two_leases_are_forgotten():
+def test_signs_that_are_gone_for_two_leases_are_forgotten() -> None:
     signs = Leases(lease_s=10.0)
     signs.look({"a": 1, "b": 1}, 0.0)
     signs.look({"b": 1}, 20.1)

@@ -1,5 +1,6 @@
-"""What a host's mirror hands to engines: the changes of each version, or why they have to load everything."""
+"""A host's mirror hands engines the changes of each version, or says why they have to load everything."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -7,43 +8,61 @@ import pytest
 from mirror_versions import LAYOUT, Versions, apply_delta, check_holds, fetch_from, load_snapshot
 
 from rose.errors import FrameError
+from rose.messages import WeightUpdate
 from rose.transfer.follow import shared_mirror
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.changes import Changes
-from rose.transfer.format.codec import Codec
+from rose.transfer.format.codec import Bits, Codec
+from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shared_planes import PlanesFile
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> Iterator[SharedMirror]:
     made = SharedMirror(tmp_path / "mirror")
     yield made
     made.close()
 
 
 @pytest.fixture(params=[Codec.G8S_ZSTD, Codec.EXPONENT, Codec.DENSE])
-def versions(request):
+def versions(request: pytest.FixtureRequest) -> Versions:
     return Versions(request.param, 5)
 
 
 @pytest.fixture
-def mirror(store, versions):
+def mirror(store: SharedMirror, versions: Versions) -> WeightMirror:
     made = WeightMirror(store=store)
     load_snapshot(made, *versions.snapshot(0))
     return made
 
 
-def bits_of(state):
+def update_of(store: SharedMirror, base: str | None) -> WeightUpdate:
+    """Returns what an engine at version `base` is told to load."""
+    update = store.update_from(base)
+    assert update is not None
+    return update
+
+
+def reason_of(store: SharedMirror, base: str) -> str:
+    """Returns why an engine at version `base` has to load everything."""
+    reason = update_of(store, base).whole_because
+    assert reason is not None
+    return reason
+
+
+def bits_of(state: WeightPlanes) -> dict[str, Bits]:
     return {dtype: plane.copy() for dtype, plane in state.planes.items()}
 
 
-def test_nothing_is_known_and_nothing_to_be_forgotten_before_the_first_version(store):
+def test_nothing_is_known_and_nothing_to_be_forgotten_before_the_first_version(store: SharedMirror) -> None:
     assert store.update_from(None) is None
     store.forget(set())
 
 
-def test_a_snapshot_that_was_not_fetched_to_its_end_is_removed_when_a_delta_arrives(store, versions, mirror):
+def test_a_snapshot_that_was_not_fetched_to_its_end_is_removed_when_a_delta_arrives(
+    store: SharedMirror, versions: Versions, mirror: WeightMirror
+) -> None:
     store.make_planes(LAYOUT, None)
     partial = store._folder / "weights.partial"
     assert partial.exists()
@@ -53,7 +72,9 @@ def test_a_snapshot_that_was_not_fetched_to_its_end_is_removed_when_a_delta_arri
     check_holds(mirror, versions, 1)
 
 
-def test_changes_files_lead_from_each_version_to_the_next(store, versions, mirror):
+def test_changes_files_lead_from_each_version_to_the_next(
+    store: SharedMirror, versions: Versions, mirror: WeightMirror
+) -> None:
     for number in range(1, 5):
         manifest, frames = versions.deltas[number]
         for frame in frames[: len(frames) // 2]:
@@ -61,7 +82,7 @@ def test_changes_files_lead_from_each_version_to_the_next(store, versions, mirro
         check_holds(mirror, versions, number - 1)  # nothing is written before the manifest is there
         mirror.apply_delta(manifest, fetch_from(manifest, frames))
         check_holds(mirror, versions, number)
-    update = store.update_from("run/1")
+    update = update_of(store, "run/1")
     assert update.whole_because is None and len(update.changes) == 3
     held = bits_of(versions.states[1])
     for path in update.changes:
@@ -73,14 +94,16 @@ def test_changes_files_lead_from_each_version_to_the_next(store, versions, mirro
         assert np.array_equal(held[dtype], plane)
 
 
-def state_of(store):
-    file = PlanesFile(Path(store.update_from(None).path))
+def state_of(store: SharedMirror) -> tuple[str, str]:
+    file = PlanesFile(Path(update_of(store, None).path))
     with file.reading() as state:
         file.close()
         return state
 
 
-def test_a_failed_delta_leaves_the_file_at_its_version(store, versions, mirror):
+def test_a_failed_delta_leaves_the_file_at_its_version(
+    store: SharedMirror, versions: Versions, mirror: WeightMirror
+) -> None:
     manifest, frames = versions.deltas[1]
     wrong, _ = versions.deltas[2]
     with pytest.raises(FrameError):
@@ -91,54 +114,61 @@ def test_a_failed_delta_leaves_the_file_at_its_version(store, versions, mirror):
         mirror.apply_delta(manifest, fetch_from(manifest, bad))
     assert state_of(store) == ("run/0", str(mirror.state_hash))
     check_holds(mirror, versions, 0)
-    assert store.update_from("run/0").version == "run/0"
+    assert update_of(store, "run/0").version == "run/0"
     apply_delta(mirror, manifest, frames)
     check_holds(mirror, versions, 1)
 
 
 def test_changes_that_no_engine_needs_are_removed_and_others_kept(
-    store, versions, mirror, tmp_path, monkeypatch
-):
+    store: SharedMirror,
+    versions: Versions,
+    mirror: WeightMirror,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shared_mirror, "KEPT_SHARE", 100.0)  # the weights of this test are tiny
     for number in range(1, 5):
         apply_delta(mirror, *versions.deltas[number])
     store.forget({"run/2", "run/3"})
-    assert store.update_from("run/1").whole_because == "the changes since run/1 are not kept"
-    assert len(store.update_from("run/2").changes) == 2
+    assert reason_of(store, "run/1") == "the changes since run/1 are not kept"
+    assert len(update_of(store, "run/2").changes) == 2
     store.forget({"run/4"})
     assert [path.name for path in (tmp_path / "mirror").iterdir()] == ["weights.safetensors"]
 
 
 def test_changes_of_engines_far_behind_take_a_share_of_the_weights_at_most(
-    store, versions, mirror, monkeypatch
-):
+    store: SharedMirror, versions: Versions, mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_mirror, "KEPT_SHARE", 0.0)
     for number in range(1, 4):
         apply_delta(mirror, *versions.deltas[number])
         store.forget({"run/0", f"run/{number - 1}"})
-    assert len(store.update_from("run/2").changes) == 1
-    assert "since run/1 are not kept" in store.update_from("run/1").whole_because
+    assert len(update_of(store, "run/2").changes) == 1
+    assert "since run/1 are not kept" in reason_of(store, "run/1")
 
 
 def test_where_much_changes_or_memory_is_full_engines_are_told_why_they_load_everything(
-    store, versions, mirror, monkeypatch
-):
-    def full(*_):
+    store: SharedMirror, versions: Versions, mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device: 100 bytes of changes, 0 of 10 free", "changes")
 
     apply_delta(mirror, *versions.deltas[1])
     with monkeypatch.context() as patched:
         patched.setattr(shared_mirror, "write_changes", full)
         apply_delta(mirror, *versions.deltas[2])
-    update = store.update_from("run/0")
-    assert update.changes == [] and "can't be kept: [Errno 28] No space left" in update.whole_because
+    update = update_of(store, "run/0")
+    assert update.changes == []
+    assert "can't be kept: [Errno 28] No space left" in reason_of(store, "run/0")
     monkeypatch.setattr(shared_mirror, "MOST_CHANGED", 0.001)
     apply_delta(mirror, *versions.deltas[3])
-    assert "elements change from run/2 to run/3" in store.update_from("run/2").whole_because
+    assert "elements change from run/2 to run/3" in reason_of(store, "run/2")
     check_holds(mirror, versions, 3)
 
 
-def test_a_new_snapshot_replaces_the_file_and_one_that_fails_does_not(store, versions, mirror, tmp_path):
+def test_a_new_snapshot_replaces_the_file_and_one_that_fails_does_not(
+    store: SharedMirror, versions: Versions, mirror: WeightMirror, tmp_path: Path
+) -> None:
     apply_delta(mirror, *versions.deltas[1])
     manifest, frames = versions.snapshot(3)
     with pytest.raises(FrameError):
@@ -146,11 +176,11 @@ def test_a_new_snapshot_replaces_the_file_and_one_that_fails_does_not(store, ver
     assert state_of(store) == ("run/1", str(versions.states[1].state_hash))
     load_snapshot(mirror, manifest, frames)
     assert state_of(store) == ("run/3", str(versions.states[3].state_hash))
-    assert "since run/1 are not kept" in store.update_from("run/1").whole_because
+    assert "since run/1 are not kept" in reason_of(store, "run/1")
     assert [path.name for path in (tmp_path / "mirror").iterdir()] == ["weights.safetensors"]
 
 
-def test_two_mirrors_never_share_a_folder_and_what_a_killed_one_left_is_removed(tmp_path):
+def test_two_mirrors_never_share_a_folder_and_what_a_killed_one_left_is_removed(tmp_path: Path) -> None:
     first = SharedMirror(tmp_path)
     with pytest.raises(ValueError, match="holds another subscriber's weights; give each its own"):
         SharedMirror(tmp_path)

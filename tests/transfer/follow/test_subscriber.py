@@ -1,4 +1,4 @@
-"""The subscriber process with a real HTTP worker that loads what it is told to load."""
+"""The subscriber process makes a real HTTP worker load every version."""
 
 import asyncio
 import os
@@ -7,13 +7,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from aiohttp import web
 from shard_plans import plan_of
-from training_steps import step
+from training_steps import Weights, step
 
 from rose.transfer.follow import delivery, subscriber
 from rose.transfer.follow.follower import Follower
@@ -27,28 +29,33 @@ from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
 
 DEADLINE_S = 300
+Subscribe = Callable[..., subprocess.Popen[bytes]]
 
 
 class LoadingWorker:
     """Serves from its own thread and records what it was told to load; refuses while `is_refusing`."""
 
-    def __init__(self):
-        self.loaded = []
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
         self.refused = 0
-        self.updates = []
-        self.files = []
+        self.updates: list[dict[str, Any]] = []
+        self.files: list[list[str]] = []
         self.is_refusing = False
         self.is_hanging = False
         self.hung = 0
-        self.version = None
+        self.version: str | None = None
+        app = web.Application()
+        app.router.add_post("/rose/v1/weights", self._load)
+        app.router.add_get("/rose/v1/status", self._status)
+        self._runner = web.AppRunner(app)
+        self._stopping = asyncio.Event()
         self._loop = asyncio.new_event_loop()
-        self._runner = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self._ready.wait()
 
-    def _run(self):
+    def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._start())
         self._ready.set()
@@ -56,20 +63,15 @@ class LoadingWorker:
         self._loop.run_until_complete(self._runner.cleanup())
         self._loop.close()
 
-    async def _start(self):
-        self._stopping = asyncio.Event()
-        app = web.Application()
-        app.router.add_post("/rose/v1/weights", self._load)
-        app.router.add_get("/rose/v1/status", self._status)
-        self._runner = web.AppRunner(app)
+    async def _start(self) -> None:
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
-    async def _status(self, request):
+    async def _status(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version, "role": "rollout"})
 
-    async def _load(self, request):
+    async def _load(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer secret":
             return web.Response(status=401)
         if self.is_hanging:
@@ -90,26 +92,26 @@ class LoadingWorker:
         self.version = body["version"]
         return web.json_response({"version": body["version"], "state_hash": body["state_hash"]})
 
-    def stop(self):
+    def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
 
 @pytest.fixture
-def worker():
+def worker() -> Iterator[LoadingWorker]:
     worker = LoadingWorker()
     yield worker
     worker.stop()
 
 
 @pytest.fixture
-def subscribe(worker, tmp_path, monkeypatch):
+def subscribe(worker: LoadingWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subscribe]:
     """Starts subscriber processes. Each must end cleanly on SIGTERM and leave no staged file."""
     monkeypatch.setenv("ROSE_KEY", "secret")
-    started = []
+    started: list[tuple[subprocess.Popen[bytes], Path]] = []
 
-    def start(url, *options):
+    def start(url: str, *options: str) -> subprocess.Popen[bytes]:
         staging = tmp_path / f"staging{len(started)}"
         command = [
             sys.executable,
@@ -134,19 +136,21 @@ def subscribe(worker, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def weights():
+def weights() -> Weights:
     torch.manual_seed(0)
     return {f"layer{i}.weight": torch.randn(200, 50) for i in range(3)}
 
 
-def wait_for(condition):
+def wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, "the subscriber did not get there"
         time.sleep(0.02)
 
 
-def test_a_worker_follows_the_trainer_and_acknowledges_each_version(relay_url, worker, subscribe, weights):
+def test_a_worker_follows_the_trainer_and_acknowledges_each_version(
+    relay_url: str, worker: LoadingWorker, subscribe: Subscribe, weights: Weights
+) -> None:
     publisher = WeightPublisher(weights, relay_url, "run")
     subscribe(relay_url, "--run", "run")
     names = [worker_name(worker.url)]
@@ -162,8 +166,8 @@ def test_a_worker_follows_the_trainer_and_acknowledges_each_version(relay_url, w
 
 
 def test_a_refusing_worker_keeps_its_version_and_then_gets_only_the_newest(
-    embedded_url, worker, subscribe, weights
-):
+    embedded_url: str, worker: LoadingWorker, subscribe: Subscribe, weights: Weights
+) -> None:
     publisher = WeightPublisher(weights, embedded_url)
     subscribe(embedded_url, "--run", "auto", "--name", "w")
     publisher.wait_acked(publisher.publish().version, ["w"], DEADLINE_S)
@@ -181,8 +185,8 @@ def test_a_refusing_worker_keeps_its_version_and_then_gets_only_the_newest(
 
 
 def test_a_restarted_trainer_and_a_restarted_subscriber_are_followed(
-    embedded_url, worker, subscribe, weights
-):
+    embedded_url: str, worker: LoadingWorker, subscribe: Subscribe, weights: Weights
+) -> None:
     first = WeightPublisher(weights, embedded_url)
     subscriber = subscribe(embedded_url, "--name", "w")
     first.wait_acked(first.publish().version, ["w"], DEADLINE_S)
@@ -199,7 +203,9 @@ def test_a_restarted_trainer_and_a_restarted_subscriber_are_followed(
     second.close()
 
 
-def test_a_worker_that_lost_its_weights_gets_them_again(embedded_url, worker, subscribe, weights):
+def test_a_worker_that_lost_its_weights_gets_them_again(
+    embedded_url: str, worker: LoadingWorker, subscribe: Subscribe, weights: Weights
+) -> None:
     publisher = WeightPublisher(weights, embedded_url, "run")
     subscribe(embedded_url, "--name", "w")
     publisher.wait_acked(publisher.publish().version, ["w"], DEADLINE_S)
@@ -209,7 +215,9 @@ def test_a_worker_that_lost_its_weights_gets_them_again(embedded_url, worker, su
     publisher.close()
 
 
-def test_a_subscriber_stops_although_its_worker_hangs(embedded_url, worker, subscribe, weights):
+def test_a_subscriber_stops_although_its_worker_hangs(
+    embedded_url: str, worker: LoadingWorker, subscribe: Subscribe, weights: Weights
+) -> None:
     worker.is_hanging = True
     publisher = WeightPublisher(weights, embedded_url)
     publisher.publish()
@@ -222,9 +230,13 @@ def test_a_subscriber_stops_although_its_worker_hangs(embedded_url, worker, subs
 
 
 def test_a_subscriber_with_plans_stages_the_shards_of_its_ranks(
-    embedded_url, worker, subscribe, weights, tmp_path
-):
-    shapes = {name: (200, 50) for name in weights}
+    embedded_url: str,
+    worker: LoadingWorker,
+    subscribe: Subscribe,
+    weights: Weights,
+    tmp_path: Path,
+) -> None:
+    shapes: dict[str, tuple[int, ...]] = {name: (200, 50) for name in weights}
     halves = [
         plan_of(
             f"pp0-tp{tp}",
@@ -261,8 +273,14 @@ def test_a_subscriber_with_plans_stages_the_shards_of_its_ranks(
     ],
 )
 def test_a_bad_option_is_one_clear_line_and_status_2(
-    embedded_url, tmp_path, monkeypatch, capsys, flag, value, message
-):
+    embedded_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+    value: str,
+    message: str,
+) -> None:
     options = {
         "--relay": embedded_url,
         "--worker": "http://127.0.0.1:1",
@@ -282,13 +300,13 @@ def test_a_bad_option_is_one_clear_line_and_status_2(
     assert message in line
 
 
-def test_a_worker_that_loads_for_as_long_as_it_may_is_not_taken_for_gone():
+def test_a_worker_that_loads_for_as_long_as_it_may_is_not_taken_for_gone() -> None:
     assert delivery.WORKER_TIMEOUT_S + ACK_EVERY_S < ACK_LEASE_S
 
 
 def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
-    embedded_url, worker, weights, tmp_path
-):
+    embedded_url: str, worker: LoadingWorker, weights: Weights, tmp_path: Path
+) -> None:
     publisher = WeightPublisher(weights, embedded_url, "run")
     publisher.publish()
     relay = open_relay(embedded_url)
@@ -298,7 +316,7 @@ def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
     subscribed = subscriber.Subscriber(relay, follower, store, [("w", client)])
     subscribed.step(0.0)
     subscribed.wait(0.0)
-    beats = []
+    beats: list[int] = []
     for now_s in (0.0, 1.0, ACK_EVERY_S, ACK_EVERY_S + 1):
         subscribed.step(now_s)
         subscribed.wait(now_s)

@@ -1,5 +1,7 @@
 """Checkpoints are read as exactly the bits that were published."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import safetensors.torch
@@ -19,7 +21,7 @@ TENSORS = {
 }
 
 
-def planes_of(tensors, bucket_bytes=16):
+def planes_of(tensors: dict[str, torch.Tensor], bucket_bytes: int = 16) -> WeightPlanes:
     source = TorchSource(tensors, dtype=None)
     planes = WeightPlanes(Layout(source.specs(), bucket_bytes))
     for bucket in planes.layout.buckets:
@@ -28,13 +30,13 @@ def planes_of(tensors, bucket_bytes=16):
     return planes
 
 
-def test_the_state_hash_of_a_file_is_the_publishers_whoever_wrote_the_file(tmp_path):
+def test_the_state_hash_of_a_file_is_the_publishers_whoever_wrote_the_file(tmp_path: Path) -> None:
     planes = planes_of(TENSORS)
     safetensors.torch.save_file(TENSORS, tmp_path / "theirs.safetensors")
     assert checkpoint_state_hash(tmp_path / "theirs.safetensors") == planes.state_hash
 
 
-def test_a_sharded_checkpoint_folder_fills_the_planes(tmp_path):
+def test_a_sharded_checkpoint_folder_fills_the_planes(tmp_path: Path) -> None:
     names = list(TENSORS)
     safetensors.torch.save_file({n: TENSORS[n] for n in names[:2]}, tmp_path / "model-1.safetensors")
     safetensors.torch.save_file({n: TENSORS[n] for n in names[2:]}, tmp_path / "model-2.safetensors")
@@ -46,7 +48,7 @@ def test_a_sharded_checkpoint_folder_fills_the_planes(tmp_path):
         np.testing.assert_array_equal(found.planes[dtype], plane)
 
 
-def test_another_dtype_or_a_missing_tensor_or_a_broken_file_is_refused(tmp_path):
+def test_another_dtype_or_a_missing_tensor_or_a_broken_file_is_refused(tmp_path: Path) -> None:
     expected = planes_of(TENSORS)
     safetensors.torch.save_file({**TENSORS, "a.bias": TENSORS["a.bias"].double()}, tmp_path / "x.safetensors")
     with pytest.raises(FrameError):

@@ -1,18 +1,21 @@
 """Every codec is exact for every bit pattern, and refuses any payload that it can't have written."""
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from random_bits import WIDTHS, Width, changed_bits, random_bits
 
 from rose import _delta
 from rose.errors import FrameError
-from rose.transfer.format.codec import Codec, compare, decode, encode, follow, pack_followed
+from rose.transfer.format.codec import Bits, Codec, Encoded, compare, decode, encode, follow, pack_followed
 from rose.transfer.format.layout import DTYPE_BYTES
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.codec_choice import choose_codec, pack_for_link
 
-WIDTHS = [np.uint8, np.uint16, np.uint32]
 DENSITIES = [0.0, 1e-4, 0.002, 0.01, 0.2, 0.9, 1.0]
 SPARSE = [codec for codec in Codec if codec is not Codec.DENSE]
 BF16_CORNERS = [
@@ -35,7 +38,7 @@ INSTRUCTIONS = ["portable", "avx2", "avx512"]
 
 
 @pytest.fixture(params=INSTRUCTIONS)
-def instructions(request):
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test with each set of instructions that the processor has."""
     if _delta.set_instructions(request.param) != request.param:
         pytest.skip(f"no {request.param} here")
@@ -43,7 +46,7 @@ def instructions(request):
     _delta.set_instructions("avx512")
 
 
-def check_exact(codec, old, new, first_index=0):
+def check_exact(codec: Codec, old: Bits, new: Bits, first_index: int = 0) -> Encoded:
     encoded = encode(codec, old, new, first_index)
     base = old.copy()
     patch = decode(codec, encoded.payload, base)
@@ -58,17 +61,19 @@ def check_exact(codec, old, new, first_index=0):
     return encoded
 
 
-def adam_like(rng, num_elements, density):
+def adam_like(
+    rng: np.random.Generator, num_elements: int, density: float
+) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
     """Returns bf16 bits before and after a step that moves most changed weights by one ULP."""
-    old = (rng.standard_normal(num_elements, dtype=np.float32) * 0.02).view(np.uint32)
-    old = (old >> 16).astype(np.uint16)
+    weights = rng.standard_normal(num_elements, dtype=np.float32) * np.float32(0.02)
+    old = (weights.view(np.uint32) >> 16).astype(np.uint16)
     ulps = rng.choice(np.array([1, -1, 2, -2, 5, -9]), num_elements, p=[0.435, 0.435, 0.05, 0.05, 0.02, 0.01])
     changed = rng.random(num_elements) < density
     return old, np.where(changed, old + ulps.astype(np.uint16), old)
 
 
 @pytest.mark.parametrize("codec", list(Codec))
-def test_every_pair_with_a_corner_value_survives(instructions, codec):
+def test_every_pair_with_a_corner_value_survives(instructions: str, codec: Codec) -> None:
     every = np.arange(65536, dtype=np.uint16)
     for corner in BF16_CORNERS:
         check_exact(codec, np.full_like(every, corner), every)
@@ -78,17 +83,16 @@ def test_every_pair_with_a_corner_value_survives(instructions, codec):
 @pytest.mark.parametrize("codec", list(Codec))
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("density", DENSITIES)
-def test_random_bits_survive_at_every_density(instructions, codec, width, density):
-    rng = np.random.default_rng(7)
-    top = np.iinfo(width).max
-    old = rng.integers(0, top, 150_001, dtype=width, endpoint=True)
-    new = np.where(rng.random(old.size) < density, rng.integers(0, top, old.size, dtype=width), old)
+def test_random_bits_survive_at_every_density(
+    instructions: str, codec: Codec, width: Width, density: float
+) -> None:
+    old, new = changed_bits(np.random.default_rng(7), width, 150_001, density)
     check_exact(codec, old, new, first_index=12_345)
 
 
 @pytest.mark.parametrize("codec", [Codec.G8S, Codec.EXPONENT])
 @pytest.mark.parametrize("density", DENSITIES)
-def test_one_ulp_changes_survive_at_every_density(instructions, codec, density):
+def test_one_ulp_changes_survive_at_every_density(instructions: str, codec: Codec, density: float) -> None:
     old, new = adam_like(np.random.default_rng(3), 200_000, density)
     check_exact(codec, old, new)
 
@@ -101,7 +105,9 @@ def test_one_ulp_changes_survive_at_every_density(instructions, codec, density):
     size=st.integers(0, 300),
     first_index=st.integers(0, 2**40),
 )
-def test_any_pair_of_vectors_survives(data, codec, width, size, first_index):
+def test_any_pair_of_vectors_survives(
+    data: st.DataObject, codec: Codec, width: Width, size: int, first_index: int
+) -> None:
     bits = st.lists(st.integers(0, np.iinfo(width).max), min_size=size, max_size=size)
     old = np.array(data.draw(bits), width)
     check_exact(codec, old, np.array(data.draw(bits), width), first_index)
@@ -109,7 +115,7 @@ def test_any_pair_of_vectors_survives(data, codec, width, size, first_index):
 
 @settings(max_examples=60, deadline=None)
 @given(places=st.sets(st.integers(0, 200_000), max_size=40), codec=st.sampled_from(SPARSE))
-def test_gaps_of_any_length_survive(places, codec):
+def test_gaps_of_any_length_survive(places: set[int], codec: Codec) -> None:
     old = np.zeros(200_001, np.uint16)
     new = old.copy()
     new[list(places)] = 1
@@ -118,9 +124,9 @@ def test_gaps_of_any_length_survive(places, codec):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("density", DENSITIES)
-def test_all_instructions_write_the_same_bytes(width, density):
+def test_all_instructions_write_the_same_bytes(width: Width, density: float) -> None:
     rng = np.random.default_rng(13)
-    old = rng.integers(0, 256 ** width().itemsize, 200_003).astype(width)
+    old = random_bits(rng, width, 200_003)
     steps = rng.choice(np.array([1, -1, 2, -3, 200, -300]), old.size).astype(width)
     new = np.where(rng.random(old.size) < density, old + steps, old)
     written = set()
@@ -138,11 +144,10 @@ def test_all_instructions_write_the_same_bytes(width, density):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_new_bits_may_lie_in_pieces_of_any_length(instructions, width):
+def test_new_bits_may_lie_in_pieces_of_any_length(instructions: str, width: Width) -> None:
     rng = np.random.default_rng(5)
     size = 150_000
-    old = rng.integers(0, np.iinfo(width).max, size, dtype=width, endpoint=True)
-    new = np.where(rng.random(size) < 0.1, rng.integers(0, np.iinfo(width).max, size, dtype=width), old)
+    old, new = changed_bits(rng, width, size, 0.1)
     whole, change = compare(old, new, 7)
     for cuts in ([0, size], [1, 2, 65_535, 65_537, 131_000], sorted(rng.integers(0, size, 40))):
         # Copies put each piece elsewhere, at any address that its elements may have.
@@ -155,7 +160,7 @@ def test_new_bits_may_lie_in_pieces_of_any_length(instructions, width):
         compare(old, [new[1:]], 0)
 
 
-def test_g8s_with_zstd_takes_under_1_5_bytes_per_changed_element_at_one_percent():
+def test_g8s_with_zstd_takes_under_1_5_bytes_per_changed_element_at_one_percent() -> None:
     old, new = adam_like(np.random.default_rng(11), 4 << 20, 0.01)
     sizes = {codec: check_exact(codec, old, new) for codec in SPARSE}
     per_element = {codec: len(each.payload) / each.num_changed for codec, each in sizes.items()}
@@ -165,7 +170,7 @@ def test_g8s_with_zstd_takes_under_1_5_bytes_per_changed_element_at_one_percent(
 
 
 @pytest.mark.parametrize("codec", list(Codec))
-def test_a_truncated_or_extended_payload_is_refused_and_writes_nothing(codec):
+def test_a_truncated_or_extended_payload_is_refused_and_writes_nothing(codec: Codec) -> None:
     rng = np.random.default_rng(5)
     old, new = adam_like(rng, 3000, 0.05)
     payload = encode(codec, old, new, 0).payload
@@ -183,7 +188,7 @@ def test_a_truncated_or_extended_payload_is_refused_and_writes_nothing(codec):
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), codec=st.sampled_from(SPARSE))
-def test_a_flipped_payload_byte_never_writes_outside_or_half(data, codec):
+def test_a_flipped_payload_byte_never_writes_outside_or_half(data: st.DataObject, codec: Codec) -> None:
     old, new = adam_like(np.random.default_rng(9), 2000, 0.1)
     payload = bytearray(encode(codec, old, new, 0).payload)
     at = data.draw(st.integers(0, len(payload) - 1))
@@ -199,12 +204,12 @@ def test_a_flipped_payload_byte_never_writes_outside_or_half(data, codec):
 
 
 @pytest.mark.parametrize("density", [0.001, 0.05, 1.0])
-def test_a_stream_that_is_short_or_long_is_refused(instructions, density):
+def test_a_stream_that_is_short_or_long_is_refused(instructions: str, density: float) -> None:
     rng = np.random.default_rng(1)
     old, new = adam_like(rng, 200_000, density)
     new[100_000:] = rng.integers(0, 65536, 100_000, dtype=np.uint16) if density == 1.0 else new[100_000:]
     delta, _ = _delta.Delta.between(old, [new], 0)
-    forms = [
+    forms: list[tuple[Sequence[bytes], Callable[[Sequence[bytes]], _delta.Delta]]] = [
         (delta.g8s(), lambda streams: _delta.Delta.from_g8s(streams, old.size, 2)),
         (delta.exponents(old, 7), lambda streams: _delta.Delta.from_exponents(streams, old)),
     ]
@@ -217,7 +222,7 @@ def test_a_stream_that_is_short_or_long_is_refused(instructions, density):
                         read([*streams[:number], broken, *streams[number + 1 :]])
 
 
-def test_each_float_format_is_coded_by_its_own_exponent():
+def test_each_float_format_is_coded_by_its_own_exponent() -> None:
     rng = np.random.default_rng(4)
     for dtype, width in DTYPE_BYTES.items():
         bits = np.dtype(f"u{width}")
@@ -229,7 +234,7 @@ def test_each_float_format_is_coded_by_its_own_exponent():
         np.testing.assert_array_equal(base, new)
 
 
-def test_arrays_that_are_not_raw_bits_are_refused():
+def test_arrays_that_are_not_raw_bits_are_refused() -> None:
     bits = np.zeros(8, np.uint16)
     with pytest.raises(ValueError, match="unsigned"):
         _delta.Delta.between(bits.view(np.float16), [bits], 0)
@@ -248,7 +253,7 @@ def test_arrays_that_are_not_raw_bits_are_refused():
         delta.exponents(bits, 2)
 
 
-def test_the_chosen_codec_depends_on_density_and_link():
+def test_the_chosen_codec_depends_on_density_and_link() -> None:
     mb = 1 << 20
     elements = 32 * mb
     assert choose_codec(elements // 100, 64 * mb, link_bytes_per_s=125e6) is Codec.G8S_ZSTD
@@ -257,7 +262,7 @@ def test_the_chosen_codec_depends_on_density_and_link():
     assert choose_codec(0, 64 * mb, link_bytes_per_s=125e6) is not Codec.COO
 
 
-def test_a_bucket_that_no_codec_shrinks_is_sent_dense():
+def test_a_bucket_that_no_codec_shrinks_is_sent_dense() -> None:
     rng = np.random.default_rng(6)
     old, new = rng.integers(0, 65536, (2, 40_000), dtype=np.uint16)
     kept = old.copy()
@@ -273,9 +278,9 @@ def test_a_bucket_that_no_codec_shrinks_is_sent_dense():
 
 @pytest.mark.parametrize("codec", list(Codec))
 @pytest.mark.parametrize("width", WIDTHS)
-def test_following_and_comparing_give_the_same_payload(instructions, codec, width):
+def test_following_and_comparing_give_the_same_payload(instructions: str, codec: Codec, width: Width) -> None:
     rng = np.random.default_rng(8)
-    old = rng.integers(0, np.iinfo(width).max, 150_001, dtype=width, endpoint=True)
+    old = random_bits(rng, width, 150_001)
     for density in DENSITIES:
         new = np.where(rng.random(old.size) < density, old + width(1), old)
         expected = encode(codec, old, new, 31)
@@ -291,33 +296,33 @@ def test_following_and_comparing_give_the_same_payload(instructions, codec, widt
         follow(frozen, frozen, 0)
 
 
-def mix64(x):
+def mix64(x: int) -> int:
     mask = 2**64 - 1
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
     return x ^ x >> 31
 
 
-def reference_hash(bits, first_index):
+def reference_hash(bits: Iterable[int], first_index: int) -> tuple[int, int]:
     mask = 2**64 - 1
-    lanes = [0, 0]
+    one, two = 0, 0
     for index, value in enumerate(bits, first_index):
         place = ((index + 1) * 0x9E3779B97F4A7C15) & mask
         place ^= place >> 29
         first = mix64((place + int(value) * 0xD6E8FEB86659FD93) & mask)
         second = ((first ^ 0xA0761D6478BD642F) * 0xE7037ED1A0B428DB) & mask
         second ^= second >> 32
-        lanes = [(lanes[0] + first) & mask, (lanes[1] + second) & mask]
-    return tuple(lanes)
+        one, two = (one + first) & mask, (two + second) & mask
+    return one, two
 
 
 @settings(deadline=None)
 @given(bits=st.lists(st.integers(0, 2**32 - 1), max_size=50), first_index=st.integers(0, 2**40))
-def test_state_hash_follows_its_written_definition(bits, first_index):
+def test_state_hash_follows_its_written_definition(bits: list[int], first_index: int) -> None:
     assert _delta.state_hash(np.array(bits, np.uint32), first_index) == reference_hash(bits, first_index)
 
 
-def test_state_hash_adds_up_over_any_cut_and_sees_a_swap():
+def test_state_hash_adds_up_over_any_cut_and_sees_a_swap() -> None:
     bits = np.random.default_rng(2).integers(0, 65536, 10_000, dtype=np.uint16)
     whole = StateHash.of(bits, 5)
     assert StateHash.of(bits[:3333].copy(), 5) + StateHash.of(bits[3333:].copy(), 5 + 3333) == whole

@@ -1,39 +1,40 @@
-"""The device's kernels give the processor's bits: on a GPU, or thread by thread on the processor."""
+"""The device's kernels give the processor's bits, on a GPU or thread by thread on the processor."""
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from random_bits import WIDTHS, Width, changed_bits
 
 from rose import _delta
 from rose.transfer.format.device_delta import DeviceDeltas, device_deltas
 
-WIDTHS = {np.uint8: torch.uint8, np.uint16: torch.int16, np.uint32: torch.int32}
+World = tuple[DeviceDeltas, str]
 SIZES = (1, 31, 2049, 65_536, 200_003)
 
 
 @pytest.fixture(params=["steps on the host", pytest.param("gpu", marks=pytest.mark.gpu)])
-def world(request):
-    """The device's codec, and the device that its tensors are on."""
+def world(request: pytest.FixtureRequest) -> World:
+    """Returns the device's codec, and the device that its tensors are on."""
     if request.param == "gpu":
         return DeviceDeltas(request.getfixturevalue("cuda_library")), "cuda"
     return DeviceDeltas(request.getfixturevalue("host_library")), "cpu"
 
 
-def changed(rng, width, size, density):
-    top = np.iinfo(width).max
-    old = rng.integers(0, top, size, dtype=width, endpoint=True)
-    return old, np.where(rng.random(size) < density, rng.integers(0, top, size, dtype=width), old)
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0])
-def test_the_device_finds_and_applies_the_processors_difference(world, width, density):
+def test_the_device_finds_and_applies_the_processors_difference(
+    world: World, width: Width, density: float
+) -> None:
     deltas, device = world
     rng = np.random.default_rng(3)
     for size in SIZES:
-        old, new = changed(rng, width, size + 1, density)
+        old, new = changed_bits(rng, width, size + 1, density)
         # Also from the second element on, so that groups are not aligned.
         for begin in (0, 1):
             a, b = old[begin : begin + size], new[begin : begin + size]
@@ -51,7 +52,7 @@ def test_the_device_finds_and_applies_the_processors_difference(world, width, de
             assert back == tuple(-lane % 2**64 for lane in lanes) and torch.equal(base, x)
 
 
-def test_tensors_that_do_not_fit_are_refused_before_a_kernel_runs(world):
+def test_tensors_that_do_not_fit_are_refused_before_a_kernel_runs(world: World) -> None:
     deltas, device = world
     x = torch.zeros(64, dtype=torch.int16, device=device)
     with pytest.raises(ValueError, match="64 elements of 2 bytes"):
@@ -66,22 +67,26 @@ def test_tensors_that_do_not_fit_are_refused_before_a_kernel_runs(world):
         deltas.apply(delta, x, 0)
 
 
-def test_the_kernels_compile_and_export_their_calls(cuda_library):
+def test_the_kernels_compile_and_export_their_calls(cuda_library: Path) -> None:
     DeviceDeltas(cuda_library)
 
 
-def test_the_processors_codec_is_chosen_for_tensors_in_host_memory(host_library):
+def test_the_processors_codec_is_chosen_for_tensors_in_host_memory(host_library: Path) -> None:
     assert device_deltas(torch.device("cpu"), host_library) is None
     assert device_deltas(None, host_library) is None
 
 
-def test_the_kernels_are_chosen_for_a_device_that_has_them(host_library, caplog):
+def test_the_kernels_are_chosen_for_a_device_that_has_them(
+    host_library: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     assert isinstance(device_deltas(torch.device("cuda", 1), host_library), DeviceDeltas)
     assert f"codec=cuda:1: kernels of {host_library}" in caplog.text
 
 
-def test_without_kernels_the_processor_is_chosen_and_the_log_says_so(tmp_path, caplog):
+def test_without_kernels_the_processor_is_chosen_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     assert device_deltas(torch.device("cuda", 0), tmp_path / "missing.so") is None
     (record,) = caplog.records
@@ -89,12 +94,12 @@ def test_without_kernels_the_processor_is_chosen_and_the_log_says_so(tmp_path, c
     assert "cuda:0" in record.message and "missing.so" in record.message
 
 
-def test_parts_that_form_no_valid_difference_are_refused():
+def test_parts_that_form_no_valid_difference_are_refused() -> None:
     counts, places, differences = np.array([2], np.uint32), np.array([3, 9], np.uint16), np.ones(2, np.uint16)
     delta = _delta.Delta.from_parts(counts, places, differences, 10)
-    assert all(
-        np.array_equal(a, b) for a, b in zip(delta.parts(), (counts, places, differences), strict=True)
-    )
+    given: list[NDArray[Any]] = [counts, places, differences]
+    found: Sequence[NDArray[Any]] = delta.parts()
+    assert all(np.array_equal(a, b) for a, b in zip(found, given, strict=True))
     for broken in (
         (counts, places, differences, 9),
         (counts, places[::-1].copy(), differences, 10),

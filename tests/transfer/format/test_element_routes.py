@@ -1,9 +1,11 @@
 """Changed elements end up where the plan's copies would have put them."""
 
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rose.errors import FrameError
 from rose.transfer.format.codec import Elements
@@ -12,9 +14,10 @@ from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
 
-SHAPES = {"a": (12, 10), "b": (4, 6, 5), "c": (7,), "d": (3, 8)}
+Shape = tuple[int, ...]
+SHAPES: dict[str, Shape] = {"a": (12, 10), "b": (4, 6, 5), "c": (7,), "d": (3, 8)}
 SPECS = [TensorSpec(name=name, dtype="BF16", shape=shape) for name, shape in SHAPES.items()]
-CUTS = {
+CUTS: dict[str | None, dict[str, TensorCut] | None] = {
     None: None,
     "rows": {"a": TensorCut(dim=0, points=(5,), groups=(0, 1))},
     "columns": {
@@ -24,7 +27,16 @@ CUTS = {
 }
 
 
-def copy(source, offset, shape, stride, target, target_offset, target_stride=None, target_shape=None):
+def copy(
+    source: str,
+    offset: int,
+    shape: Shape,
+    stride: Shape,
+    target: str,
+    target_offset: int,
+    target_stride: Shape | None = None,
+    target_shape: Shape | None = None,
+) -> ShardCopy:
     target_shape = target_shape if target_shape is not None else shape
     if target_stride is None:
         target_stride = tuple(math.prod(target_shape[dim + 1 :]) for dim in range(len(target_shape)))
@@ -34,7 +46,7 @@ def copy(source, offset, shape, stride, target, target_offset, target_stride=Non
     )
 
 
-def plan(*copies, whole=()):
+def plan(*copies: ShardCopy, whole: Sequence[str] = ()) -> ShardPlan:
     return ShardPlan(rank="pp0-tp0", shapes=SHAPES, copies=list(copies), whole=list(whole))
 
 
@@ -50,7 +62,7 @@ PLAN = plan(
 SIZES = {"fused": 120, "columns": 36, "transposed": 125, "strided": 90, "reshaped": 120}
 
 
-def filled(layout, tensors):
+def filled(layout: Layout, tensors: Mapping[str, NDArray[np.uint16]]) -> WeightPlanes:
     planes = WeightPlanes(layout)
     for part in layout.parts:
         bits = part.of(tensors[part.tensor.name]).reshape(-1)
@@ -60,7 +72,9 @@ def filled(layout, tensors):
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("share", [0.05, 1.0])
-def test_every_change_reaches_each_of_its_places_and_nothing_else_moves(cut, share):
+def test_every_change_reaches_each_of_its_places_and_nothing_else_moves(
+    cut: str | None, share: float
+) -> None:
     rng = np.random.default_rng(0)
     layout = Layout(SPECS, bucket_bytes=34, cuts=CUTS[cut])
     old = {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, shape in SHAPES.items()}
@@ -92,6 +106,6 @@ def test_every_change_reaches_each_of_its_places_and_nothing_else_moves(cut, sha
         ),
     ],
 )
-def test_plans_that_do_more_than_copies_are_refused(bad, message):
+def test_plans_that_do_more_than_copies_are_refused(bad: ShardPlan, message: str) -> None:
     with pytest.raises(FrameError, match=message):
         ElementRoutes(Layout(SPECS), bad)

@@ -29,13 +29,13 @@ FRAME = Frame(
 )
 
 
-def test_a_frame_survives_the_wire():
+def test_a_frame_survives_the_wire() -> None:
     data = FRAME.pack()
     assert len(data) == HEADER_BYTES + 100
     assert Frame.unpack(data) == FRAME
 
 
-def test_every_truncation_is_refused():
+def test_every_truncation_is_refused() -> None:
     data = FRAME.pack()
     for length in range(len(data)):
         with pytest.raises(FrameError):
@@ -44,7 +44,7 @@ def test_every_truncation_is_refused():
 
 @settings(max_examples=500, deadline=None)
 @given(data=st.data())
-def test_any_changed_bytes_are_refused(data):
+def test_any_changed_bytes_are_refused(data: st.DataObject) -> None:
     packed = bytearray(FRAME.pack())
     places = data.draw(st.sets(st.integers(0, len(packed) - 1), min_size=1, max_size=4))
     for place in places:
@@ -53,7 +53,7 @@ def test_any_changed_bytes_are_refused(data):
         Frame.unpack(bytes(packed))
 
 
-def test_every_single_flipped_bit_is_refused():
+def test_every_single_flipped_bit_is_refused() -> None:
     packed = FRAME.pack()
     for bit in range(8 * len(packed)):
         flipped = bytearray(packed)
@@ -62,12 +62,12 @@ def test_every_single_flipped_bit_is_refused():
             Frame.unpack(bytes(flipped))
 
 
-def test_extra_bytes_are_refused():
+def test_extra_bytes_are_refused() -> None:
     with pytest.raises(FrameError, match="header says 100"):
         Frame.unpack(FRAME.pack() + b"\0")
 
 
-def test_a_frame_for_another_place_is_refused():
+def test_a_frame_for_another_place_is_refused() -> None:
     FRAME.check_place(LAYOUT.buckets[0], LAYOUT.digest)
     other = Layout([TensorSpec(name="v", dtype="BF16", shape=(10, 3))])
     with pytest.raises(FrameError, match="expected"):

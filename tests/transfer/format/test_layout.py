@@ -9,6 +9,8 @@ from rose.errors import RelayError
 from rose.transfer.format.layout import DTYPE_BYTES, Layout, TensorCut, TensorSpec
 from rose.transfer.format.manifest import LayoutBody, check_name, worker_name
 
+CutTable = tuple[list[TensorSpec], dict[str, TensorCut]]
+
 tables = st.lists(
     st.builds(
         lambda number, dtype, shape: TensorSpec(name=f"t{number}", dtype=dtype, shape=tuple(shape)),
@@ -23,7 +25,9 @@ tables = st.lists(
 
 @settings(deadline=None)
 @given(tensors=tables, bucket_bytes=st.integers(4, 200))
-def test_buckets_tile_every_plane_and_pieces_tile_every_bucket(tensors, bucket_bytes):
+def test_buckets_tile_every_plane_and_pieces_tile_every_bucket(
+    tensors: list[TensorSpec], bucket_bytes: int
+) -> None:
     layout = Layout(tensors, bucket_bytes)
     assert layout.num_elements == sum(spec.num_elements for spec in tensors)
     next_index = 0
@@ -42,31 +46,31 @@ def test_buckets_tile_every_plane_and_pieces_tile_every_bucket(tensors, bucket_b
     assert covered == {spec.name: spec.num_elements for spec in tensors}
 
 
-def test_a_long_group_begins_with_small_buckets():
+def test_a_long_group_begins_with_small_buckets() -> None:
     sizes = [bucket.num_elements for bucket in Layout(_one_tensor(2000), bucket_bytes=1600).buckets]
     assert sizes == [100, 400, 800, 700]
     assert [bucket.num_elements for bucket in Layout(_one_tensor(1600), 1600).buckets] == [800, 800]
 
 
-def _one_tensor(num_elements):
+def _one_tensor(num_elements: int) -> list[TensorSpec]:
     return [TensorSpec(name="a", dtype="BF16", shape=(num_elements,))]
 
 
 @settings(deadline=None)
 @given(tensors=tables)
-def test_the_order_of_tensors_does_not_matter(tensors):
+def test_the_order_of_tensors_does_not_matter(tensors: list[TensorSpec]) -> None:
     assert Layout(tensors).digest == Layout(list(reversed(tensors))).digest
     assert LayoutBody.of(Layout(tensors)).to_layout().buckets == Layout(tensors).buckets
 
 
 @st.composite
-def cut_tables(draw):
+def cut_tables(draw: st.DrawFn) -> CutTable:
     """Draws tensors, with cuts for some of them."""
     tensors = draw(tables)
-    cuts = {}
+    cuts: dict[str, TensorCut] = {}
     for spec in tensors:
         dims = [dim for dim, size in enumerate(spec.shape) if size > 1 and spec.num_elements > 0]
-        if dims and draw(st.booleans()):
+        if draw(st.booleans()) and dims:
             dim = draw(st.sampled_from(dims))
             points = tuple(sorted(draw(st.sets(st.integers(1, spec.shape[dim] - 1), max_size=3))))
             groups = tuple(draw(st.integers(0, 3)) for _ in range(len(points) + 1))
@@ -76,7 +80,9 @@ def cut_tables(draw):
 
 @settings(deadline=None)
 @given(table=cut_tables(), bucket_bytes=st.integers(4, 200))
-def test_every_element_of_a_cut_tensor_lies_in_one_bucket_of_its_group(table, bucket_bytes):
+def test_every_element_of_a_cut_tensor_lies_in_one_bucket_of_its_group(
+    table: CutTable, bucket_bytes: int
+) -> None:
     tensors, cuts = table
     layout = Layout(tensors, bucket_bytes, cuts)
     assert LayoutBody.of(layout).to_layout().buckets == layout.buckets
@@ -93,7 +99,7 @@ def test_every_element_of_a_cut_tensor_lies_in_one_bucket_of_its_group(table, bu
     assert all((count == 1).all() for count in seen.values())
 
 
-def test_a_cut_that_does_not_fit_is_refused():
+def test_a_cut_that_does_not_fit_is_refused() -> None:
     spec = TensorSpec(name="a", dtype="BF16", shape=(4, 6))
     for cut in (
         TensorCut(dim=0, points=(4,), groups=(0, 1)),
@@ -105,13 +111,13 @@ def test_a_cut_that_does_not_fit_is_refused():
             Layout([spec], cuts={"a": cut})
 
 
-def test_a_layout_body_with_a_changed_table_is_refused():
+def test_a_layout_body_with_a_changed_table_is_refused() -> None:
     body = LayoutBody.of(Layout([TensorSpec(name="a", dtype="BF16", shape=(3,))]))
     with pytest.raises(RelayError, match="digest"):
         body.model_copy(update={"bucket_bytes": 128}).to_layout()
 
 
-def test_bad_tensors_and_names_are_refused():
+def test_bad_tensors_and_names_are_refused() -> None:
     with pytest.raises(ValueError, match="I64"):
         TensorSpec(name="a", dtype="I64", shape=(1,))
     spec = TensorSpec(name="a", dtype="BF16", shape=(1,))

@@ -1,10 +1,12 @@
-"""The mirror's file: readable by others as one whole version, or not at all."""
+"""Other processes read the mirror's file as one whole version, or not at all."""
 
 import errno
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ TENSORS = {
 }
 
 
-def shared_planes(path, cuts=None):
+def shared_planes(path: Path, cuts: dict[str, TensorCut] | None = None) -> SharedPlanes:
     source = TorchSource(TENSORS, dtype=None)
     planes = SharedPlanes(path, Layout(source.specs(), 16, cuts), None)
     with planes.changing():
@@ -39,7 +41,7 @@ def shared_planes(path, cuts=None):
 @pytest.mark.parametrize(
     "cuts", [None, {"z.weight": TensorCut(dim=1, points=(2,), groups=(0, 1))}], ids=["uncut", "cut"]
 )
-def test_a_reader_finds_the_version_and_every_bit(tmp_path, cuts):
+def test_a_reader_finds_the_version_and_every_bit(tmp_path: Path, cuts: dict[str, TensorCut] | None) -> None:
     planes = shared_planes(tmp_path / "weights", cuts)
     file = PlanesFile(tmp_path / "weights")
     planes.remove()
@@ -53,7 +55,7 @@ def test_a_reader_finds_the_version_and_every_bit(tmp_path, cuts):
     file.close()
 
 
-def test_a_file_of_uncut_tensors_is_a_safetensors_file(tmp_path):
+def test_a_file_of_uncut_tensors_is_a_safetensors_file(tmp_path: Path) -> None:
     planes = shared_planes(tmp_path / "weights.safetensors")
     loaded = safetensors.torch.load_file(planes.path)
     assert set(loaded) == set(TENSORS)
@@ -64,11 +66,13 @@ def test_a_file_of_uncut_tensors_is_a_safetensors_file(tmp_path):
     planes.close()
 
 
-def test_nobody_reads_while_the_bits_change_and_nobody_changes_them_while_they_are_read(tmp_path):
+def test_nobody_reads_while_the_bits_change_and_nobody_changes_them_while_they_are_read(
+    tmp_path: Path,
+) -> None:
     planes = shared_planes(tmp_path / "weights")
-    seen = []
+    seen: list[str] = []
 
-    def read():
+    def read() -> None:
         file = PlanesFile(planes.path)
         with file.reading() as (version, _):
             seen.append(version)
@@ -85,7 +89,7 @@ def test_nobody_reads_while_the_bits_change_and_nobody_changes_them_while_they_a
     file = PlanesFile(planes.path)
     entered = threading.Event()
 
-    def change():
+    def change() -> None:
         with planes.changing():
             entered.set()
 
@@ -99,7 +103,7 @@ def test_nobody_reads_while_the_bits_change_and_nobody_changes_them_while_they_a
     planes.close()
 
 
-def test_a_change_that_was_taken_back_leaves_the_old_version_readable(tmp_path):
+def test_a_change_that_was_taken_back_leaves_the_old_version_readable(tmp_path: Path) -> None:
     planes = shared_planes(tmp_path / "weights")
     with pytest.raises(FrameError), planes.changing():
         raise FrameError("wrong hash")
@@ -125,7 +129,7 @@ with planes.changing():
 """
 
 
-def test_what_a_killed_writer_left_half_changed_is_not_read(tmp_path):
+def test_what_a_killed_writer_left_half_changed_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     subprocess.run([sys.executable, "-c", WRITER, str(path)], check=False)
     file = PlanesFile(path)
@@ -135,8 +139,8 @@ def test_what_a_killed_writer_left_half_changed_is_not_read(tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A folder with room for 256 KiB."""
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mounts a folder with room for 256 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", folder], capture_output=True)
@@ -146,13 +150,13 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def big_layout(dim, point):
+def big_layout(dim: int, point: int) -> Layout:
     specs = TorchSource({"w": torch.zeros(512, 512, dtype=torch.bfloat16)}, None).specs()
     return Layout(specs, cuts={"w": TensorCut(dim=dim, points=(point,), groups=(0, 1))})
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_full_disk_is_reported_with_the_numbers_and_nothing_is_left(small_disk, dim):
+def test_a_full_disk_is_reported_with_the_numbers_and_nothing_is_left(small_disk: Path, dim: int) -> None:
     numbers = r"524288 bytes of weights, \d+ of 262144 free.*weights"
     with pytest.raises(OSError, match=numbers) as error:
         SharedPlanes(small_disk / "weights", big_layout(dim, 384), frozenset({0}))
@@ -160,7 +164,7 @@ def test_a_full_disk_is_reported_with_the_numbers_and_nothing_is_left(small_disk
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_rank_keeps_its_rows_on_a_disk_that_is_too_small_for_all_rows(small_disk):
+def test_a_rank_keeps_its_rows_on_a_disk_that_is_too_small_for_all_rows(small_disk: Path) -> None:
     planes = SharedPlanes(small_disk / "weights", big_layout(0, 128), frozenset({0}))
     bucket = planes.layout.buckets[0]
     planes.fill(bucket, np.arange(bucket.num_elements, dtype=np.uint16))

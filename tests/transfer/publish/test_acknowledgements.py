@@ -1,4 +1,6 @@
-"""What the publisher makes of the versions that workers acknowledge."""
+"""The publisher removes what no worker needs, and knows which version each worker has acknowledged."""
+
+import time
 
 import pytest
 import torch
@@ -9,18 +11,18 @@ from rose.errors import WorkerError
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.leases import ACK_LEASE_S
 from rose.transfer.format.manifest import Ack, pack_body
-from rose.transfer.publish import chain
 from rose.transfer.publish.publisher import WeightPublisher
-from rose.transfer.relay.calls import RelayCalls
+from rose.transfer.relay.calls import Answer, RelayCalls
 from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
 
 
-def acknowledge(relay, worker, version):
+def acknowledge(relay: Relay, worker: str, version: int) -> None:
     ack = Ack(worker=worker, version=version, state_hash="")
     relay.upsert(keys.ack_prefix("run") + worker, pack_body(ack))
 
 
-def test_old_objects_are_removed_when_the_workers_are_past_them(relay_url, relay):
+def test_old_objects_are_removed_when_the_workers_are_past_them(relay_url: str, relay: Relay) -> None:
     weights = {"a": torch.randn(100, 100)}
     publisher = WeightPublisher(weights, relay_url, "run", snapshot_every=2, snapshot_share=10.0)
     for number in range(5):
@@ -35,7 +37,7 @@ def test_old_objects_are_removed_when_the_workers_are_past_them(relay_url, relay
     publisher.close()
 
 
-def test_wait_acked_accepts_newer_versions_and_names_late_workers(relay_url, relay):
+def test_wait_acked_accepts_newer_versions_and_names_late_workers(relay_url: str, relay: Relay) -> None:
     publisher = WeightPublisher({"a": torch.randn(10, 10)}, relay_url, "run")
     version = publisher.publish().version
     acknowledge(relay, "a", 3)
@@ -45,9 +47,11 @@ def test_wait_acked_accepts_newer_versions_and_names_late_workers(relay_url, rel
     publisher.close()
 
 
-def test_the_acknowledgement_of_a_worker_that_left_expires(embedded_url, monkeypatch):
+def test_the_acknowledgement_of_a_worker_that_left_expires(
+    embedded_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = 1000.0
-    monkeypatch.setattr(chain.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     relay = open_relay(embedded_url)
     weights = {"a": torch.randn(40, 40)}
     publisher = WeightPublisher(weights, embedded_url, "run", snapshot_every=2)
@@ -66,17 +70,19 @@ def test_the_acknowledgement_of_a_worker_that_left_expires(embedded_url, monkeyp
     relay.close()
 
 
-def test_a_publish_makes_no_relay_call_per_worker_that_left(embedded_url, monkeypatch):
+def test_a_publish_makes_no_relay_call_per_worker_that_left(
+    embedded_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = {"a": torch.randn(40, 40)}
     publisher = WeightPublisher(weights, embedded_url, "run", snapshot_every=3)
     publisher.publish()
     relay = open_relay(embedded_url)
     for number in range(200):
         acknowledge(relay, f"gone{number}", 0)
-    reads = []
+    reads: list[str] = []
     call = RelayCalls.call
 
-    def counted(calls, method, path, content=None):
+    def counted(calls: RelayCalls, method: str, path: str, content: bytes | None = None) -> Answer:
         if method == "GET":
             reads.append(path)
         return call(calls, method, path, content)

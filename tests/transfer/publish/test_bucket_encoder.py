@@ -1,25 +1,29 @@
 """Several threads encode buckets; the buckets come out in order, and can be taken back."""
 
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
 
-from rose.transfer.format.codec import Codec, decode
+from rose.transfer.format.codec import Bits, Codec, decode
 from rose.transfer.format.device_delta import DeviceDeltas
 from rose.transfer.format.layout import Layout
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.publish.bucket_encoder import BucketEncoder
-from rose.transfer.publish.kept_copy import DeviceCopy, HostCopy
+from rose.transfer.publish.kept_copy import DeviceCopy, HostCopy, KeptCopy
 from rose.transfer.publish.torch_source import TorchSource
+
+Place = tuple[torch.device, Callable[[TorchSource, WeightPlanes], KeptCopy]]
+World = tuple[TorchSource, WeightPlanes, BucketEncoder]
 
 
 @pytest.fixture(params=["host", "steps on the host", pytest.param("gpu", marks=pytest.mark.gpu)])
-def place(request):
-    """The device that the weights are on, and the function that makes the kept copy there."""
+def place(request: pytest.FixtureRequest) -> Place:
+    """Returns the device that the weights are on, and the function that makes the kept copy there."""
     if request.param == "host":
-        return "cpu", HostCopy
+        return torch.device("cpu"), HostCopy
     is_gpu = request.param == "gpu"
     device = torch.device("cuda" if is_gpu else "cpu")
     deltas = DeviceDeltas(request.getfixturevalue("cuda_library" if is_gpu else "host_library"))
@@ -27,7 +31,7 @@ def place(request):
 
 
 @pytest.fixture(params=[1, 3])
-def world(request, place):
+def world(request: pytest.FixtureRequest, place: Place) -> Iterator[World]:
     """Returns weights after a step, the planes from before it, and an encoder with that many threads."""
     device, make_copy = place
     weight = torch.randn(50_000, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
@@ -44,11 +48,11 @@ def world(request, place):
     encoder.close()
 
 
-def bits_of(planes):
+def bits_of(planes: WeightPlanes) -> Bits:
     return planes.planes["BF16"].copy()
 
 
-def test_buckets_come_out_in_order_and_lead_to_the_weights(world):
+def test_buckets_come_out_in_order_and_lead_to_the_weights(world: World) -> None:
     source, planes, encoder = world
     old = bits_of(planes)
     with closing(encoder.encode(planes.layout.buckets)) as steps:
@@ -66,7 +70,7 @@ def test_buckets_come_out_in_order_and_lead_to_the_weights(world):
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 5])
-def test_changes_that_are_not_committed_are_taken_back(world, num_taken):
+def test_changes_that_are_not_committed_are_taken_back(world: World, num_taken: int) -> None:
     _, planes, encoder = world
     old, old_hash = bits_of(planes), planes.state_hash
     with closing(encoder.encode(planes.layout.buckets)) as steps:
@@ -81,7 +85,7 @@ def test_changes_that_are_not_committed_are_taken_back(world, num_taken):
     planes.check_integrity()
 
 
-def test_committed_changes_are_never_taken_back(world):
+def test_committed_changes_are_never_taken_back(world: World) -> None:
     _, planes, encoder = world
     with closing(encoder.encode(planes.layout.buckets)) as steps:
         assert sum(step.encoded.num_changed for step in steps) > 0

@@ -1,5 +1,7 @@
 """The result is the same wherever a trainer's weights are compared."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from rose.transfer.publish.torch_source import TorchSource
 CPU = torch.device("cpu")
 
 
-def tensors(dtype):
+def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     return {
         "a": torch.randn(70_000, generator=generator),
@@ -25,7 +27,9 @@ def tensors(dtype):
 
 
 @pytest.mark.parametrize("cast", [None, "bfloat16"])
-def test_a_device_gives_the_processors_patches_hashes_and_planes(host_library, cast):
+def test_a_device_gives_the_processors_patches_hashes_and_planes(
+    host_library: Path, cast: str | None
+) -> None:
     weights = tensors(torch.float16)
     source = TorchSource(weights, cast)
     layout = Layout(source.specs(), bucket_bytes=40_000)
@@ -46,7 +50,7 @@ def test_a_device_gives_the_processors_patches_hashes_and_planes(host_library, c
     device.planes.check_integrity()
 
 
-def test_a_device_copy_that_differs_from_the_hosts_is_found_and_nothing_changes(host_library):
+def test_a_device_copy_that_differs_from_the_hosts_is_found_and_nothing_changes(host_library: Path) -> None:
     weight = torch.zeros(9000, dtype=torch.bfloat16)
     source = TorchSource({"a": weight}, None)
     planes = WeightPlanes(Layout(source.specs()))
@@ -61,19 +65,19 @@ def test_a_device_copy_that_differs_from_the_hosts_is_found_and_nothing_changes(
     planes.check_integrity()
 
 
-def test_weights_in_host_memory_are_compared_there(host_library):
+def test_weights_in_host_memory_are_compared_there(host_library: Path) -> None:
     source = TorchSource({"a": torch.zeros(4)}, None)
     kept = open_kept_copy(source, WeightPlanes(Layout(source.specs())), host_library)
     assert isinstance(kept, HostCopy)
 
 
 @pytest.mark.gpu
-def test_weights_on_a_device_are_compared_there(cuda_library):
+def test_weights_on_a_device_are_compared_there(cuda_library: Path) -> None:
     source = TorchSource({"a": torch.zeros(4, device="cuda")}, None)
     kept = open_kept_copy(source, WeightPlanes(Layout(source.specs())), cuda_library)
     assert isinstance(kept, DeviceCopy)
 
 
-def test_weights_on_several_devices_have_no_common_device():
+def test_weights_on_several_devices_have_no_common_device() -> None:
     source = TorchSource({"a": torch.zeros(4), "b": torch.zeros(4, device="meta")}, None)
     assert source.device() is None

@@ -1,12 +1,14 @@
 """From trainer to mirror over real relays, every version arrives bit for bit, by whatever path."""
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from relay_process import CAPACITY_BYTES, wait_folded
+from relay_process import CAPACITY_BYTES, StartRelay, stored, wait_folded
 
 from rose.errors import FrameError, RelayError
 from rose.transfer.follow.follower import Follower
@@ -14,15 +16,18 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.manifest import Ack, Head, pack_body, unpack_body
-from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.publisher import SNAPSHOT_EVERY, SyncReport, WeightPublisher
 from rose.transfer.publish.torch_source import TensorShard
 from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
+
+Publish = Callable[..., WeightPublisher]
 
 
 class TiedModel(torch.nn.Module):
-    """Embedding and head share one tensor, as in small Qwen models."""
+    """A model whose embedding and head share one tensor, as in small Qwen models."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = torch.nn.Embedding(300, 64)
@@ -31,29 +36,31 @@ class TiedModel(torch.nn.Module):
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.ones(3))
 
-    def train_step(self, change=1e-4):
+    def train_step(self, change: float = 1e-4) -> None:
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter += change * torch.randn_like(parameter)
+                parameter.add_(change * torch.randn_like(parameter))
 
-    def bf16_bits(self):
+    def bf16_bits(self) -> dict[str, torch.Tensor]:
         state = self.state_dict()
         del state["head.weight"]
         return {name: tensor.to(torch.bfloat16).view(torch.uint16) for name, tensor in state.items()}
 
 
 @pytest.fixture
-def model():
+def model() -> TiedModel:
     return TiedModel()
 
 
 @pytest.fixture
-def publish(relay_url, model):
+def publish(relay_url: str, model: TiedModel) -> Iterator[Publish]:
     """Makes publishers of the model and closes them."""
-    made = []
+    made: list[WeightPublisher] = []
 
-    def make(**options):
-        made.append(WeightPublisher(model, relay_url, **options))
+    def make(
+        run_id: str | None = None, codec: Codec | None = None, snapshot_every: int = SNAPSHOT_EVERY
+    ) -> WeightPublisher:
+        made.append(WeightPublisher(model, relay_url, run_id, codec=codec, snapshot_every=snapshot_every))
         return made[-1]
 
     yield make
@@ -61,9 +68,10 @@ def publish(relay_url, model):
         publisher.close()
 
 
-def check_holds(mirror, model, report):
+def check_holds(mirror: WeightMirror, model: TiedModel, report: SyncReport) -> None:
     assert mirror.version == report.version and str(mirror.state_hash) == report.state_hash
     mirror.check_integrity()
+    assert mirror.planes is not None
     held = {spec.name: np.zeros(spec.shape, np.uint16) for spec in mirror.planes.layout.tensors}
     mirror.planes.read_into(held)
     expected = model.bf16_bits()
@@ -74,7 +82,9 @@ def check_holds(mirror, model, report):
 
 
 @pytest.mark.parametrize("codec", [None, *Codec])
-def test_every_version_arrives_bit_for_bit(publish, relay, model, codec):
+def test_every_version_arrives_bit_for_bit(
+    publish: Publish, relay: Relay, model: TiedModel, codec: Codec | None
+) -> None:
     publisher = publish(run_id="run", codec=codec)
     follower = Follower(relay, "run", WeightMirror())
     assert not follower.advance()
@@ -89,7 +99,9 @@ def test_every_version_arrives_bit_for_bit(publish, relay, model, codec):
         assert report.coo_bytes == 6 * report.num_changed > 0
 
 
-def test_special_values_and_unchanged_weights_arrive(publish, relay, model):
+def test_special_values_and_unchanged_weights_arrive(
+    publish: Publish, relay: Relay, model: TiedModel
+) -> None:
     publisher = publish(run_id="run")
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
@@ -103,7 +115,9 @@ def test_special_values_and_unchanged_weights_arrive(publish, relay, model):
     check_holds(follower.mirror, model, report)
 
 
-def test_a_follower_that_skipped_versions_applies_their_deltas(publish, relay, model):
+def test_a_follower_that_skipped_versions_applies_their_deltas(
+    publish: Publish, relay: Relay, model: TiedModel
+) -> None:
     publisher = publish(run_id="run")
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
@@ -117,7 +131,9 @@ def test_a_follower_that_skipped_versions_applies_their_deltas(publish, relay, m
     check_holds(follower.mirror, model, report)
 
 
-def test_a_late_joiner_starts_at_the_latest_snapshot(publish, relay, model):
+def test_a_late_joiner_starts_at_the_latest_snapshot(
+    publish: Publish, relay: Relay, model: TiedModel
+) -> None:
     publisher = publish(run_id="run", snapshot_every=3)
     early = Follower(relay, "run", WeightMirror())
     for number in range(8):
@@ -128,13 +144,15 @@ def test_a_late_joiner_starts_at_the_latest_snapshot(publish, relay, model):
             wait_folded(relay, "run", number)
         early.advance()
     late = Follower(relay, "run", WeightMirror())
-    assert unpack_body(relay.get(keys.head_key("run")), Head, "HEAD").snapshot == 6
+    assert unpack_body(stored(relay, keys.head_key("run")), Head, "HEAD").snapshot == 6
     assert late.advance()
     check_holds(late.mirror, model, report)
     check_holds(early.mirror, model, report)
 
 
-def test_a_worker_two_snapshots_behind_is_not_waited_for(publish, relay, model):
+def test_a_worker_two_snapshots_behind_is_not_waited_for(
+    publish: Publish, relay: Relay, model: TiedModel
+) -> None:
     publisher = publish(run_id="run", snapshot_every=1)
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
@@ -144,13 +162,15 @@ def test_a_worker_two_snapshots_behind_is_not_waited_for(publish, relay, model):
         model.train_step()
         report = publisher.publish()
         wait_folded(relay, "run", number)
-    head = unpack_body(relay.get(keys.head_key("run")), Head, "HEAD")
+    head = unpack_body(stored(relay, keys.head_key("run")), Head, "HEAD")
     assert (head.version, head.snapshot, head.oldest_base) == (4, 3, 2)
     assert follower.advance()
     check_holds(follower.mirror, model, report)
 
 
-def test_a_lost_delta_sends_the_follower_to_the_snapshot(publish, relay, model):
+def test_a_lost_delta_sends_the_follower_to_the_snapshot(
+    publish: Publish, relay: Relay, model: TiedModel
+) -> None:
     publisher = publish(run_id="run", snapshot_every=2)
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
@@ -166,7 +186,9 @@ def test_a_lost_delta_sends_the_follower_to_the_snapshot(publish, relay, model):
     check_holds(follower.mirror, model, report)
 
 
-def test_a_corrupt_object_leaves_the_mirror_on_its_version(publish, relay, model):
+def test_a_corrupt_object_leaves_the_mirror_on_its_version(
+    publish: Publish, relay: Relay, model: TiedModel
+) -> None:
     publisher = publish(run_id="run")
     follower = Follower(relay, "run", WeightMirror())
     report = publisher.publish()
@@ -175,7 +197,7 @@ def test_a_corrupt_object_leaves_the_mirror_on_its_version(publish, relay, model
     publisher.publish()
     # The path over the snapshot needs this delta too, so no path leads to HEAD.
     key = keys.bucket_key("run", 1, 0, 0)
-    data = bytearray(relay.get(key))
+    data = bytearray(stored(relay, key))
     data[len(data) // 2] ^= 1
     relay.upsert(key, bytes(data))
     with pytest.raises(FrameError, match="checksum"):
@@ -185,11 +207,13 @@ def test_a_corrupt_object_leaves_the_mirror_on_its_version(publish, relay, model
     assert str(follower.mirror.state_hash) == report.state_hash
 
 
-def test_auto_followers_move_to_the_run_of_a_restarted_trainer(publish, relay, model):
+def test_auto_followers_move_to_the_run_of_a_restarted_trainer(
+    publish: Publish, relay: Relay, model: TiedModel
+) -> None:
     follower = Follower(relay, "auto", WeightMirror())
     first = publish(run_id="first")
     first.publish()
-    assert follower.advance() and follower.mirror.version.run_id == "first"
+    assert follower.advance() and str(follower.mirror.version) == "first/0"
     first.close()
     second = publish()
     assert not follower.advance()
@@ -199,7 +223,9 @@ def test_auto_followers_move_to_the_run_of_a_restarted_trainer(publish, relay, m
     check_holds(follower.mirror, model, report)
 
 
-def test_a_base_checkpoint_with_the_snapshots_bits_saves_the_snapshot(publish, relay, model, tmp_path):
+def test_a_base_checkpoint_with_the_snapshots_bits_saves_the_snapshot(
+    publish: Publish, relay: Relay, model: TiedModel, tmp_path: Path
+) -> None:
     publisher = publish(run_id="run")
     publisher.publish()
     model_bits = {name: bits.view(torch.bfloat16) for name, bits in model.bf16_bits().items()}
@@ -214,24 +240,26 @@ def test_a_base_checkpoint_with_the_snapshots_bits_saves_the_snapshot(publish, r
     assert other.mirror.state_hash == follower.mirror.state_hash == publisher.state_hash
 
 
-def test_a_run_id_is_used_once(publish, relay):
+def test_a_run_id_is_used_once(publish: Publish, relay: Relay) -> None:
     publish(run_id="run").publish()
     with pytest.raises(RelayError, match="run run is in relay"):
         publish(run_id="run")
 
 
-def test_a_failed_publish_changes_nothing_and_can_be_repeated(start_relay, model):
+def test_a_failed_publish_changes_nothing_and_can_be_repeated(
+    start_relay: StartRelay, model: TiedModel
+) -> None:
     url = start_relay("embedded").url
     relay = open_relay(url)
     publisher = WeightPublisher(model, url, "run", snapshot_every=1, full_wait_s=0)
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
     follower.advance()
-    relay.put("filler", bytes(64 * 2**20 - sum(len(relay.get(k)) for k in relay.keys("")) - 3000))
+    relay.put("filler", bytes(64 * 2**20 - sum(len(stored(relay, k)) for k in relay.keys("")) - 3000))
     model.train_step()
     with pytest.raises(RelayError, match="free of"):
         publisher.publish()
-    assert publisher.version.number == 0 and not follower.advance()
+    assert str(publisher.version) == "run/0" and not follower.advance()
     model.train_step()
     relay.remove(["filler"])
     report = publisher.publish()
@@ -241,7 +269,9 @@ def test_a_failed_publish_changes_nothing_and_can_be_repeated(start_relay, model
     relay.close()
 
 
-def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(start_relay, model):
+def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(
+    start_relay: StartRelay, model: TiedModel
+) -> None:
     url = start_relay("embedded").url
     relay = open_relay(url)
     publisher = WeightPublisher(model, url, "run", snapshot_every=2, snapshot_share=10, full_wait_s=300)
@@ -254,7 +284,7 @@ def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(start_relay
         if number == 2:
             wait_folded(relay, "run", 2)
     # The worker needs the chain from version 0, although there is a snapshot of version 2.
-    filled = sum(len(relay.get(key)) for key in relay.keys(""))
+    filled = sum(len(stored(relay, key)) for key in relay.keys(""))
     relay.put("filler", bytes(CAPACITY_BYTES - filled - 3000))
     model.train_step()
     with ThreadPoolExecutor() as executor:
@@ -269,7 +299,7 @@ def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(start_relay
     relay.close()
 
 
-def test_a_relay_that_came_back_empty_is_filled_again(embedded_url, model):
+def test_a_relay_that_came_back_empty_is_filled_again(embedded_url: str, model: TiedModel) -> None:
     relay = open_relay(embedded_url)
     publisher = WeightPublisher(model, embedded_url, "run")
     early = Follower(relay, "auto", WeightMirror())
@@ -289,7 +319,7 @@ def test_a_relay_that_came_back_empty_is_filled_again(embedded_url, model):
     relay.close()
 
 
-def test_bad_arguments_are_refused(relay_url, model):
+def test_bad_arguments_are_refused(relay_url: str, model: TiedModel) -> None:
     with pytest.raises(ValueError, match="run id"):
         WeightPublisher(model, relay_url, "a/b")
     with pytest.raises(ValueError, match="dtype"):
@@ -309,7 +339,9 @@ def test_bad_arguments_are_refused(relay_url, model):
         (torch.zeros(4, 5, dtype=torch.float32), r"b is F32 \(4, 5\), the run began with BF16 \(4, 5\)"),
     ],
 )
-def test_a_tensor_that_changes_its_shape_or_dtype_is_refused_and_named(embedded_url, changed, message):
+def test_a_tensor_that_changes_its_shape_or_dtype_is_refused_and_named(
+    embedded_url: str, changed: torch.Tensor, message: str
+) -> None:
     weights = {name: torch.zeros(4, 5, dtype=torch.bfloat16) for name in "abc"}
     publisher = WeightPublisher(weights, embedded_url, "run", dtype=None)
     report = publisher.publish()
@@ -323,14 +355,15 @@ def test_a_tensor_that_changes_its_shape_or_dtype_is_refused_and_named(embedded_
     publisher.close()
 
 
-def test_a_version_is_fetched_while_it_is_being_written(embedded_url):
+def test_a_version_is_fetched_while_it_is_being_written(embedded_url: str) -> None:
     rows = 50
     ranks = [torch.randn(rows, 20).to(torch.bfloat16) for _ in range(2)]
 
-    def open_rank(rank):
+    def open_rank(rank: int) -> WeightPublisher:
         shard = TensorShard(tensor=ranks[rank], shape=(2 * rows, 20), start=(rank * rows, 0))
-        options = {"rank": rank, "num_ranks": 2, "bucket_bytes": 500, "snapshot_share": 10}
-        return WeightPublisher([("w", shard)], embedded_url, "run", **options)
+        return WeightPublisher(
+            [("w", shard)], embedded_url, "run", rank=rank, num_ranks=2, bucket_bytes=500, snapshot_share=10
+        )
 
     relay = open_relay(embedded_url)
     follower = Follower(relay, "run", WeightMirror())
@@ -346,7 +379,7 @@ def test_a_version_is_fetched_while_it_is_being_written(embedded_url):
         while follower.fetched_bytes == fetched:
             assert not follower.advance()
             follower.wait(60.0)
-        assert follower.mirror.version.number == 0
+        assert str(follower.mirror.version) == "run/0"
         publishers[1].publish()
         report = first.result()
         while not follower.advance():
@@ -354,6 +387,7 @@ def test_a_version_is_fetched_while_it_is_being_written(embedded_url):
     assert follower.mirror.version == report.version and str(follower.mirror.state_hash) == report.state_hash
     follower.mirror.check_integrity()
     frames = [key for key in relay.keys(keys.version_prefix("run", 1, 0)) if keys.bucket_of(key) is not None]
-    assert follower.fetched_bytes - fetched == sum(len(relay.get(key)) for key in frames)
-    for each in (*publishers, relay):
-        each.close()
+    assert follower.fetched_bytes - fetched == sum(len(stored(relay, key)) for key in frames)
+    for publisher in publishers:
+        publisher.close()
+    relay.close()

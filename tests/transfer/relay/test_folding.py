@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from relay_process import CAPACITY_BYTES, wait_folded
-from training_steps import step
+from relay_process import CAPACITY_BYTES, StartRelay, stored, wait_folded
+from training_steps import Weights, step
 
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
@@ -23,17 +25,18 @@ from rose.transfer.relay.change_log import ChangeLog
 from rose.transfer.relay.folding import SnapshotFolder
 from rose.transfer.relay.object_store import ObjectStore, StoreClient
 from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
 
 
 @pytest.fixture
-def weights():
+def weights() -> Weights:
     torch.manual_seed(0)
     return {f"layer{i}.weight": torch.randn(60, 50) for i in range(4)}
 
 
 @pytest.fixture
-def store():
-    """A store in this process, which nobody else folds."""
+def store() -> Iterator[StoreClient]:
+    """Makes a store in this process, which nobody else folds."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -44,35 +47,35 @@ def store():
 
 
 @pytest.fixture
-def published(embedded_url, weights):
-    """The objects of a run with versions 0 to 2 by key, and the wish that they are folded."""
+def published(embedded_url: str, weights: Weights) -> dict[str, bytes]:
+    """Returns the objects of a run with versions 0 to 2 by key, and the wish that they are folded."""
     publisher = WeightPublisher(weights, embedded_url, "run", bucket_bytes=2000)
     for _ in range(3):
         publisher.publish()
         step(weights)
     publisher.close()
     relay = open_relay(embedded_url)
-    found = {key: relay.get(key) for key in relay.keys("rose/run/")}
+    found = {key: stored(relay, key) for key in relay.keys("rose/run/")}
     relay.close()
     return found | {keys.fold_key("run", 2): pack_body(Fold(snapshot=0))}
 
 
-def fill(store, objects):
+def fill(store: StoreClient, objects: Mapping[str, bytes]) -> None:
     for key, data in objects.items():
         store.upsert(key, data)
 
 
-def is_folded(store):
+def is_folded(store: StoreClient) -> bool:
     return store.get(keys.manifest_key("run", 2, None)) is not None
 
 
-def spoil(relay, key):
-    data = bytearray(relay.get(key))
+def spoil(relay: Relay, key: str) -> None:
+    data = bytearray(stored(relay, key))
     data[-1] ^= 1
     relay.upsert(key, bytes(data))
 
 
-def test_a_run_sends_one_snapshot_however_long_it_is(relay_url, relay, weights):
+def test_a_run_sends_one_snapshot_however_long_it_is(relay_url: str, relay: Relay, weights: Weights) -> None:
     publisher = WeightPublisher(weights, relay_url, "run", snapshot_every=2, bucket_bytes=2000)
     for number in range(7):
         report = publisher.publish()
@@ -90,14 +93,16 @@ def test_a_run_sends_one_snapshot_however_long_it_is(relay_url, relay, weights):
     publisher.close()
 
 
-def test_a_snapshot_that_was_half_made_is_completed_with_the_same_bytes(embedded_url, weights):
+def test_a_snapshot_that_was_half_made_is_completed_with_the_same_bytes(
+    embedded_url: str, weights: Weights
+) -> None:
     relay = open_relay(embedded_url)
     publisher = WeightPublisher(weights, embedded_url, "run", snapshot_every=2, bucket_bytes=2000)
     for _ in range(3):
         publisher.publish()
         step(weights)
     wait_folded(relay, "run", 2)
-    made = {key: relay.get(key) for key in relay.keys(keys.version_prefix("run", 2, None))}
+    made = {key: stored(relay, key) for key in relay.keys(keys.version_prefix("run", 2, None))}
     assert len(made) > 10
     relay.remove([keys.manifest_key("run", 2, None), *sorted(made)[1::2]])
     relay.upsert(keys.fold_key("run", 2), pack_body(Fold(snapshot=0)))
@@ -109,7 +114,9 @@ def test_a_snapshot_that_was_half_made_is_completed_with_the_same_bytes(embedded
     relay.close()
 
 
-def test_a_chain_with_a_wrong_frame_gives_no_snapshot_and_leaves_no_frames(embedded_url, weights):
+def test_a_chain_with_a_wrong_frame_gives_no_snapshot_and_leaves_no_frames(
+    embedded_url: str, weights: Weights
+) -> None:
     relay = open_relay(embedded_url)
     publisher = WeightPublisher(weights, embedded_url, "run", bucket_bytes=2000)
     for _ in range(3):
@@ -123,7 +130,9 @@ def test_a_chain_with_a_wrong_frame_gives_no_snapshot_and_leaves_no_frames(embed
     relay.close()
 
 
-def test_the_trainer_sends_a_snapshot_that_the_relay_can_not_fold(embedded_url, weights, monkeypatch):
+def test_the_trainer_sends_a_snapshot_that_the_relay_can_not_fold(
+    embedded_url: str, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chain, "FOLD_TIMEOUT_S", 0.0)
     relay = open_relay(embedded_url)
     publisher = WeightPublisher(weights, embedded_url, "run", snapshot_every=2)
@@ -139,14 +148,16 @@ def test_the_trainer_sends_a_snapshot_that_the_relay_can_not_fold(embedded_url, 
     relay.close()
 
 
-def test_a_full_relay_folds_when_it_has_room_again(start_relay):
+def test_a_full_relay_folds_when_it_has_room_again(start_relay: StartRelay) -> None:
     url = start_relay("embedded").url
     relay = open_relay(url)
     weights = {"w": torch.zeros(1 << 20, dtype=torch.bfloat16)}
     publisher = WeightPublisher(weights, url, "run", snapshot_every=1, full_wait_s=0)
     follower = Follower(relay, "run", WeightMirror())
     publisher.publish()
-    relay.put("filler", bytes(CAPACITY_BYTES - sum(len(relay.get(k)) for k in relay.keys("")) - (1 << 20)))
+    relay.put(
+        "filler", bytes(CAPACITY_BYTES - sum(len(stored(relay, k)) for k in relay.keys("")) - (1 << 20))
+    )
     for _ in range(2):
         weights["w"][:100] += 1
         report = publisher.publish()
@@ -161,7 +172,9 @@ def test_a_full_relay_folds_when_it_has_room_again(start_relay):
     relay.close()
 
 
-def test_every_copy_of_a_relay_folds_before_followers_are_sent_to_the_snapshot(start_relay, weights):
+def test_every_copy_of_a_relay_folds_before_followers_are_sent_to_the_snapshot(
+    start_relay: StartRelay, weights: Weights
+) -> None:
     first, second = start_relay("embedded"), start_relay("embedded")
     both = f"{first.url},{second.url}"
     publisher = WeightPublisher(weights, both, "run", snapshot_every=2)
@@ -182,14 +195,18 @@ def test_every_copy_of_a_relay_folds_before_followers_are_sent_to_the_snapshot(s
 
 
 @pytest.mark.parametrize("snapshot", [2, 3])
-def test_a_wish_that_names_no_older_snapshot_is_refused(store, published, caplog, snapshot):
+def test_a_wish_that_names_no_older_snapshot_is_refused(
+    store: StoreClient, published: dict[str, bytes], caplog: pytest.LogCaptureFixture, snapshot: int
+) -> None:
     fill(store, published | {keys.fold_key("run", 2): pack_body(Fold(snapshot=snapshot))})
     assert SnapshotFolder(store).step(None) == 0
     assert f"rose/run/2-none/FOLD names snapshot {snapshot}, which is not older" in caplog.text
 
 
 @pytest.mark.parametrize("change", [{"payload": bytes(7)}, {"codec": Codec.COO}])
-def test_a_snapshot_that_is_not_dense_is_refused(store, published, caplog, change):
+def test_a_snapshot_that_is_not_dense_is_refused(
+    store: StoreClient, published: dict[str, bytes], caplog: pytest.LogCaptureFixture, change: dict[str, Any]
+) -> None:
     key = keys.bucket_key("run", 0, None, 3)
     fill(store, published | {key: replace(Frame.unpack(published[key]), **change).pack()})
     folder = SnapshotFolder(store)
@@ -197,18 +214,22 @@ def test_a_snapshot_that_is_not_dense_is_refused(store, published, caplog, chang
     assert store.keys("rose/run/2-none/") == [keys.fold_key("run", 2)]
 
 
-def test_a_refused_wish_is_not_tried_again_until_it_is_written_again(store, published, caplog):
+def test_a_refused_wish_is_not_tried_again_until_it_is_written_again(
+    store: StoreClient, published: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     bad = keys.bucket_key("run", 2, 1, 3)
     fill(store, published | {bad: published[bad][:-1] + b"x"})
     folder = SnapshotFolder(store)
-    for written in (None, [], None):
+    for written in (None, (), None):
         assert folder.step(written) == 0
     assert caplog.text.count("can't fold") == 1
     fill(store, {bad: published[bad]})
     assert folder.step([keys.fold_key("run", 2)]) == 1 and is_folded(store)
 
 
-def test_a_copy_that_gets_the_frames_after_the_wish_folds_them(store, published, monkeypatch):
+def test_a_copy_that_gets_the_frames_after_the_wish_folds_them(
+    store: StoreClient, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folding._Retry, "put_off", lambda retry: None)
     frames = {key: data for key, data in published.items() if key.startswith("rose/run/0-none/")}
     fill(store, {key: data for key, data in published.items() if key not in frames})
@@ -218,7 +239,7 @@ def test_a_copy_that_gets_the_frames_after_the_wish_folds_them(store, published,
     assert folder.step([]) == 1 and is_folded(store)
 
 
-def test_pauses_grow_to_a_minute():
+def test_pauses_grow_to_a_minute() -> None:
     retry, pauses = folding._Retry(), []
     for _ in range(10):
         pauses.append(retry.pause_s)
@@ -227,18 +248,22 @@ def test_pauses_grow_to_a_minute():
 
 
 @pytest.mark.parametrize("wish", [b"no wish", pack_body(Fold(snapshot=0))])
-def test_a_snapshot_that_fails_holds_up_no_other_one(store, published, caplog, wish):
+def test_a_snapshot_that_fails_holds_up_no_other_one(
+    store: StoreClient, published: dict[str, bytes], caplog: pytest.LogCaptureFixture, wish: bytes
+) -> None:
     fill(store, published | {keys.fold_key("another", 2): wish})
     folder = SnapshotFolder(store)
     assert folder.step(None) == 1 and is_folded(store)
     assert "can't fold, tries again in 0.5 s: key=rose/another/2-none/FOLD" in caplog.text
 
 
-def test_a_host_without_memory_for_one_snapshot_makes_the_others(store, published, monkeypatch):
+def test_a_host_without_memory_for_one_snapshot_makes_the_others(
+    store: StoreClient, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(store, published | {keys.fold_key("another", 2): pack_body(Fold(snapshot=0))})
     folder, fold = SnapshotFolder(store), SnapshotFolder._fold
 
-    def fold_small(folder, key, data):
+    def fold_small(folder: SnapshotFolder, key: str, data: bytes) -> bool:
         if "another" in key:
             raise MemoryError
         return fold(folder, key, data)
@@ -247,9 +272,11 @@ def test_a_host_without_memory_for_one_snapshot_makes_the_others(store, publishe
     assert folder.step(None) == 1 and is_folded(store)
 
 
-def test_an_unexpected_failure_does_not_end_the_thread(store, caplog):
+def test_an_unexpected_failure_does_not_end_the_thread(
+    store: StoreClient, caplog: pytest.LogCaptureFixture
+) -> None:
     class FailsOnce(BesideRelay):
-        def step(self, written):
+        def step(self, written: Sequence[str] | None) -> int:
             if not caplog.records:
                 raise ValueError("unexpected")
             went_on.set()
@@ -261,11 +288,13 @@ def test_an_unexpected_failure_does_not_end_the_thread(store, caplog):
     assert "Traceback" in caplog.text and "ValueError: unexpected" in caplog.text
 
 
-def test_a_snapshot_that_the_trainer_gave_up_meanwhile_leaves_nothing(store, published):
+def test_a_snapshot_that_the_trainer_gave_up_meanwhile_leaves_nothing(
+    store: StoreClient, published: dict[str, bytes]
+) -> None:
     class GivenUp(SnapshotFolder):
         """The trainer removes its wish, and all that it finds, before the last object is written."""
 
-        def _put_same(self, key, data):
+        def _put_same(self, key: str, data: bytes) -> None:
             if key == keys.manifest_key("run", 2, None):
                 store.remove(store.keys("rose/run/2-none/"))
             super()._put_same(key, data)
@@ -275,7 +304,9 @@ def test_a_snapshot_that_the_trainer_gave_up_meanwhile_leaves_nothing(store, pub
     assert store.keys("rose/run/2-none/") == []
 
 
-def test_the_trainer_removes_what_was_folded_too_late(embedded_url, weights, monkeypatch):
+def test_the_trainer_removes_what_was_folded_too_late(
+    embedded_url: str, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chain, "FOLD_TIMEOUT_S", 0.0)
     relay = open_relay(embedded_url)
     publisher = WeightPublisher(weights, embedded_url, "run", snapshot_every=2)

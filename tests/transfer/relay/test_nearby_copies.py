@@ -2,13 +2,16 @@
 
 import os
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
+from relay_process import StartRelay
 
 from rose.errors import RelayUnreachable
 from rose.transfer.relay import replicated as replicated_relay
 from rose.transfer.relay.nearby_copies import NearbyCopies
 from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
 from rose.transfer.relay.url import add_beside, beside_of
 
 FRAMES = {f"rose/run/1-0/{number}": os.urandom(1000 + number) for number in range(5)}
@@ -17,14 +20,14 @@ OTHERS = ["rose/HEAD_RUN", "rose/run/HEAD", MANIFEST, "rose/run/1-0/PART1", "ros
 
 
 @pytest.fixture
-def two(start_relay):
+def two(start_relay: StartRelay) -> Iterator[tuple[Relay, Relay]]:
     source, target = (open_relay(start_relay("embedded").url) for _ in range(2))
     yield source, target
     source.close()
     target.close()
 
 
-def test_only_frames_are_copied_because_they_are_never_replaced(two):
+def test_only_frames_are_copied_because_they_are_never_replaced(two: tuple[Relay, Relay]) -> None:
     source, target = two
     copies = NearbyCopies(source, target)
     for key in (*FRAMES, *OTHERS):
@@ -41,7 +44,7 @@ def test_only_frames_are_copied_because_they_are_never_replaced(two):
     assert copies.step() == 1 and target.get("rose/run/1-0/2") == b"another"
 
 
-def test_copying_continues_when_a_full_target_has_room_again(start_relay):
+def test_copying_continues_when_a_full_target_has_room_again(start_relay: StartRelay) -> None:
     source, target = (open_relay(start_relay("embedded", "--capacity-bytes", "10000").url) for _ in range(2))
     target.put("filler", bytes(9000))
     source.put("rose/run/1-0/0", bytes(5000))
@@ -56,7 +59,7 @@ def test_copying_continues_when_a_full_target_has_room_again(start_relay):
 
 
 @pytest.mark.mooncake
-def test_a_mooncake_store_gets_frames_from_the_one_beside_it(start_relay):
+def test_a_mooncake_store_gets_frames_from_the_one_beside_it(start_relay: StartRelay) -> None:
     first = start_relay("mooncake")
     second = start_relay("mooncake", "--beside", first.url)
     assert beside_of(second.url) == first.url.split("//")[1].split("?")[0]
@@ -83,7 +86,9 @@ def test_a_mooncake_store_gets_frames_from_the_one_beside_it(start_relay):
 
 
 @pytest.mark.mooncake
-def test_frames_that_nobody_fetches_are_written_before_their_version_counts(start_relay, monkeypatch):
+def test_frames_that_nobody_fetches_are_written_before_their_version_counts(
+    start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replicated_relay, "MOST_OWED_BYTES", 2000)
     first, second = start_relay("mooncake"), start_relay("mooncake")
     # The second URL says that its store copies frames from the first, but nothing does so.
@@ -105,7 +110,12 @@ def test_frames_that_nobody_fetches_are_written_before_their_version_counts(star
     assert near.get("rose/run/2-1/0") is None
     alone = open_relay(first.url)
     first.kill()
-    for call in (lambda: alone.put("a", b"a"), lambda: alone.get("a"), lambda: alone.remove(["a"])):
+    calls: list[Callable[[], object]] = [
+        lambda: alone.put("a", b"a"),
+        lambda: alone.get("a"),
+        lambda: alone.remove(["a"]),
+    ]
+    for call in calls:
         with pytest.raises(RelayUnreachable):
             call()
     both.put("rose/run/2-1/MANIFEST", b"manifest")

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from relay_process import SharedRelays, StartRelay
 from slow_proxy import SlowProxy
 
 from rose.arguments import run_command
@@ -17,32 +18,31 @@ from rose.transfer.relay.change_log import ChangeLog
 from rose.transfer.relay.mooncake import INSTALL_LIBRARIES, explain_import_failure, mooncake_available
 from rose.transfer.relay.object_store import ObjectStore
 from rose.transfer.relay.opening import open_relay
-from rose.transfer.relay.protocol import remove_run
+from rose.transfer.relay.protocol import Relay, remove_run
 from rose.transfer.relay.server import main
-from rose.transfer.relay.url import parse_relay_url
 
 
-def test_an_object_comes_back_as_it_went_in(relay):
+def test_an_object_comes_back_as_it_went_in(relay: Relay) -> None:
     data = os.urandom(3 << 20)
     relay.put("rose/run/1-0/0", data)
     assert relay.get("rose/run/1-0/0") == data
     assert relay.get("rose/run/1-0/1") is None
 
 
-def test_put_never_replaces(relay):
+def test_put_never_replaces(relay: Relay) -> None:
     relay.put("rose/run/a", b"first")
     with pytest.raises(RelayError, match="immutable"):
         relay.put("rose/run/a", b"second")
     assert relay.get("rose/run/a") == b"first"
 
 
-def test_upsert_replaces_with_any_length(relay):
+def test_upsert_replaces_with_any_length(relay: Relay) -> None:
     for data in (b"one", b"three", b"2"):
         relay.upsert("rose/run/HEAD", data)
         assert relay.get("rose/run/HEAD") == data
 
 
-def test_keys_are_listed_by_prefix_and_removed_right_after_a_read(relay):
+def test_keys_are_listed_by_prefix_and_removed_right_after_a_read(relay: Relay) -> None:
     for name in ("rose/a/1", "rose/a/2", "rose/b/1"):
         relay.put(name, b"x")
         assert relay.get(name) == b"x"
@@ -53,7 +53,7 @@ def test_keys_are_listed_by_prefix_and_removed_right_after_a_read(relay):
     assert relay.keys("rose/") == ["rose/a/2"]
 
 
-def test_small_objects_are_read_together_by_prefix(relay):
+def test_small_objects_are_read_together_by_prefix(relay: Relay) -> None:
     acks = {f"rose/run/ack/w{number}": os.urandom(50 + number) for number in range(20)}
     for key, data in {**acks, "rose/run/HEAD": b"head", "rose/run2/ack/w": b"other"}.items():
         relay.upsert(key, data)
@@ -61,7 +61,7 @@ def test_small_objects_are_read_together_by_prefix(relay):
     assert relay.get_all("rose/run3/") == {}
 
 
-def test_a_relay_tells_which_of_some_keys_it_lacks(relay):
+def test_a_relay_tells_which_of_some_keys_it_lacks(relay: Relay) -> None:
     relay.put("rose/run/1-0/0", b"frame")
     relay.put("rose/run/2-1/0", b"frame")
     names = [f"rose/run/1-0/{name}" for name in (0, 1, 10, "MANIFEST")]
@@ -69,7 +69,7 @@ def test_a_relay_tells_which_of_some_keys_it_lacks(relay):
     assert relay.lacking(names[:1]) == relay.lacking([]) == set()
 
 
-def test_a_relay_names_the_copies_that_it_handed_an_object_to(relay, start_relay):
+def test_a_relay_names_the_copies_that_it_handed_an_object_to(relay: Relay, start_relay: StartRelay) -> None:
     nobody, peer = "embedded://127.0.0.1:1", start_relay("embedded")
     taken = set()
     for number, is_replacing in enumerate((False, True, True)):
@@ -87,13 +87,13 @@ def test_a_relay_names_the_copies_that_it_handed_an_object_to(relay, start_relay
     other.close()
 
 
-def test_repairing_a_relay_without_copies_changes_nothing(relay):
+def test_repairing_a_relay_without_copies_changes_nothing(relay: Relay) -> None:
     relay.put("rose/run/1-0/0", b"frame")
     relay.repair("rose/run/", [], [])
     assert relay.keys("rose/") == ["rose/run/1-0/0"]
 
 
-def test_a_full_relay_refuses_and_keeps_what_it_has(relay):
+def test_a_full_relay_refuses_and_keeps_what_it_has(relay: Relay) -> None:
     chunk = os.urandom(20 << 20)
     relay.put("rose/run/0", chunk)
     with pytest.raises(RelayError, match=r"free of|full"):
@@ -104,19 +104,21 @@ def test_a_full_relay_refuses_and_keeps_what_it_has(relay):
     relay.put("rose/run/9", chunk)
 
 
-def test_opening_a_relay_where_nobody_listens_is_a_relay_error():
+def test_opening_a_relay_where_nobody_listens_is_a_relay_error() -> None:
     for url in ("embedded://127.0.0.1:1", "mooncake://127.0.0.1:1"):
         with pytest.raises(RelayError):
             open_relay(url)
 
 
 @pytest.mark.parametrize("url", ["redis://a:1", "embedded://a", "embedded://a:x", "mooncake://a:1/x"])
-def test_a_bad_url_is_refused(url):
+def test_a_bad_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="relay URL"):
         open_relay(url)
 
 
-def test_an_embedded_relay_with_a_key_refuses_calls_without_it(start_relay, monkeypatch):
+def test_an_embedded_relay_with_a_key_refuses_calls_without_it(
+    start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROSE_KEY", "secret")
     url = start_relay("embedded").url
     with pytest.raises(RelayError, match="ROSE_KEY"):
@@ -130,7 +132,7 @@ def test_an_embedded_relay_with_a_key_refuses_calls_without_it(start_relay, monk
 
 
 @pytest.mark.parametrize("kind", ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)])
-def test_a_port_in_use_is_one_clear_line_and_status_2(kind, shared_relays):
+def test_a_port_in_use_is_one_clear_line_and_status_2(kind: str, shared_relays: SharedRelays) -> None:
     port = shared_relays(kind).port
     command = [sys.executable, "-m", "rose.transfer.relay.server", "--kind", kind, "--port", port]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -153,7 +155,9 @@ def test_a_port_in_use_is_one_clear_line_and_status_2(kind, shared_relays):
         ("mooncake", "--capacity-bytes", str(1 << 60), "this host has"),
     ],
 )
-def test_a_bad_option_is_one_clear_line_and_status_2(kind, flag, value, message, capsys):
+def test_a_bad_option_is_one_clear_line_and_status_2(
+    kind: str, flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--kind", kind, flag, value])
     assert ended.value.code == 2
@@ -161,7 +165,9 @@ def test_a_bad_option_is_one_clear_line_and_status_2(kind, flag, value, message,
     assert message in line
 
 
-def test_a_host_that_is_no_address_of_this_machine_is_one_clear_line_and_status_2(capsys):
+def test_a_host_that_is_no_address_of_this_machine_is_one_clear_line_and_status_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for host in ("203.0.113.1", "no such host"):
         assert run_command("relay", main, ["--host", host]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -169,7 +175,7 @@ def test_a_host_that_is_no_address_of_this_machine_is_one_clear_line_and_status_
 
 
 @pytest.mark.mooncake
-def test_a_killed_mooncake_relay_takes_its_master_along(start_relay):
+def test_a_killed_mooncake_relay_takes_its_master_along(start_relay: StartRelay) -> None:
     relay = start_relay("mooncake")
     (master,) = psutil.Process(relay.process.pid).children()
     assert "mooncake_master" in master.name()
@@ -177,18 +183,18 @@ def test_a_killed_mooncake_relay_takes_its_master_along(start_relay):
     assert psutil.wait_procs([master], timeout=300)[0] == [master]
 
 
-def test_a_missing_library_is_named_with_the_command_that_installs_it():
+def test_a_missing_library_is_named_with_the_command_that_installs_it() -> None:
     stderr = "ImportError: libibverbs.so.1: cannot open shared object file: No such file or directory"
     assert explain_import_failure(stderr, 1) == f"system library libibverbs.so.1 missing: {INSTALL_LIBRARIES}"
     assert explain_import_failure("", -6) == "import mooncake.store failed: ended with status -6"
 
 
 @pytest.mark.mooncake
-def test_mooncake_is_available_where_it_is_installed():
+def test_mooncake_is_available_where_it_is_installed() -> None:
     assert mooncake_available() == (True, "Mooncake Store loads")
 
 
-def test_a_relay_counts_and_lists_what_it_holds():
+def test_a_relay_counts_and_lists_what_it_holds() -> None:
     store = ObjectStore(100)
     for key in ("a", "rose/run/1-0/0", "rose/run/1-0/1", "rose/run/HEAD", "rose/run2/HEAD"):
         store.write(key, b"12345", replace=False)
@@ -204,10 +210,10 @@ def test_a_relay_counts_and_lists_what_it_holds():
     assert store.used_bytes == 0
 
 
-def test_whoever_looks_after_each_wait_misses_nothing(relay_url, relay):
+def test_whoever_looks_after_each_wait_misses_nothing(relay_url: str, relay: Relay) -> None:
     waiter, count = open_relay(relay_url), 20
 
-    def read_all():
+    def read_all() -> int:
         found, seen = 0, None
         while found < count:
             found = len(waiter.keys("rose/run/1-0/"))
@@ -224,8 +230,8 @@ def test_whoever_looks_after_each_wait_misses_nothing(relay_url, relay):
     waiter.close()
 
 
-def test_a_wait_ends_only_for_its_own_keys_since_its_own_look():
-    async def go():
+def test_a_wait_ends_only_for_its_own_keys_since_its_own_look() -> None:
+    async def go() -> None:
         log = ChangeLog()
         start = log.position
         log.note("rose/run/1-0/0")
@@ -256,10 +262,12 @@ def test_a_wait_ends_only_for_its_own_keys_since_its_own_look():
     asyncio.run(go())
 
 
-def test_a_slow_link_is_not_taken_for_a_hung_relay(embedded_url, monkeypatch):
+def test_a_slow_link_is_not_taken_for_a_hung_relay(
+    embedded_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Each call takes longer than the silence that counts as hung, and that is longer than a machine stalls.
     monkeypatch.setattr(relay_calls, "SILENCE_S", 4.0)
-    proxy = SlowProxy(parse_relay_url(embedded_url)[2], pause_s=0.021)
+    proxy = SlowProxy(embedded_url, pause_s=0.021)
     try:
         relay = open_relay(proxy.url)
         data = os.urandom(26 << 20)

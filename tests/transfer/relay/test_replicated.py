@@ -1,4 +1,4 @@
-"""Two relays that hold the same objects: either may die at any moment, and nothing is lost."""
+"""Of two relays that hold the same objects either may die at any moment, and nothing is lost."""
 
 import os
 import signal
@@ -9,55 +9,63 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from training_steps import step
+from numpy.typing import NDArray
+from relay_process import RelayProcess, StartRelay, stored
+from training_steps import Weights, step
 
 from rose.errors import RelayError, RelayUnreachable
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.manifest import Ack, pack_body
-from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.publisher import SyncReport, WeightPublisher
 from rose.transfer.relay import calls as relay_calls
 from rose.transfer.relay import copies as relay_copy
 from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
 from rose.transfer.relay.replicated import ReplicatedRelay
+
+Pair = tuple[RelayProcess, RelayProcess, str]
 
 
 @pytest.fixture
-def pair(start_relay):
-    """Two relay processes and the URL of both together."""
+def pair(start_relay: StartRelay) -> Pair:
+    """Starts two relay processes; returns them and the URL of both together."""
     first, second = start_relay("embedded"), start_relay("embedded")
     return first, second, f"{first.url},{second.url}"
 
 
 @pytest.fixture
-def weights():
+def weights() -> Weights:
     torch.manual_seed(0)
     return {f"layer{i}.weight": torch.randn(60, 50) for i in range(6)}
 
 
-def objects(url):
+def objects(url: str) -> dict[str, bytes]:
     relay = open_relay(url)
-    held = {key: relay.get(key) for key in relay.keys("rose/")}
+    held = {key: stored(relay, key) for key in relay.keys("rose/")}
     relay.close()
     return held
 
 
-def bits_of(weights):
+def bits_of(weights: Weights) -> dict[str, NDArray[np.uint16]]:
     return {name: tensor.to(torch.bfloat16).view(torch.uint16).numpy() for name, tensor in weights.items()}
 
 
-def check_holds(mirror, weights, report):
+def check_holds(mirror: WeightMirror, weights: Weights, report: SyncReport) -> None:
     assert mirror.version == report.version and str(mirror.state_hash) == report.state_hash
     mirror.check_integrity()
     expected = bits_of(weights)
     held = {name: np.zeros_like(bits) for name, bits in expected.items()}
+    assert mirror.planes is not None
     mirror.planes.read_into(held)
     for name, bits in expected.items():
         assert np.array_equal(held[name], bits), name
 
 
-def test_both_hold_every_object_and_the_writer_sends_it_once(pair):
+def test_both_hold_every_object_and_the_writer_sends_it_once(
+    pair: Pair,
+) -> None:
     first, second, both = pair
     relay = open_relay(both)
     relay.put("rose/run/1-0/0", os.urandom(100_000))
@@ -71,10 +79,10 @@ def test_both_hold_every_object_and_the_writer_sends_it_once(pair):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_objects_survive_the_death_of_either_relay(pair, victim):
+def test_objects_survive_the_death_of_either_relay(pair: Pair, victim: int) -> None:
     relay = open_relay(pair[2])
     relay.put("rose/run/a", b"before")
-    pair[victim].kill()
+    pair[:2][victim].kill()
     assert relay.get("rose/run/a") == b"before"
     relay.put("rose/run/b", b"after")
     relay.upsert("rose/run/a2", b"after")
@@ -84,7 +92,7 @@ def test_objects_survive_the_death_of_either_relay(pair, victim):
     assert relay.get_all("rose/run/a") == {"rose/run/a": b"before", "rose/run/a2": b"after"}
     late = open_relay(pair[2])
     assert late.get("rose/run/a") == b"before"
-    pair[1 - victim].kill()
+    pair[:2][1 - victim].kill()
     for call in (lambda: relay.get("rose/run/a"), lambda: relay.put("c", b""), lambda: relay.keys("")):
         with pytest.raises(RelayUnreachable):
             call()
@@ -94,7 +102,9 @@ def test_objects_survive_the_death_of_either_relay(pair, victim):
     late.close()
 
 
-def test_a_put_whose_relay_died_after_handing_it_on_is_no_second_put(pair):
+def test_a_put_whose_relay_died_after_handing_it_on_is_no_second_put(
+    pair: Pair,
+) -> None:
     first, second, both = pair
     relay = open_relay(both)
     other = open_relay(second.url)
@@ -108,7 +118,7 @@ def test_a_put_whose_relay_died_after_handing_it_on_is_no_second_put(pair):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_relay_killed_while_versions_flow_loses_nothing(pair, weights, victim):
+def test_a_relay_killed_while_versions_flow_loses_nothing(pair: Pair, weights: Weights, victim: int) -> None:
     publisher = WeightPublisher(weights, pair[2], "run", bucket_bytes=2000)
     relay = open_relay(pair[2])
     follower = Follower(relay, "auto", WeightMirror())
@@ -116,7 +126,7 @@ def test_a_relay_killed_while_versions_flow_loses_nothing(pair, weights, victim)
         step(weights)
         if number == 4:
             # The relay dies while frames are being put.
-            killing = threading.Timer(0.005, pair[victim].kill)
+            killing = threading.Timer(0.005, pair[:2][victim].kill)
             killing.start()
         report = publisher.publish()
         if number == 4:
@@ -132,7 +142,9 @@ def test_a_relay_killed_while_versions_flow_loses_nothing(pair, weights, victim)
         each.close()
 
 
-def test_a_copy_that_missed_versions_is_repaired_by_the_next_publish(start_relay, pair, weights):
+def test_a_copy_that_missed_versions_is_repaired_by_the_next_publish(
+    start_relay: StartRelay, pair: Pair, weights: Weights
+) -> None:
     first, second, both = pair
     publisher = WeightPublisher(weights, both, "run", snapshot_every=3)
     publisher.publish()
@@ -155,13 +167,15 @@ def test_a_copy_that_missed_versions_is_repaired_by_the_next_publish(start_relay
     alone.close()
 
 
-def test_a_copy_that_did_not_answer_is_repaired_although_it_has_the_newest_objects(pair, monkeypatch):
+def test_a_copy_that_did_not_answer_is_repaired_although_it_has_the_newest_objects(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(relay_copy, "REST_S", 0.0)
     monkeypatch.setattr(relay_copy, "REST_OVER_WAIT", 0.0)
     first, second, _ = pair
     is_away = True
 
-    def open_second():
+    def open_second() -> Relay:
         if is_away:
             raise RelayUnreachable("away")
         return open_relay(second.url)
@@ -178,7 +192,7 @@ def test_a_copy_that_did_not_answer_is_repaired_although_it_has_the_newest_objec
     relay.close()
 
 
-def test_a_follower_never_goes_back_with_a_copy_that_is_behind(pair, weights):
+def test_a_follower_never_goes_back_with_a_copy_that_is_behind(pair: Pair, weights: Weights) -> None:
     first, second, both = pair
     relay = open_relay(both)
     publisher = WeightPublisher(weights, both, "run")
@@ -202,11 +216,11 @@ def test_a_follower_never_goes_back_with_a_copy_that_is_behind(pair, weights):
         each.close()
 
 
-def test_a_wait_goes_on_at_the_other_copy_when_one_dies(pair):
+def test_a_wait_goes_on_at_the_other_copy_when_one_dies(pair: Pair) -> None:
     first, _, both = pair
     relay, writer = open_relay(both), open_relay(both)
 
-    def wait_for(key):
+    def wait_for(key: str) -> None:
         seen = None
         while relay.get(key) is None:
             seen = relay.wait(["rose/run/"], seen, 60.0).seen
@@ -221,7 +235,7 @@ def test_a_wait_goes_on_at_the_other_copy_when_one_dies(pair):
     writer.close()
 
 
-def test_one_relay_can_not_be_named_as_two_copies():
+def test_one_relay_can_not_be_named_as_two_copies() -> None:
     with pytest.raises(ValueError, match="twice"):
         open_relay("embedded://127.0.0.1:1,embedded://127.0.0.1:1")
     with pytest.raises(ValueError, match="relay URL 'nonsense'"):
@@ -229,25 +243,27 @@ def test_one_relay_can_not_be_named_as_two_copies():
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair, victim):
+def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair: Pair, victim: int) -> None:
     """Uses production's time limits: if a writer waited little longer for a relay than that waits for its
     peer, it would give up both when the machine stalls."""
     assert relay_calls.SILENCE_S <= 10
     relay = open_relay(pair[2])
     relay.put("rose/run/a", b"before")
-    os.kill(pair[victim].process.pid, signal.SIGSTOP)
+    os.kill(pair[:2][victim].process.pid, signal.SIGSTOP)
     try:
         relay.put("rose/run/b", b"after")
         assert relay.get("rose/run/a") == b"before" and relay.get("rose/run/b") == b"after"
-        alone = open_relay(pair[1 - victim].url)
+        alone = open_relay(pair[:2][1 - victim].url)
         assert alone.get("rose/run/b") == b"after"
         alone.close()
     finally:
-        os.kill(pair[victim].process.pid, signal.SIGCONT)
+        os.kill(pair[:2][victim].process.pid, signal.SIGCONT)
     relay.close()
 
 
-def test_a_copy_gets_the_wish_for_a_snapshot_after_the_frames(pair):
+def test_a_copy_gets_the_wish_for_a_snapshot_after_the_frames(
+    pair: Pair,
+) -> None:
     first, second = (open_relay(each.url) for each in pair[:2])
     frames = [keys.bucket_key("run", number, number - 1, 0) for number in (1, 2)]
     for key in (keys.fold_key("run", 10), *frames):
