@@ -61,10 +61,10 @@ def test_nothing_is_known_and_nothing_to_be_forgotten_before_the_first_version(s
 
 
 def test_a_snapshot_that_was_not_fetched_to_its_end_is_removed_when_a_delta_arrives(
-    store: SharedMirror, versions: Versions, mirror: WeightMirror
+    store: SharedMirror, versions: Versions, mirror: WeightMirror, tmp_path: Path
 ) -> None:
     store.make_planes(LAYOUT, None)
-    partial = store._folder / "weights.partial"
+    partial = tmp_path / "mirror" / "weights.partial"
     assert partial.exists()
     manifest, frames = versions.deltas[1]
     mirror.apply_delta(manifest, fetch_from(manifest, frames))
