@@ -1,4 +1,4 @@
-"""Fixtures that start real relays, each in its own process, and build the device's codec where they can."""
+"""These fixtures start real relays, each in its own process, and build the device's codec."""
 
 import shutil
 import subprocess

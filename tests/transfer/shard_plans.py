@@ -1,4 +1,4 @@
-"""Shard plans written by hand."""
+"""Makes shard plans by hand."""
 
 import math
 

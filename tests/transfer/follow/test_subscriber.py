@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from aiohttp import web
 from shard_plans import plan_of
 from training_steps import Weights, step
 
+from rose.messages import WeightUpdate
 from rose.transfer.follow import delivery, subscriber
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
@@ -38,7 +38,7 @@ class LoadingWorker:
     def __init__(self) -> None:
         self.loaded: list[str] = []
         self.refused = 0
-        self.updates: list[dict[str, Any]] = []
+        self.updates: list[WeightUpdate] = []
         self.files: list[list[str]] = []
         self.is_refusing = False
         self.is_hanging = False
@@ -80,17 +80,17 @@ class LoadingWorker:
         if self.is_refusing:
             self.refused += 1
             return web.json_response({"error": "busy"}, status=503)
-        body = await request.json()
-        planes = PlanesFile(Path(body["path"]))
+        update = WeightUpdate.model_validate_json(await request.read())
+        planes = PlanesFile(Path(update.path))
         with planes.reading() as state:
-            assert state == (body["version"], body["state_hash"])
-            assert str(planes.state_hash()) == body["state_hash"]
+            assert state == (update.version, update.state_hash)
+            assert str(planes.state_hash()) == update.state_hash
         planes.close()
-        self.updates.append(body)
-        self.files.append(sorted(os.listdir(os.path.dirname(body["path"]))))
-        self.loaded.append(body["version"])
-        self.version = body["version"]
-        return web.json_response({"version": body["version"], "state_hash": body["state_hash"]})
+        self.updates.append(update)
+        self.files.append(sorted(os.listdir(os.path.dirname(update.path))))
+        self.loaded.append(update.version)
+        self.version = update.version
+        return web.json_response({"version": update.version, "state_hash": update.state_hash})
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)
@@ -159,8 +159,8 @@ def test_a_worker_follows_the_trainer_and_acknowledges_each_version(
         publisher.wait_acked(report.version, names, DEADLINE_S)
         step(weights)
     assert worker.loaded == ["run/0", "run/1", "run/2", "run/3"]
-    assert [len(update["changes"]) for update in worker.updates] == [0, 1, 1, 1]
-    assert worker.updates[0]["whole_because"] == "this is the first delivery to this engine"
+    assert [len(update.changes) for update in worker.updates] == [0, 1, 1, 1]
+    assert worker.updates[0].whole_because == "this is the first delivery to this engine"
     assert worker.files[-1] == ["changes-run-3", "weights.safetensors"]
     publisher.close()
 
