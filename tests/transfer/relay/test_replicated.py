@@ -1,4 +1,4 @@
-"""Of two relays that hold the same objects either may die at any moment, and nothing is lost."""
+"""Either of two relays that hold the same objects may die at any moment, and nothing is lost."""
 
 import os
 import signal
@@ -142,9 +142,7 @@ def test_a_relay_killed_while_versions_flow_loses_nothing(pair: Pair, weights: W
         each.close()
 
 
-def test_a_copy_that_missed_versions_is_repaired_by_the_next_publish(
-    start_relay: StartRelay, pair: Pair, weights: Weights
-) -> None:
+def test_a_copy_that_missed_versions_is_repaired_by_the_next_publish(pair: Pair, weights: Weights) -> None:
     first, second, both = pair
     publisher = WeightPublisher(weights, both, "run", snapshot_every=3)
     publisher.publish()
