@@ -24,7 +24,7 @@ from lib.cluster.rig import ClusterRig, RigJob
 from lib.harness import median_figure, run_benchmark
 
 from rose.measure.figures import Figure, percentile
-from rose.scheduler.cluster.model import Group, Job, Member
+from rose.scheduler.group.model import Group, Job, Member
 
 ROLLOUT_DOLLARS, TRAIN_DOLLARS = 1.85 * 8, 5.28 * 8
 """A node's price per hour. Source: WEAVE Table 1 (H20, H800)."""

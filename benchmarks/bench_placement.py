@@ -30,9 +30,9 @@ from rose.scheduler.cluster.candidates import own_limit_s
 from rose.scheduler.cluster.exact import optimum
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.lifetime import Lifetime
-from rose.scheduler.cluster.model import Job, Phase
 from rose.scheduler.cluster.policies import Policy, Weave
 from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.group.model import Job, Phase
 from rose.scheduler.runtime.channel.messages import (
     Granted,
     Heartbeat,

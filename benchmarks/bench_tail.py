@@ -36,8 +36,8 @@ from lib.cluster.tails import RealGroup, measured_gain
 from lib.harness import run_benchmark
 
 from rose.measure.figures import Figure
-from rose.scheduler.cluster.model import Group, Job, Member, Phase, SloKind
 from rose.scheduler.group.certificate import certify
+from rose.scheduler.group.model import Group, Job, Member, Phase, SloKind
 from rose.scheduler.group.order import round_robin
 from rose.scheduler.group.permits import Permit
 from rose.scheduler.group.replay import PhaseTimes, replay

@@ -16,7 +16,7 @@ from rose.errors import ConfigError
 from rose.jobs.runner import Offer, Runner
 from rose.jobs.serve import START_S, cache_root
 from rose.node.signals import StopOnSignals
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.command.connection import channel_parser

@@ -20,7 +20,7 @@ import msgspec
 
 from rose.config import parse_config
 from rose.node.processes import ServerProcess
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import (
     Alive,

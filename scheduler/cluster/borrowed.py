@@ -6,8 +6,8 @@ can be taken back at any time. scheduler/rollout talks to the serving side.
 
 from collections.abc import Iterable
 
-from rose.scheduler.cluster.model import Group
 from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.group.model import Group
 
 
 def lend(groups: Iterable[Group], pools: Pools) -> dict[str, int]:

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rose.scheduler.cluster.cycle import depends_on_order, round_robin_s
-from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.cluster.pools import Pools
-from rose.scheduler.cluster.rates import timetable
+from rose.scheduler.group.cycle import round_robin_s
+from rose.scheduler.group.model import Group, Job, Member
+from rose.scheduler.group.search import ordered
 
-EPSILON = 1e-9
-"""Relative: sums of times in another order differ in their last bits."""
 LimitOf = Callable[[Job], float]
 """The longest iteration that a job may be promised, in seconds."""
 
@@ -129,23 +127,6 @@ def is_saturated(group: Group) -> bool:
     return group.load_s >= group.cycle_s
 
 
-def certified(group: Group, limit_of: LimitOf, *, multi_rate: bool) -> Group | None:
-    """The group in an order that keeps all limits, if one was found: as it stands; with its last member at
-    another place where that matters; then with periods of their own, if that may be."""
-    limits_s = [limit_of(member.job) for member in group.members]
-    group = replace(group, periods_s=()) if group.periods_s else group
-    if round_robin_s(group) <= min(limits_s) * (1 + EPSILON):
-        return group
-    if depends_on_order(group):
-        *others, last = group.members
-        for place in range(1, len(others)):
-            order = replace(group, members=(*others[:place], last, *others[place:]))
-            if round_robin_s(order) <= min(limits_s) * (1 + EPSILON):
-                return order
-    slots = timetable(group, limits_s) if multi_rate else None
-    return replace(group, periods_s=tuple(slot.period_s for slot in slots)) if slots is not None else None
-
-
 def memory_shortage(group: Group, pools: Pools) -> str | None:
     """Which node's host can't hold its residents, with the bytes; None if all fit."""
     train_bytes = sum(member.job.train_bytes for member in group.members)
@@ -174,13 +155,14 @@ def check(
         return refuse(Constraint.POOL, text)
     if (shortage := memory_shortage(group, pools)) is not None:
         return refuse(Constraint.MEMORY, shortage)
-    order = certified(group, limit_of, multi_rate=multi_rate)
-    if order is None:
+    limits_s = {member.job.name: limit_of(member.job) for member in group.members}
+    found = ordered(group, limits_s, multi_rate=multi_rate)
+    if found is None:
         return refuse(Constraint.SLO, _worst(group, limit_of))
-    return replace(candidate, group=order)
+    return replace(candidate, group=found)
 
 
 def _worst(group: Group, limit_of: LimitOf) -> str:
-    promise_s = round_robin_s(replace(group, periods_s=()))
+    promise_s = round_robin_s(group)
     limit_s, name = min((limit_of(member.job), member.job.name) for member in group.members)
     return f"a cycle of {promise_s:.1f} s, {name} allows {limit_s:.1f} s ({promise_s - limit_s:.1f} s over)"

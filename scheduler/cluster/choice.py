@@ -7,10 +7,12 @@ from rose.scheduler.cluster.exact import Exact
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.policies import Greedy, Policy, Random, Solo, Weave
 
+MULTI_RATE = "lifetime-multirate"
+"""The policy whose groups may let jobs run more often than others."""
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "lifetime": lambda seed: Lifetime(),
     "lifetime-static": lambda seed: Lifetime(max_moves=0),
-    "lifetime-multirate": lambda seed: Lifetime(multi_rate=True),
+    MULTI_RATE: lambda seed: Lifetime(multi_rate=True),
     "weave": lambda seed: Weave(),
     "weave-unpruned": lambda seed: Weave(prune_saturated=False),
     "solo": lambda seed: Solo(),

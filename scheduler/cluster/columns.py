@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rose.scheduler.cluster.candidates import EPSILON
-from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.group.cycle import EPSILON
+from rose.scheduler.group.model import Job
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -30,6 +30,9 @@ class Columns:
     jobs: Ints
     dollars_per_hour: Floats
     num_train_nodes: Ints
+
+    is_complete: bool = True
+    """Whether no group worth having is missing."""
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -47,8 +50,13 @@ class _Table:
     train_bytes: Floats
 
 
-def enumerate_columns(jobs: Sequence[Job], limits_s: Sequence[float], pools: Pools) -> Columns:
-    """All groups worth having. Raises ValueError for jobs on several rollout nodes."""
+def enumerate_columns(
+    jobs: Sequence[Job], limits_s: Sequence[float], pools: Pools, max_sets: int | None = None
+) -> Columns:
+    """All groups worth having, but of each size about `max_sets` at most, drawn at random.
+
+    Raises ValueError for jobs on several rollout nodes.
+    """
     for job in jobs:
         if job.num_rollout_nodes != 1:
             raise ValueError(
@@ -57,7 +65,7 @@ def enumerate_columns(jobs: Sequence[Job], limits_s: Sequence[float], pools: Poo
     if len(jobs) > MAX_JOBS:
         raise ValueError(f"exact: {len(jobs)} jobs, at most {MAX_JOBS}")
     parts = [
-        _on_train_nodes(jobs, limits_s, pools, num_train_nodes)
+        _on_train_nodes(jobs, limits_s, pools, num_train_nodes, max_sets)
         for num_train_nodes in sorted({job.num_train_nodes for job in jobs})
     ]
     width = pools.max_residents
@@ -65,26 +73,34 @@ def enumerate_columns(jobs: Sequence[Job], limits_s: Sequence[float], pools: Poo
         jobs=np.concatenate([_padded(part.jobs, width) for part in parts]),
         dollars_per_hour=np.concatenate([part.dollars_per_hour for part in parts]),
         num_train_nodes=np.concatenate([part.num_train_nodes for part in parts]),
+        is_complete=all(part.is_complete for part in parts),
     )
 
 
 def _on_train_nodes(
-    jobs: Sequence[Job], limits_s: Sequence[float], pools: Pools, num_train_nodes: int
+    jobs: Sequence[Job], limits_s: Sequence[float], pools: Pools, num_train_nodes: int, max_sets: int | None
 ) -> Columns:
     table = _table(jobs, limits_s, num_train_nodes)
     levels: list[tuple[Ints, Floats]] = []
+    is_complete = True
     members = np.flatnonzero(table.solo_s <= table.limit_s)[:, None].astype(np.int64)
     while len(members):
         cost = _dollars_per_hour(members, table, pools, num_train_nodes)
         if levels:
             levels[-1] = _undominated(*levels[-1], members, cost)
         levels.append((members, cost))
-        members = _grown(members, table, pools) if members.shape[1] < pools.max_residents else members[:0]
+        if members.shape[1] == pools.max_residents:
+            break
+        members, is_whole = _grown(members, table, pools, max_sets)
+        is_complete &= is_whole
     width = pools.max_residents
     found = np.concatenate([_padded(level, width) for level, _ in levels] or [np.empty((0, width), np.int64)])
     costs = np.concatenate([cost for _, cost in levels] or [np.empty(0)])
     return Columns(
-        jobs=found, dollars_per_hour=costs, num_train_nodes=np.full(len(found), num_train_nodes, np.int64)
+        jobs=found,
+        dollars_per_hour=costs,
+        num_train_nodes=np.full(len(found), num_train_nodes, np.int64),
+        is_complete=is_complete,
     )
 
 
@@ -101,15 +117,18 @@ def _table(jobs: Sequence[Job], limits_s: Sequence[float], num_train_nodes: int)
     )
 
 
-def _grown(members: Ints, table: _Table, pools: Pools) -> Ints:
-    """Each set with each job of a higher number that keeps all limits; more rollout nodes can be had."""
+def _grown(members: Ints, table: _Table, pools: Pools, max_sets: int | None) -> tuple[Ints, bool]:
+    """Each set with each job of a higher number that keeps all limits; more rollout nodes can be had.
+
+    Also says whether these are all of them, and not only `max_sets`.
+    """
     num_jobs = len(table.rollout_s)
     # Per set: what all limits allow, and what is used of it.
     limit_s = table.limit_s[members].min(axis=1)
     train_s = table.train_s[members].sum(axis=1)
     solo_s = table.solo_s[members].max(axis=1)
     held = table.train_bytes[members].sum(axis=1)
-    found = []
+    fitting = []
     for newcomer in range(num_jobs):
         limit = np.minimum(limit_s, table.limit_s[newcomer])
         fits = (
@@ -118,9 +137,17 @@ def _grown(members: Ints, table: _Table, pools: Pools) -> Ints:
             & (np.maximum(solo_s, table.solo_s[newcomer]) <= limit)
             & (held + table.train_bytes[newcomer] <= pools.train.host_bytes)
         )
-        chosen = members[fits]
-        found.append(np.column_stack([chosen, np.full(len(chosen), newcomer, np.int64)]))
-    return np.concatenate(found)
+        fitting.append(np.flatnonzero(fits))
+    num_sets = sum(map(len, fitting))
+    is_whole = max_sets is None or num_sets <= max_sets
+    if max_sets is not None and not is_whole:
+        rng, share = np.random.default_rng(0), max_sets / num_sets
+        fitting = [rows[rng.random(len(rows)) < share] for rows in fitting]
+    found = [
+        np.column_stack([members[rows], np.full(len(rows), newcomer, np.int64)])
+        for newcomer, rows in enumerate(fitting)
+    ]
+    return np.concatenate(found), is_whole
 
 
 def _dollars_per_hour(members: Ints, table: _Table, pools: Pools, num_train_nodes: int) -> Floats:
@@ -153,8 +180,10 @@ def _undominated(members: Ints, cost: Floats, larger: Ints, larger_cost: Floats)
     order = np.argsort(keys)
     keep = np.ones(len(members), dtype=bool)
     for left_out in range(larger.shape[1]):
-        parents = order[np.searchsorted(keys[order], _keys(np.delete(larger, left_out, axis=1)))]
-        keep[parents[cost[parents] >= larger_cost - 1e-9]] = False
+        wanted = _keys(np.delete(larger, left_out, axis=1))
+        parents = order[np.minimum(np.searchsorted(keys[order], wanted), len(members) - 1)]
+        is_there = keys[parents] == wanted  # else it was not drawn
+        keep[parents[is_there & (cost[parents] >= larger_cost - 1e-9)]] = False
     return members[keep], cost[keep]
 
 

@@ -7,11 +7,11 @@ it computes with numbers instead of groups, because a decision walks several of 
 
 from collections.abc import Sequence
 
-from rose.scheduler.cluster.cycle import promised_s
 from rose.scheduler.cluster.groups import without
-from rose.scheduler.cluster.model import Group
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.group.cycle import promised_s
+from rose.scheduler.group.model import Group
 
 
 def lifetime_dollars(group: Group, residents: Sequence[Resident], now_s: float, pools: Pools) -> float:
@@ -43,11 +43,12 @@ def _ends_s(group: Group, residents: Sequence[Resident], now_s: float) -> list[f
     node = [member.rollout_nodes[0] for member in group.members]
     solo_s = [member.job.solo_s for member in group.members]
     left_s = [_left_s(resident, now_s) for resident in residents]
+    multi_rate_s = promised_s(group) if group.iterations else ()
     ends_s = [now_s] * size
     there, time_s = list(range(size)), now_s
     while there:
-        if group.periods_s and len(there) > 1:
-            pace = {k: group.periods_s[k] / solo_s[k] for k in there}
+        if multi_rate_s and len(there) > 1:
+            pace = {k: multi_rate_s[k] / solo_s[k] for k in there}
         else:
             load_s = [0.0] * group.num_rollout_nodes
             for k in there:

@@ -9,22 +9,26 @@ jobs' prices come in, until there are none. Then only columns within the gap bet
 the best whole solution can matter, and those go to the integer solver.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rose.errors import PoolsFull
-from rose.scheduler.cluster.candidates import EPSILON, Candidate, LimitOf
+from rose.scheduler.cluster.candidates import Candidate, LimitOf
 from rose.scheduler.cluster.columns import Columns, Floats, Ints, enumerate_columns
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
-from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.cluster.policies import alone
 from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.group.cycle import EPSILON
+from rose.scheduler.group.model import Group, Job, Member
 
 _CENT = 0.01
 """Dollars an hour: below it, costs are the same. Prices of nodes lie far apart."""
+_SETS_PER_S = 50_000
+"""Of one size: how many sets are enumerated, costed and priced in a second."""
 _FIRST_GAP = 4.0
 """Dollars an hour: the bound is mostly that near, and few columns are."""
 
@@ -36,8 +40,12 @@ class Exact:
     max_moves = 1
     """Its plans are one each, however many jobs they move: it is no scheduler."""
 
-    def __init__(self, *, charges_moves: bool = False) -> None:
+    def __init__(self, *, charges_moves: bool = False, limit_s: float | None = None) -> None:
+        """limit_s: bounds each decision's search. `gaps` says how far its result may be from the optimum."""
         self._charges_moves = charges_moves
+        self._limit_s = limit_s
+        self.gaps: list[float] = []
+        """For each decision, the share of its cost that a cheaper grouping might save; 0: proven."""
         self._seen: frozenset[Job] = frozenset()
         self._new: set[str] = set()
 
@@ -60,7 +68,9 @@ class Exact:
             # A job whose budget is spent has to run all the same.
             return max(cluster.limit_s(job), job.solo_s)
 
-        groups, moved = _matched(cluster, optimum(jobs, cluster.pools, limit_s))
+        found = optimum(jobs, cluster.pools, limit_s, self._limit_s)
+        self.gaps.append(found.gap)
+        groups, moved = _matched(cluster, found.groups)
         moved = [name for name in moved if name not in self._new]
         self._new.clear()
         names = {group.name for group in groups}
@@ -87,30 +97,54 @@ def _matched(cluster: Cluster, groups: Sequence[Group]) -> tuple[list[Group], li
     return found, moved
 
 
-def optimum(jobs: Sequence[Job], pools: Pools, limit_of: LimitOf) -> list[Group]:
-    """Groups that cost least in all.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """Groups of all jobs, and the share of their cost that others might save; 0: none is cheaper."""
+
+    groups: list[Group]
+    gap: float
+
+
+def optimum(jobs: Sequence[Job], pools: Pools, limit_of: LimitOf, limit_s: float | None = None) -> Optimum:
+    """Groups that cost least in all; with `limit_s`, the best of a search of about that length.
 
     Raises PoolsFull where a job can't even run alone, ValueError for jobs on several rollout nodes.
     """
     if not jobs:
-        return []
-    columns = enumerate_columns(jobs, [limit_of(job) for job in jobs], pools)
+        return Optimum(groups=[], gap=0.0)
+    limits_s = [limit_of(job) for job in jobs]
+    max_sets = round(limit_s * _SETS_PER_S) if limit_s is not None else None
+    columns = enumerate_columns(jobs, limits_s, pools, max_sets)
     covered = np.unique(columns.jobs)
     for number, job in enumerate(jobs):
         if number not in covered:
             raise PoolsFull(
                 f"job {job.name} keeps its limit of {limit_of(job):.1f} s in no group, not even alone"
             )
-    chosen = _cover(columns, len(jobs))
-    return _groups(columns, chosen, jobs, pools, limit_of)
+    chosen, bound = _cover(columns, len(jobs), limit_s)
+    if not columns.is_complete:
+        bound = _least_dollars_per_hour(jobs, limits_s, pools)
+    cost = float(columns.dollars_per_hour[chosen].sum())
+    gap = max(0.0, 1 - (bound + _CENT) / cost)
+    return Optimum(groups=_groups(columns, chosen, jobs, pools, limit_of), gap=gap)
 
 
-def _cover(columns: Columns, num_jobs: int) -> list[int]:
-    """Columns that hold every job, at the least cost."""
+def _least_dollars_per_hour(jobs: Sequence[Job], limits_s: Sequence[float], pools: Pools) -> float:
+    """No grouping costs less: a node works for each of its jobs once in no more than that job's limit."""
+    pairs = list(zip(jobs, limits_s, strict=True))
+    num_groups = math.ceil(len(jobs) / pools.max_residents)
+    train = sum(job.train_s * job.num_train_nodes / limit for job, limit in pairs)
+    rollout = sum(job.rollout_s / limit for job, limit in pairs)
+    num_train_nodes = max(math.ceil(train - EPSILON), num_groups * min(job.num_train_nodes for job in jobs))
+    return pools.price(max(math.ceil(rollout - EPSILON), num_groups), num_train_nodes)
+
+
+def _cover(columns: Columns, num_jobs: int, limit_s: float | None) -> tuple[list[int], float]:
+    """Columns that hold every job, at the least cost, and what no choice of these columns is below."""
     costs = columns.dollars_per_hour
     active = _start(columns, num_jobs)
     while True:
-        _, prices = _solve(columns, active, num_jobs, whole=False)
+        _, prices, _ = _solve(columns, active, num_jobs, whole=False)
         reduced = costs - _sum_prices(columns.jobs, prices)
         cheapest = np.argsort(reduced)[: 20 * num_jobs]
         missing = [int(c) for c in cheapest if reduced[c] < -1e-7 and c not in active]
@@ -121,11 +155,13 @@ def _cover(columns: Columns, num_jobs: int) -> list[int]:
     gap = _FIRST_GAP
     while True:
         close = {int(c) for c in np.flatnonzero(reduced <= gap + 1e-7)} | _start(columns, num_jobs)
-        chosen, _ = _solve(columns, close, num_jobs, whole=True)
-        found_gap = float(costs[chosen].sum()) - bound
-        if found_gap <= gap + _CENT or len(close) == len(columns):
-            return chosen
-        gap = found_gap
+        chosen, _, is_best = _solve(columns, close, num_jobs, whole=True, limit_s=limit_s)
+        cost = float(costs[chosen].sum())
+        if cost - bound <= gap + _CENT or len(close) == len(columns):
+            return chosen, cost if is_best else bound
+        if not is_best:
+            return chosen, bound
+        gap = cost - bound
 
 
 def _start(columns: Columns, num_jobs: int) -> set[int]:
@@ -144,8 +180,13 @@ def _sum_prices(jobs: Ints, prices: Floats) -> Floats:
     return total
 
 
-def _solve(columns: Columns, active: set[int], num_jobs: int, *, whole: bool) -> tuple[list[int], Floats]:
-    """The chosen columns of the integer program, or every job's price in the linear one."""
+def _solve(
+    columns: Columns, active: set[int], num_jobs: int, *, whole: bool, limit_s: float | None = None
+) -> tuple[list[int], Floats, bool]:
+    """The chosen columns of the integer program, or every job's price in the linear one.
+
+    Also says whether no choice of these columns is better.
+    """
     try:
         from ortools.linear_solver import pywraplp
     except ModuleNotFoundError as error:
@@ -163,11 +204,16 @@ def _solve(columns: Columns, active: set[int], num_jobs: int, *, whole: bool) ->
                 rows[number].SetCoefficient(variable, 1.0)
         variables.append(variable)
     objective.SetMinimization()
+    if limit_s is not None and whole:
+        solver.SetTimeLimit(round(limit_s * 1000))
     status = solver.Solve()
-    assert status == pywraplp.Solver.OPTIMAL, f"solver status {status} with {len(order)} columns"
+    is_solved = status in (pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE)
+    if not is_solved and limit_s is not None and whole:
+        return sorted(_start(columns, num_jobs)), np.zeros(num_jobs), False  # out of time
+    assert is_solved, f"solver status {status} with {len(order)} columns"
     chosen = [c for c, variable in zip(order, variables, strict=True) if variable.solution_value() > 0.5]
     prices = np.zeros(num_jobs) if whole else np.array([row.dual_value() for row in rows])
-    return chosen, prices
+    return chosen, prices, status == pywraplp.Solver.OPTIMAL
 
 
 def _groups(

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rose.errors import PoolsFull
-from rose.scheduler.cluster.candidates import certified
-from rose.scheduler.cluster.cycle import promised_s
 from rose.scheduler.cluster.index import GroupIndex
-from rose.scheduler.cluster.model import Group, Job, Member, SloKind
 from rose.scheduler.cluster.pools import Pool, Pools
 from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.group.cycle import promised_s
+from rose.scheduler.group.model import Group, Job, Member, SloKind
+from rose.scheduler.group.search import ordered
 
 PAUSE_S = 300.0
 """A move: stop, copy, start. Source: WEAVE §6.6, 197 to 419 s for 7B to 32B."""
@@ -84,8 +84,14 @@ class Cluster:
 
     def without(self, name: str) -> Group:
         """Returns a job's group without it. Those who stay may go faster; else their timetable has a gap."""
-        group = without(self.group_of(name), name)
-        return certified(group, self.limit_s, multi_rate=True) or group if group.periods_s else group
+        return self._reordered(without(self.group_of(name), name))
+
+    def _reordered(self, group: Group) -> Group:
+        """The group in its best order, if it is a multi-rate one; as it is where none is found."""
+        if not group.iterations:
+            return group
+        limits_s = {member.job.name: self.limit_s(member.job) for member in group.members}
+        return ordered(group, limits_s, multi_rate=True) or group
 
     def new_name(self) -> str:
         """A name that no group had."""
@@ -155,9 +161,9 @@ class Cluster:
             replace(member, job=job) if member.job.name == job.name else member for member in group.members
         )
         changed = replace(group, members=members)
-        if changed.periods_s:
-            # The old periods were for the old times.
-            changed = certified(changed, self.limit_s, multi_rate=True) or replace(changed, periods_s=())
+        if changed.iterations:  # the length of a pass was for the old times
+            found = self._reordered(changed)
+            changed = replace(found, iterations=()) if found is changed else found
         self._put(changed, now_s)
         return changed
 
@@ -196,14 +202,7 @@ class Cluster:
 
 def without(group: Group, name: str) -> Group:
     """Returns a group without one member and without the rollout nodes that only it used."""
-    stay = [k for k, member in enumerate(group.members) if member.job.name != name]
-    return compact(
-        replace(
-            group,
-            members=tuple(group.members[k] for k in stay),
-            periods_s=tuple(group.periods_s[k] for k in stay) if len(stay) > 1 and group.periods_s else (),
-        )
-    )
+    return compact(group.without(name))
 
 
 def compact(group: Group) -> Group:

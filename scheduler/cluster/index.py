@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rose.scheduler.cluster.candidates import EPSILON, rollout_load_s
-from rose.scheduler.cluster.model import Group, Job
+from rose.scheduler.cluster.candidates import rollout_load_s
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.group.cycle import EPSILON
+from rose.scheduler.group.model import Group, Job
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

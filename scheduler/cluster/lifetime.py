@@ -18,9 +18,9 @@ import numpy as np
 from rose.scheduler.cluster.candidates import Candidate, Kind, candidates, check
 from rose.scheduler.cluster.dollars import lifetime_dollars
 from rose.scheduler.cluster.groups import Cluster, Rearrangement, residents_of
-from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.cluster.policies import alone
 from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.group.model import Group, Job, Member
 
 _MAX_MOVERS = 64
 """Jobs that are tried for a move at one event; those of small groups come first."""
@@ -101,7 +101,7 @@ class Lifetime:
                     )
             if is_pair and len(targets) == 2 and cost - sum(each.dollars for each in targets) > best_gain:
                 after = [target.candidate.group for target in targets]
-                given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0, periods_s=())
+                given_back = replace(group, members=(), num_rollout_nodes=0, num_train_nodes=0, iterations=())
                 moved = tuple(target.candidate.job.name for target in targets)
                 gain = cost - sum(each.dollars for each in targets)
                 pair = Rearrangement(groups=(*after, given_back), moved=moved, gain_dollars=gain)

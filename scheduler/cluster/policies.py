@@ -27,7 +27,7 @@ from rose.scheduler.cluster.candidates import (
     rollout_load_s,
 )
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
-from rose.scheduler.cluster.model import Group, Job
+from rose.scheduler.group.model import Group, Job
 
 
 class Policy(Protocol):

@@ -7,7 +7,7 @@ Source: WEAVE Table 1 (prices) and §3 (1 to 2 TB of host memory, two to five re
 
 from dataclasses import dataclass, field
 
-from rose.scheduler.cluster.model import Group
+from rose.scheduler.group.model import Group
 
 HOST_BYTES = 2 * 10**12
 

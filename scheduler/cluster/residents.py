@@ -8,7 +8,7 @@ The limit is set so that at this pace the whole lifetime still keeps the SLO.
 from dataclasses import dataclass, replace
 from typing import Self
 
-from rose.scheduler.cluster.model import Job, SloKind
+from rose.scheduler.group.model import Job, SloKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

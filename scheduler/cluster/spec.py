@@ -11,8 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rose.config import Section
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import Job, Phase, SloKind
 from rose.scheduler.cluster.pools import H20, H800, HOST_BYTES, Pool, Pools
+from rose.scheduler.group.model import Job, Phase, SloKind
 
 CLUSTER_EXAMPLE = """\
 pools:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from rose.scheduler.cluster.model import Group, Job, Member, SloKind
-from rose.scheduler.group.certificate import Certificate, CertificateError, certify
-from rose.scheduler.group.order import TRAIN_POOL, round_robin
-from rose.scheduler.runtime.command.gantt import Bar, repeated_bars
+from rose.scheduler.group.certificate import CertificateError, certify
+from rose.scheduler.group.model import Group, Job, Member, SloKind
+from rose.scheduler.group.order import TRAIN_POOL, own_order
+from rose.scheduler.runtime.command.gantt import Bar, bars, node_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,8 @@ def job_of(facts: Mapping[str, Any]) -> Job:
 
 def timetable(name: str, facts: Mapping[str, Any], jobs: Mapping[str, Job]) -> Timetable:
     """Returns the timetable of the group with these facts."""
-    there = [job for job in facts["order"] if job in facts["jobs"]]
+    iterations = tuple(job for job in facts["order"] if job in facts["jobs"])
+    there = tuple(dict.fromkeys(iterations))
     if not there:
         return Timetable()
     group = Group(
@@ -54,6 +55,7 @@ def timetable(name: str, facts: Mapping[str, Any], jobs: Mapping[str, Job]) -> T
         num_rollout_nodes=facts["num_rollout_nodes"],
         num_train_nodes=facts["num_train_nodes"],
         members=tuple(Member(job=jobs[job], rollout_nodes=tuple(facts["jobs"][job])) for job in there),
+        iterations=iterations,
     )
     limits_s = {job: limit_s for job, limit_s in facts["limits_s"].items() if job in there}
     return _timetable(group, tuple(limits_s.items()))
@@ -63,16 +65,16 @@ def timetable(name: str, facts: Mapping[str, Any], jobs: Mapping[str, Job]) -> T
 def _timetable(group: Group, limits_s: tuple[tuple[str, float], ...]) -> Timetable:
     """Kept, for a group seldom changes between two looks."""
     try:
-        found = certify(group, round_robin(group), dict(limits_s))
+        found = certify(group, own_order(group), dict(limits_s))
     except CertificateError as error:  # a job that left keeps an empty place; without it others wait
         return Timetable(problem=str(error))
-    bars = _bars(group, found)
+    rows = bars(group, found)
     return Timetable(
         cycle_s=found.cycle_s,
-        bars=bars,
+        bars={row: tuple(sorted(each, key=lambda bar: bar[1])) for row, each in rows.items()},
         idle_share={
-            "rollout": _idle(found.cycle_s, [bars[node_name(n)] for n in range(group.num_rollout_nodes)]),
-            "train": _idle(found.cycle_s, [bars[node_name(TRAIN_POOL)]]),
+            "rollout": _idle(found.cycle_s, [rows[node_name(n)] for n in range(group.num_rollout_nodes)]),
+            "train": _idle(found.cycle_s, [rows[node_name(TRAIN_POOL)]]),
         },
         promised_s={
             job: bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
@@ -81,23 +83,6 @@ def _timetable(group: Group, limits_s: tuple[tuple[str, float], ...]) -> Timetab
     )
 
 
-def node_name(resource: int) -> str:
-    """The node's name in `rose sched drain`."""
-    return "train" if resource == TRAIN_POOL else f"rollout-{resource}"
-
-
-def _bars(group: Group, found: Certificate) -> dict[str, tuple[Bar, ...]]:
-    rows: dict[str, list[Bar]] = {
-        node_name(node): [] for node in (*range(group.num_rollout_nodes), TRAIN_POOL)
-    }
-    for step, start_s, length_s in zip(found.order.steps, found.starts_s, found.durations_s, strict=True):
-        for resource in step.resources:
-            rows[node_name(resource)] += repeated_bars(
-                step.job, start_s, length_s, found.cycle_s, found.cycle_s
-            )
-    return {row: tuple(sorted(each, key=lambda bar: bar[1])) for row, each in rows.items()}
-
-
-def _idle(cycle_s: float, rows: Sequence[tuple[Bar, ...]]) -> float:
+def _idle(cycle_s: float, rows: Sequence[Sequence[Bar]]) -> float:
     shares = [1.0 - sum(length_s for _, _, length_s in row) / cycle_s for row in rows]
     return max(0.0, sum(shares) / len(shares))

@@ -7,8 +7,8 @@ is known. The page formats them. Pure.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rose.scheduler.cluster.model import Job
 from rose.scheduler.dashboard.timetable import Timetable, job_of, timetable
+from rose.scheduler.group.model import Job
 
 
 def state_view(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _group(
         "num_rollout_nodes": facts["num_rollout_nodes"],
         "num_train_nodes": facts["num_train_nodes"],
         "dollars_per_hour": _price(prices, facts["num_rollout_nodes"], facts["num_train_nodes"]),
-        "jobs": [job for job in facts["order"] if job in facts["jobs"]],
+        "jobs": [job for job in dict.fromkeys(facts["order"]) if job in facts["jobs"]],
         "cycle_s": table.cycle_s,
         "problem": table.problem,
         "idle_share": dict(table.idle_share),

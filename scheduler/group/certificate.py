@@ -13,13 +13,13 @@ one iteration).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from rose.errors import RoseError
-from rose.scheduler.cluster.model import Group, Job, Phase, SloKind
 from rose.scheduler.group.maxplus import Constraint, NoTimetable, shortest_cycle
+from rose.scheduler.group.model import Group, Job, Phase, SloKind
 from rose.scheduler.group.order import CyclicOrder
 
 TICKS_PER_S = 1_000_000
@@ -94,7 +94,8 @@ class Certificate:
 def certify(group: Group, order: CyclicOrder, limits_s: Mapping[str, float] | None = None) -> Certificate:
     """The shortest timetable of this order in which every member meets its SLO.
 
-    limits_s: what is left of the SLO of jobs that have used some of it; the others' is whole.
+    limits_s: what is left of the SLO of jobs that have used some of it; the others' is whole. Infinite:
+    no SLO.
 
     Raises: CertificateError; ValueError for an order of other jobs.
     """
@@ -105,12 +106,14 @@ def certify(group: Group, order: CyclicOrder, limits_s: Mapping[str, float] | No
         )
     durations_s = tuple(_duration_s(group, jobs[step.job], step.kind) for step in order.steps)
     gaps_s = tuple(jobs[step.job].after_s(step.kind) for step in order.steps)
-    ticks = [_ticks(duration) for duration in durations_s]
-    after = [_ticks(each + gap) for each, gap in zip(durations_s, gaps_s, strict=True)]
-    precedence = [*_precedence(order, ticks, after)]
+    precedence, at_least = _precedence(order, durations_s, gaps_s)
     limits = {name: limit_s(job) for name, job in jobs.items()} | dict(limits_s or {})
-    at_least = max((each.ticks for each in precedence if each.before == each.after), default=1)
-    slo = [edge for job in jobs.values() for edge in _slo(order, job, _limit_ticks(limits[job.name]))]
+    slo = [
+        edge
+        for name, job in jobs.items()
+        if math.isfinite(limits[name])
+        for edge in _slo(order, job, _limit_ticks(order, limits[name]))
+    ]
 
     def issue(starts: list[int], cycle: int) -> Certificate:
         return Certificate(
@@ -133,6 +136,14 @@ def certify(group: Group, order: CyclicOrder, limits_s: Mapping[str, float] | No
     return issue(starts, cycle)
 
 
+def shortest_s(group: Group, order: CyclicOrder) -> float:
+    """The shortest pass through this order, whatever SLOs its members have."""
+    jobs = {member.job.name: member.job for member in group.members}
+    durations_s = [_duration_s(group, jobs[step.job], step.kind) for step in order.steps]
+    gaps_s = [jobs[step.job].after_s(step.kind) for step in order.steps]
+    return shortest_cycle(len(order.steps), *_precedence(order, durations_s, gaps_s))[0] / TICKS_PER_S
+
+
 def limit_s(job: Job) -> float:
     """The longest iteration that the SLO of a job allows that has used none of it."""
     return job.slo * job.solo_s
@@ -147,18 +158,26 @@ def _ticks(seconds: float) -> int:
     return math.ceil(round(seconds * TICKS_PER_S, 6))
 
 
-def _limit_ticks(seconds: float) -> int:
-    return math.floor(seconds * (1 + SLO_TOLERANCE) * TICKS_PER_S)
+def _limit_ticks(order: CyclicOrder, seconds: float) -> int:
+    # Each step was rounded up by less than a tick.
+    return math.floor(seconds * (1 + SLO_TOLERANCE) * TICKS_PER_S) + len(order.steps)
 
 
-def _precedence(order: CyclicOrder, ticks: list[int], after: list[int]) -> Iterator[Constraint]:
+def _precedence(
+    order: CyclicOrder, durations_s: Sequence[float], gaps_s: Sequence[float]
+) -> tuple[list[Constraint], int]:
+    """What follows what, and the work in one pass of the busiest resource or job: no pass is shorter."""
+    ticks = [_ticks(duration) for duration in durations_s]
+    after = [_ticks(each + gap) for each, gap in zip(durations_s, gaps_s, strict=True)]
     chains = [(steps, ticks) for steps in order.steps_on.values()]
     chains += [(steps, after) for steps in order.steps_of_job.values()]
-    for steps, lengths in chains:
-        for before, following in zip(steps, (*steps[1:], steps[0]), strict=True):
-            yield Constraint(
-                before=before, after=following, ticks=lengths[before], passes=int(following <= before)
-            )
+    at_least = max(sum(lengths[step] for step in steps) for steps, lengths in chains)
+    constraints = [
+        Constraint(before=before, after=following, ticks=lengths[before], passes=int(following <= before))
+        for steps, lengths in chains
+        for before, following in zip(steps, (*steps[1:], steps[0]), strict=True)
+    ]
+    return constraints, at_least
 
 
 def _slo(order: CyclicOrder, job: Job, limit: int) -> Iterator[Constraint]:
@@ -182,7 +201,8 @@ def _bound(
     longest = max(
         following - time for time, following in zip(times, (*times[1:], times[0] + cycle), strict=True)
     )
-    lead = max(0, _limit_ticks(allowed_s) - longest)
+    is_free = job.slo_kind is SloKind.LIFETIME or math.isinf(allowed_s)
+    lead_s = math.inf if is_free else max(0, _limit_ticks(order, allowed_s) - longest) / TICKS_PER_S
     return JobBound(
         slo_kind=job.slo_kind,
         num_iterations=len(times),
@@ -190,7 +210,7 @@ def _bound(
         longest_s=longest / TICKS_PER_S,
         limit_s=allowed_s,
         alone_s=group.solo_s(job),
-        lead_s=math.inf if job.slo_kind is SloKind.LIFETIME else lead / TICKS_PER_S,
+        lead_s=lead_s,
     )
 
 

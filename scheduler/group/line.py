@@ -5,10 +5,11 @@ a node, the node passes over steps that are over, were given up, or belong to an
 of order. Pure: keeps `until_s` without reading it; knows no epochs and no pace.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.model import Phase
 from rose.scheduler.group.order import CyclicOrder, Step
 
 
@@ -96,6 +97,18 @@ class Line:
     def number_of(self, place: Place) -> int:
         """Returns the number of that step, counted over all hyper-cycles and jobs."""
         return self._number_at(place.name, place.position)
+
+    def go_behind(self, place: Place, number: int) -> int:
+        """Moves a job at its first rollout to its first one after a step. Returns that rollout's number."""
+        steps = self.order.steps_of_job[place.name]
+        rollouts = [rank for rank, step in enumerate(steps) if self.order.steps[step].kind is Phase.ROLLOUT]
+        positions = (
+            cycle * len(steps) + rank
+            for cycle in itertools.count(max(0, number) // len(self.order.steps))
+            for rank in rollouts
+        )
+        place.position = next(each for each in positions if self._number_at(place.name, each) > number)
+        return self.number_of(place)
 
     def sequence(self) -> list[str]:
         """Returns the jobs in their order from here on, absent ones last."""

@@ -8,13 +8,14 @@ a multi-rate order a short job may have several. WEAVE §4.3 calls that worse, w
 are pinned to different rollout nodes.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
-from rose.scheduler.cluster.model import Group, Phase
+from rose.scheduler.group.model import Group, Phase
 
 K = TypeVar("K", str, int)
 
@@ -61,6 +62,11 @@ class CyclicOrder:
         """Every resource's steps, by their index."""
         return _indices([step.resources for step in self.steps])
 
+    @cached_property
+    def iterations(self) -> tuple[str, ...]:
+        """The job of each iteration in a pass."""
+        return tuple(step.job for step in self.steps if step.kind is Phase.ROLLOUT)
+
     def num_iterations(self, job: str) -> int:
         """Iterations of a job in one hyper-cycle."""
         return len(self.steps_of_job[job]) // 2
@@ -81,6 +87,26 @@ def order_of(group: Group, iterations: Sequence[int]) -> CyclicOrder:
         steps.append(Step(job=name, kind=Phase.ROLLOUT, resources=member.rollout_nodes))
         steps.append(Step(job=name, kind=Phase.TRAIN, resources=(TRAIN_POOL,)))
     return CyclicOrder(steps=tuple(steps))
+
+
+def order_by_name(group: Group, iterations: Sequence[str]) -> CyclicOrder:
+    """Returns the order in which these members, given by name, run their iterations."""
+    index = {member.job.name: k for k, member in enumerate(group.members)}
+    return order_of(group, [index[name] for name in iterations])
+
+
+def own_order(group: Group) -> CyclicOrder:
+    """The order that the group itself says: its iterations, or every member once."""
+    return order_by_name(group, group.iterations) if group.iterations else round_robin(group)
+
+
+def in_order_of(group: Group, certified: Group) -> Group:
+    """Returns the group in the order of an earlier state of it, which may have had more members."""
+    places = [member.job.name for member in certified.members]
+    members = sorted(group.members, key=lambda member: places.index(member.job.name))
+    gone = set(places) - {member.job.name for member in members}
+    iterations = functools.reduce(Group.without, gone, certified).iterations
+    return replace(group, members=tuple(members), iterations=iterations, pass_s=certified.pass_s)
 
 
 def round_robin(group: Group) -> CyclicOrder:

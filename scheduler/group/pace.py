@@ -23,8 +23,8 @@ no slack: its successor's place in the new timetable can be later than in the ol
 import math
 from dataclasses import dataclass, field
 
-from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.certificate import Certificate
+from rose.scheduler.group.model import Phase
 
 MAX_PASSES_LATER = 2
 """The most passes that a job waits when it joins: by then all present iterations of the others are over."""

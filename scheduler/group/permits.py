@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rose.errors import RoseError
-from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.line import BookState, Line, Place
+from rose.scheduler.group.model import Phase
 from rose.scheduler.group.order import CyclicOrder
 from rose.scheduler.group.pace import ROUNDING_S, Pace
 
@@ -82,26 +82,33 @@ class PermitBook:
     def take_over(self, old: "PermitBook", now: float) -> None:
         """The members of an earlier order, where they are: permits stay out. On a new book only.
 
-        This order must have those of them that are not gone as `old.sequence` says, and in this pace all of
-        them are gone.
+        Each takes its first iteration after those before it in `old.sequence`. All others take theirs after
+        the permits that are out: whoever holds a node is first in line there. In this pace all members are
+        gone.
         """
         self._epoch = old._epoch
+        last = held = -1
         for name in old.sequence():
             was, place = old._line.place(name), self._line.places.get(name)
             if place is None or was.until_s is None:
                 continue
             place.wants, place.until_s, place.freed = was.wants, was.until_s, was.freed
+            last = self._line.go_behind(place, last)
             if self._line.step_of(place).kind is not old._line.step_of(was).kind:
                 place.position += 1
             number, permit = self._line.number_of(place), old._permits.get(name)
             if permit is not None:
                 self._permits[name] = replace(permit, step_number=number)
+                held = max(held, number)
             if self._pace is not None and old._pace is not None:
                 self._pace.take_over(
                     old._pace, name, number, permit.granted_s if permit is not None else None
                 )
                 for key in place.freed:
                     self._pace.free(number, key, now)
+        for place in self._line.places.values():
+            if place.until_s is None:
+                self._line.go_behind(place, held)
 
     def state(self) -> BookState:
         """Returns what `restore` needs. The owner keeps the permits."""

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rose.scheduler.cluster.model import Phase, SloKind
-from rose.scheduler.group.certificate import SLO_TOLERANCE, Certificate
+from rose.scheduler.group.certificate import Certificate
+from rose.scheduler.group.model import Phase, SloKind
 from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import Permit, PermitBook
 
@@ -52,7 +52,7 @@ class History:
         for name, bound in certificate.bounds.items():
             starts = self.starts_s[name]
             longest_s = max((after - start for start, after in itertools.pairwise(starts)), default=0.0)
-            allowed_s = max(bound.limit_s * (1 + SLO_TOLERANCE), bound.longest_s)
+            allowed_s = bound.longest_s + bound.lead_s
             if bound.slo_kind is SloKind.ITERATION and longest_s > allowed_s + TOLERANCE_S:
                 found.append(f"job {name}: an iteration of {longest_s:g} s, {allowed_s:g} s promised")
             # The timetable begins with the group: a job waits at most one pass for its first step.

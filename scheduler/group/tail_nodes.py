@@ -12,8 +12,8 @@ whose tail may move.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rose.scheduler.cluster.model import Group, Phase
 from rose.scheduler.group.certificate import Certificate
+from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.group.permits import Permit
 from rose.scheduler.group.replay import PhaseTimes, replay
 from rose.scheduler.group.tail import MIN_PREDICTED_GAIN, THRESHOLDS, RolloutSpeed, play_rollout, workers_kept

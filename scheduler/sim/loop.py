@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rose.errors import PoolsFull
-from rose.scheduler.cluster.candidates import EPSILON, Kind
-from rose.scheduler.cluster.cycle import promised_s
+from rose.scheduler.cluster.candidates import Kind
 from rose.scheduler.cluster.groups import PAUSE_S, Cluster, Rearrangement
-from rose.scheduler.cluster.model import Job, SloKind
 from rose.scheduler.cluster.policies import Policy
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.group.cycle import EPSILON, promised_s
+from rose.scheduler.group.model import Job, SloKind
+from rose.scheduler.sim.progress import OnEnd
 from rose.scheduler.sim.workloads import Submission
 
 _ROUNDING = 1e-6
@@ -94,9 +95,11 @@ class Simulation:
         pause_s: float = PAUSE_S,
         changes: Sequence[Change] = (),
         failures: Sequence[Failure] = (),
+        progress: OnEnd | None = None,
     ) -> None:
         self.cluster = Cluster(pools or Pools(), keeps_ends=keeps_ends, pause_s=pause_s)
         self._policy = policy
+        self._progress = progress
         self._runs = {one.job.name: _Run(submission=one) for one in submitted}
         self._order = itertools.count()
         self._events: list[tuple[float, int, object]] = []
@@ -200,6 +203,8 @@ class Simulation:
     def _leave(self, name: str) -> None:
         self.cluster.remove(name, self._now_s)
         self._ended.add(name)
+        if self._progress is not None:
+            self._progress(len(self._ended), len(self._runs))
         waiting, self._waiting = self._waiting, []
         for job, work_s, resident in waiting:
             self._place(job, work_s, resident.at(self._now_s) if resident is not None else None)

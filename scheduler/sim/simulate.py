@@ -6,8 +6,10 @@ from pathlib import Path
 
 from rose.arguments import CommandParser
 from rose.scheduler.cluster.choice import POLICIES
-from rose.scheduler.cluster.model import SloKind
+from rose.scheduler.group.model import SloKind
+from rose.scheduler.sim.live import Replay
 from rose.scheduler.sim.loop import Result, Simulation
+from rose.scheduler.sim.progress import Progress
 from rose.scheduler.sim.workloads import Workload, generate_trace, read_trace, submissions
 
 
@@ -32,20 +34,29 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="let slowed jobs stay longer (default: they leave when the trace says)",
     )
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="play it through the scheduler itself: every phase, permit and move (minutes)",
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(list(argv))
     trace = read_trace(arguments.trace) if arguments.trace is not None else generate_trace(arguments.seed)
     jobs = submissions(
         trace, Workload(arguments.workload), arguments.seed, slo_kind=SloKind(arguments.slo_kind)
     )
-    policy = POLICIES[arguments.policy](arguments.seed)
-    result = Simulation(jobs, policy, keeps_ends=not arguments.stretch).run()
+    progress, keeps_ends = Progress(f"policy {arguments.policy}"), not arguments.stretch
+    if arguments.live:
+        result = Replay(jobs, arguments.policy, keeps_ends=keeps_ends, progress=progress).run()
+    else:
+        policy = POLICIES[arguments.policy](arguments.seed)
+        result = Simulation(jobs, policy, keeps_ends=keeps_ends, progress=progress).run()
     report = _report(result)
     if arguments.json:
-        print(json.dumps({"kind": "simulated", "policy": policy.name} | report, indent=2))
+        print(json.dumps({"kind": "simulated", "policy": arguments.policy} | report, indent=2))
     else:
         print(
-            f"simulated, policy {policy.name}: "
+            f"simulated, policy {arguments.policy}: "
             + ", ".join(f"{key} {value}" for key, value in report.items())
         )
     return 0

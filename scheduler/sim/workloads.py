@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import Job, SloKind
+from rose.scheduler.group.model import Job, SloKind
 
 
 class Workload(StrEnum):

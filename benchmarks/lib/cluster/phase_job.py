@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import rose
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.job.cache import ArraySet
 from rose.scheduler.runtime.job.job import running_job
 

@@ -6,7 +6,7 @@ Owns: that queueing rule alone, as WEAVE §5.1 words it (a FIFO queue for each n
 import heapq
 import itertools
 
-from rose.scheduler.cluster.model import Group
+from rose.scheduler.group.model import Group
 from rose.scheduler.group.order import TRAIN_POOL
 
 

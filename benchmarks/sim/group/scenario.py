@@ -3,13 +3,15 @@
 Owns: how they are drawn. Promises: the same seed draws the same. Never: is used to schedule anything.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rose.scheduler.cluster.model import Group, Job, Member, Phase, SloKind
 from rose.scheduler.group.certificate import Certificate, certify
+from rose.scheduler.group.model import Group, Job, Member, Phase, SloKind
 from rose.scheduler.group.order import CyclicOrder, order_of
+from rose.scheduler.group.search import ordered
 
 
 def group_of(
@@ -47,6 +49,18 @@ def random_group(rng: random.Random, max_jobs: int = 5, max_nodes: int = 3) -> G
         return replace(job, after_rollout_s=gaps_s[0], after_train_s=gaps_s[1])
 
     return replace(group, members=tuple(replace(each, job=with_gaps(each.job)) for each in group.members))
+
+
+def joined(group: Group) -> Group:
+    """The group in the round-robin order that it gets if its members join one after the other."""
+    found = replace(group, members=())
+    for member in group.members:
+        found = replace(found, members=(*found.members, member))
+        limits_s = {each.job.name: math.inf for each in found.members}
+        better = ordered(found, limits_s, multi_rate=False)
+        assert better is not None, "no limits, and yet refused"
+        found = better
+    return found
 
 
 def random_order(group: Group, rng: random.Random) -> CyclicOrder:

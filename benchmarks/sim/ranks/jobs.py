@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import (
     Answer,
     Completed,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from rose.errors import ChannelError
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.model import Phase
 
 NUM_EVENTS = 10_000
 """The events that a channel keeps: a week of a group of five jobs with phases of minutes."""

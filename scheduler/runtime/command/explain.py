@@ -13,12 +13,12 @@ from rose.config import load_yaml
 from rose.errors import ConfigError
 from rose.scheduler.cluster.borrowed import lend
 from rose.scheduler.cluster.candidates import Candidate, Rejection
-from rose.scheduler.cluster.choice import POLICIES
-from rose.scheduler.cluster.cycle import promised_s
+from rose.scheduler.cluster.choice import MULTI_RATE, POLICIES
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
-from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.policies import explain
 from rose.scheduler.cluster.spec import ClusterSpec
+from rose.scheduler.group.cycle import promised_s
+from rose.scheduler.group.model import Job
 from rose.scheduler.runtime.command.connection import add_channel_flag
 from rose.scheduler.runtime.command.status import explain_running
 
@@ -63,7 +63,7 @@ def explanation(cluster: Cluster, jobs: Sequence[Job], policy_name: str) -> dict
         cluster.submit(one, 0.0)
         cluster.apply(Rearrangement(groups=(policy.place(cluster, one, 0.0).group,)), 0.0)
     verdicts = explain(
-        cluster, job, prune_saturated=policy_name == "weave", multi_rate=policy_name == "lifetime-multirate"
+        cluster, job, prune_saturated=policy_name == "weave", multi_rate=policy_name == MULTI_RATE
     )
     candidate = policy.place(cluster, job, 0.0)
     promises = promised_s(candidate.group)

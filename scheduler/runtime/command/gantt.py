@@ -12,9 +12,10 @@ from rose.arguments import CommandParser
 from rose.config import load_yaml
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
-from rose.scheduler.cluster.model import Group
-from rose.scheduler.cluster.rates import slots_of
 from rose.scheduler.cluster.spec import ClusterSpec
+from rose.scheduler.group.certificate import Certificate, CertificateError, certify
+from rose.scheduler.group.model import Group
+from rose.scheduler.group.order import TRAIN_POOL, own_order
 
 _WIDTH = 72
 Bar = tuple[str, float, float]
@@ -45,21 +46,31 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def bars(group: Group) -> dict[str, list[Bar]]:
-    """Returns what runs on each node during the longest period, from 0. A phase that wraps has two bars."""
-    slots = slots_of(group)
-    horizon_s = max(slot.period_s for slot in slots)
-    rows: dict[str, list[Bar]] = {f"rollout {node}": [] for node in range(group.num_rollout_nodes)}
-    rows["train"] = []
-    for member, slot in zip(group.members, slots, strict=True):
-        job = member.job
-        train_s = job.train_s_on(group.num_train_nodes)
-        for node in member.rollout_nodes:
-            rows[f"rollout {node}"] += repeated_bars(
-                job.name, slot.rollout_at_s, job.rollout_s, slot.period_s, horizon_s
+def timetable_of(group: Group) -> Certificate:
+    """Returns the timetable that certifies the group; the order's shortest one if SLOs are not kept."""
+    order = own_order(group)
+    try:
+        return certify(group, order)
+    except CertificateError:  # as the policies random and greedy make groups
+        return certify(group, order, dict.fromkeys(order.steps_of_job, math.inf))
+
+
+def bars(group: Group, found: Certificate) -> dict[str, list[Bar]]:
+    """Returns what runs on each node during one pass, from 0. A phase that wraps has two bars."""
+    rows: dict[str, list[Bar]] = {
+        node_name(node): [] for node in (*range(group.num_rollout_nodes), TRAIN_POOL)
+    }
+    for step, start_s, length_s in zip(found.order.steps, found.starts_s, found.durations_s, strict=True):
+        for resource in step.resources:
+            rows[node_name(resource)] += repeated_bars(
+                step.job, start_s, length_s, found.cycle_s, found.cycle_s
             )
-        rows["train"] += repeated_bars(job.name, slot.train_at_s, train_s, slot.period_s, horizon_s)
     return rows
+
+
+def node_name(resource: int) -> str:
+    """The node's name in `rose sched drain`."""
+    return "train" if resource == TRAIN_POOL else f"rollout-{resource}"
 
 
 def repeated_bars(
@@ -77,18 +88,17 @@ def repeated_bars(
 def text_lines(group: Group) -> list[str]:
     """A line for each node: a letter where a job runs, a dot where nobody does."""
     letters = {member.job.name: chr(ord("A") + k) for k, member in enumerate(group.members)}
-    slots = slots_of(group)
-    horizon_s = max(slot.period_s for slot in slots)
-    lines = [f"{group.name}: {horizon_s:.0f} s"]
-    for row, found in bars(group).items():
+    found = timetable_of(group)
+    lines = [f"{group.name}: {found.cycle_s:.0f} s"]
+    for row, each in bars(group, found).items():
         cells = ["."] * _WIDTH
-        for name, start_s, length_s in found:
-            first = math.floor(start_s / horizon_s * _WIDTH)
-            last = max(first + 1, math.floor((start_s + length_s) / horizon_s * _WIDTH))
+        for name, start_s, length_s in each:
+            first = math.floor(start_s / found.cycle_s * _WIDTH)
+            last = max(first + 1, math.floor((start_s + length_s) / found.cycle_s * _WIDTH))
             cells[first:last] = letters[name] * (min(last, _WIDTH) - first)
         lines.append(f"  {row:<10} {''.join(cells)}")
-    for member, slot in zip(group.members, slots, strict=True):
-        lines.append(f"  {letters[member.job.name]} {member.job.name}, every {slot.period_s:.1f} s")
+    for name, letter in letters.items():
+        lines.append(f"  {letter} {name}, every {found.bounds[name].mean_s:.1f} s")
     return lines
 
 
@@ -98,7 +108,7 @@ def _draw(groups: Sequence[Group], path: Path) -> None:
     figure: Any = Figure(figsize=(10, 1 + 2 * len(groups)), layout="constrained")
     for axis, group in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups, strict=True):
         colors = {member.job.name: f"C{k}" for k, member in enumerate(group.members)}
-        rows = bars(group)
+        rows = bars(group, timetable_of(group))
         for height, found in enumerate(rows.values()):
             for name, start_s, length_s in found:
                 axis.barh(height, length_s, left=start_s, color=colors[name])

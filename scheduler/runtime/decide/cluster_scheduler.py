@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from rose.scheduler.group.model import Group
 from rose.scheduler.runtime.channel.messages import (
     Alive,
     AnyCall,
@@ -215,6 +216,11 @@ class ClusterScheduler:
         """When the next `tick` is due without another call: a job that runs ahead is held back until then."""
         self._note_due(now)
         return self._due.next_s()
+
+    @property
+    def groups(self) -> Mapping[str, Group]:
+        """All groups, by name."""
+        return self._state.groups.by_name
 
     def take_batch(self) -> Batch:
         """Returns the changes and answers since the last call."""

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from rose.config import parse_config
 from rose.errors import ConfigError, PoolsFull
-from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.certificate import CertificateError
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import Completed, Release, Request
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
@@ -127,7 +127,7 @@ class DriftCalls:
         group = self._state.groups.by_name[self._state.jobs[spec.name].group]
         job = spec.to_job(self._state.cluster.pools.to_pools())
         members = (replace(each, job=job) if each.job.name == spec.name else each for each in group.members)
-        group = replace(group, members=tuple(members), periods_s=())
+        group = self._state.ordered(replace(group, members=tuple(members), iterations=()), now)
         try:
             certificate = self._state.certify(group, now)
         except CertificateError:

@@ -11,12 +11,13 @@ a place can slow the others. Leases are watched here and not by the book: the bo
 nodes on at once, and here the holder's process is ended first.
 """
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
-from rose.scheduler.cluster.model import Group, Phase
 from rose.scheduler.group.certificate import Certificate, certify
-from rose.scheduler.group.order import TRAIN_POOL, CyclicOrder, order_of
+from rose.scheduler.group.cycle import depends_on_order
+from rose.scheduler.group.model import Group, Phase
+from rose.scheduler.group.order import TRAIN_POOL, CyclicOrder, order_by_name, own_order
 from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import PermitBook
 from rose.scheduler.runtime.decide.holds import Hold, HoldRow, OrderRow, PermitsRow
@@ -42,11 +43,18 @@ class GroupPermits:
         self._pace: Pace | None = None
 
     def order_for(self, group: Group) -> CyclicOrder:
-        """Returns an order with every member once: known members as they follow now, then new ones."""
-        names = [member.job.name for member in group.members]
-        known = self._book.sequence() if self._book is not None else []
-        ordered = [name for name in known if name in names]
-        return _order(group, [*ordered, *(name for name in names if name not in ordered)])
+        """Returns the group's order, from where the group is in it. `sequence` says who is next now.
+
+        Where any round-robin order is as good, known members go on as they follow now, before new ones.
+        """
+        iterations = own_order(group).iterations
+        sequence = self._book.sequence() if self._book is not None else []
+        known = [name for name in sequence if name in iterations]
+        if not group.iterations and not depends_on_order(group):
+            return order_by_name(group, [*known, *(name for name in iterations if name not in known)])
+        present = [name for name in known if self._book is not None and self._book.is_present(name)]
+        rotations = [(*iterations[first:], *iterations[:first]) for first in range(len(iterations))]
+        return order_by_name(group, min(rotations, key=lambda each: _num_iterations(each, present)))
 
     def form(self, group: Group, certificate: Certificate, now: float) -> None:
         """Takes the group's members, certified in the order of `order_for`. Held permits stay held."""
@@ -67,8 +75,8 @@ class GroupPermits:
 
     @property
     def order_of_jobs(self) -> list[str]:
-        """The jobs in their cyclic order, including jobs that left since the last join."""
-        return list(self._certificate.order.steps_of_job) if self._certificate is not None else []
+        """The job of each iteration in a pass, including jobs that left since the last join."""
+        return list(self._certificate.order.iterations) if self._certificate is not None else []
 
     def limits_s(self) -> dict[str, float]:
         """Returns what the certificate allows each job; nothing before `form`."""
@@ -167,9 +175,8 @@ class GroupPermits:
         """Returns the group without the members that are absent from its order."""
         assert self._group is not None and self._book is not None
         book = self._book
-        return replace(
-            self._group, members=tuple(each for each in self._group.members if book.is_present(each.job.name))
-        )
+        absent = (each.job.name for each in self._group.members if not book.is_present(each.job.name))
+        return functools.reduce(Group.without, absent, self._group)
 
     def granted_s(self, job: str) -> float:
         """When the permit that the job holds was issued."""
@@ -200,7 +207,6 @@ class GroupPermits:
     def rows(self) -> tuple[OrderRow, PermitsRow]:
         """Returns what the next scheduler needs. Call `form` first."""
         assert self._book is not None and self._pace is not None and self._group is not None
-        jobs = [each.job for each in self._book.order.steps if each.kind is Phase.ROLLOUT]
         holds = [
             HoldRow(
                 job=each.job,
@@ -216,6 +222,7 @@ class GroupPermits:
         row = PermitsRow(
             clock=self._clock, at_s=self._now, holds=holds, book=self._book.state(), pace=self._pace.state()
         )
+        jobs = list(self._book.order.iterations)
         return OrderRow(group=self._group, jobs=jobs, limits_s=self.limits_s()), row
 
     def restore(self, order: OrderRow, row: PermitsRow, now: float) -> None:
@@ -225,7 +232,7 @@ class GroupPermits:
         """
         later_s = 0.0 if row.clock == self._clock else now - row.at_s
         self._now = now
-        certificate = certify(order.group, _order(order.group, order.jobs), order.limits_s)
+        certificate = certify(order.group, order_by_name(order.group, order.jobs), order.limits_s)
         self._book = self._begin(order.group, certificate, now)
         held = {each.job: (each.epoch, each.granted_s + later_s) for each in row.holds}
         self._book.restore(row.book, held, now)
@@ -239,6 +246,11 @@ class GroupPermits:
                 epoch=each.epoch,
                 until_s=dict.fromkeys(each.ranks, now + self.lease_s),
             )
+
+    def check_integrity(self) -> None:
+        """Checks that no node has two holders."""
+        if self._book is not None:
+            self._book.check_integrity()
 
     def holders_before(self, job: str) -> list[str]:
         """Returns the jobs that hold nodes that this job waits for."""
@@ -260,6 +272,11 @@ class GroupPermits:
         return {node for each in self._group.members if each.job.name == job for node in each.rollout_nodes}
 
 
-def _order(group: Group, jobs: list[str]) -> CyclicOrder:
-    names = [member.job.name for member in group.members]
-    return order_of(group, [names.index(job) for job in jobs])
+def _num_iterations(iterations: Sequence[str], jobs: Sequence[str]) -> int:
+    """The iterations that pass until each of these jobs has had one, in this order."""
+    num = 0
+    for job in jobs:
+        while iterations[num % len(iterations)] != job:
+            num += 1
+        num += 1
+    return num

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rose.scheduler.cluster.model import Group, Phase
 from rose.scheduler.group.line import BookState
+from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.group.pace import PaceState
 
 
@@ -55,7 +55,7 @@ class PermitsRow(msgspec.Struct, kw_only=True):
 
 
 class OrderRow(msgspec.Struct, kw_only=True):
-    """What changes when a job joins: the certified group, and its jobs in their cyclic order."""
+    """What changes when a job joins: the certified group, and the job of each iteration in a pass."""
 
     group: Group
     jobs: list[str]

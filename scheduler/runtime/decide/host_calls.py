@@ -10,7 +10,7 @@ import logging
 
 import msgspec
 
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import Alive, Dead, Hello, Stop
 from rose.scheduler.runtime.decide.hosts import Host
 from rose.scheduler.runtime.decide.job_calls import JobCalls

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rose.scheduler.cluster.model import Group, Phase
+from rose.scheduler.group.model import Group, Phase
 
 
 class Host(msgspec.Struct, kw_only=True):

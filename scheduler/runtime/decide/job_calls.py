@@ -5,9 +5,11 @@ in a group whose order is certified, and a job that ends returns its nodes and m
 runners are told to start processes.
 """
 
+from dataclasses import replace
+
 from rose.errors import ConfigError, JobRefused, PoolsFull
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
-from rose.scheduler.group.order import round_robin
+from rose.scheduler.group.order import own_order
 from rose.scheduler.runtime.channel.messages import Cancel, Exited, Start, Stop
 from rose.scheduler.runtime.decide.move_calls import MoveCalls
 from rose.scheduler.runtime.decide.permit_calls import LATE, PermitCalls, named
@@ -26,18 +28,21 @@ class JobCalls:
         self._moves = moves
 
     def place(self, spec: RunSpec, now: float, avoid: str | None = None) -> tuple[Placed, Certificate]:
-        """Returns a group for the job whose order is certified, but never the group `avoid`.
+        """Returns the best group for the job whose order is certified, but never the group `avoid`.
 
         Raises: ConfigError, PoolsFull, CertificateError.
         """
-        placed = self._state.groups.place(spec, now, avoid)
-        try:
-            return placed, self._state.certify(placed.group, now)
-        except CertificateError:
+        aside = {avoid} if avoid is not None else set[str]()
+        while True:
+            placed = self._state.groups.place(spec, now, aside)
             if spec.group is not None:
-                raise
-            placed = self._state.groups.place_alone(spec, now)
-            return placed, self._state.certify(placed.group, now)
+                placed = replace(placed, group=self._state.ordered(placed.group, now))
+            try:
+                return placed, self._state.certify(placed.group, now)
+            except CertificateError:
+                if placed.group.name not in self._state.groups.by_name or spec.group is not None:
+                    raise
+                aside.add(placed.group.name)
 
     def check_possible(self, spec: RunSpec, now: float) -> None:
         """Raises what refuses the job even where no other job runs, on all hosts that are known.
@@ -58,14 +63,14 @@ class JobCalls:
         empty = Groups(self._state.cluster, self._state.resident)
         empty.offered = offered
         group = empty.place(spec, now).group
-        certify(group, round_robin(group))
+        certify(group, own_order(group))
 
     def is_possible_now(self, spec: RunSpec, now: float) -> bool:
         """Whether the job has a place if no job runs on the nodes of living hosts that are not drained."""
         try:
             empty = self._state.groups.without_jobs(self._state.hosts.totals(), spec.group)
             group = empty.place(spec, now).group
-            certify(group, round_robin(group))
+            certify(group, own_order(group))
         except (ConfigError, PoolsFull, CertificateError):
             return False
         return True
@@ -205,7 +210,10 @@ class JobCalls:
         self._free(name, now)
         self._moves.forget(name)
         self._state.hostless.discard(name)
-        self._state.remove(name, record.group)
+        was_multi_rate = bool(self._state.groups.by_name[record.group].iterations)
+        rest = self._state.remove(name, record.group)
+        if was_multi_rate:  # the others' iterations were chosen for this job as well
+            self._moves.issue_again(rest, now)
         self._state.event(state.value, name)
         self._state.order(Stop(job=name, attempt=record.attempt, forget=True))
         self._state.has_come_or_gone = True

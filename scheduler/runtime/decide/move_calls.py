@@ -14,9 +14,8 @@ crashed counts as between two iterations.
 import logging
 from dataclasses import dataclass
 
-from rose.scheduler.cluster.candidates import EPSILON
-from rose.scheduler.cluster.model import Group, SloKind
 from rose.scheduler.group.certificate import Certificate, CertificateError
+from rose.scheduler.group.model import Group
 from rose.scheduler.runtime.channel.messages import Completed, Request, Stop
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
 from rose.scheduler.runtime.decide.placing import Moves, Target
@@ -129,7 +128,7 @@ class MoveCalls:
         )
         record.group, record.rollout_nodes, record.why = place.group, place.rollout_nodes, place.why
         record.next_place = None
-        self._issue_again(rest, now)
+        self.issue_again(rest, now)
         self._state.changed(job)
         self._state.changed_group(old)
         self._state.event(
@@ -167,7 +166,7 @@ class MoveCalls:
         issued: list[tuple[Target, Certificate]] = []
         for target in found.targets:
             try:
-                issued.append((target, self._certify(target.group, now)))
+                issued.append((target, self._state.certify(target.group, now)))
             except CertificateError as error:
                 self._state.event("move_refused", target.job, to_group=target.group.name, reason=str(error))
                 logger.info("not moved job=%s to=%s reason=%s", target.job, target.group.name, error)
@@ -183,26 +182,11 @@ class MoveCalls:
                 self.switch(target.job, now, is_warm=False)
         return True
 
-    def _certify(self, group: Group, now: float) -> Certificate:
-        """Also checks jobs whose SLO leaves less than a whole iteration's limit. Raises: CertificateError."""
-        certificate = self._state.certify(group, now)
-        for name, bound in certificate.bounds.items():
-            promised_s = bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
-            limit_s = self._state.resident(name, now).limit_s
-            if self._state.groups.leaving.get(name) != group.name and promised_s > limit_s * (1 + EPSILON):
-                raise CertificateError(
-                    f"group {group.name}: job {name} could be promised an iteration of {promised_s:.6g} s, "
-                    f"what is left of its SLO allows {limit_s:.6g} s",
-                    job=name,
-                    bound_s=promised_s,
-                    limit_s=limit_s,
-                )
-        return certificate
-
-    def _issue_again(self, rest: Group, now: float) -> None:
+    def issue_again(self, rest: Group, now: float) -> None:
         """Certifies those who stay. Without a certificate the place of the job that left stays empty."""
         if not rest.members:
             return
+        rest = self._state.ordered(rest, now)
         try:
             certificate = self._state.certify(rest, now)
         except CertificateError as error:

@@ -7,8 +7,8 @@ computes timetables and sums from it (rose.scheduler.dashboard). Pure.
 from dataclasses import asdict
 from typing import Any
 
-from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.pools import Pool
+from rose.scheduler.group.model import Job
 from rose.scheduler.runtime.decide.state import State
 
 

@@ -8,7 +8,7 @@ released it. A rank that others wait for is named after a lease. Pure: takes ``n
 import logging
 from collections.abc import Iterable
 
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import Completed, Granted, Heartbeat, RankCall, Release, Request
 from rose.scheduler.runtime.decide.holds import Hold
 from rose.scheduler.runtime.decide.records import Asked, JobState

@@ -8,6 +8,7 @@ Policies see the groups as they will be: without the jobs that are about to leav
 no job is pinned to. Those nodes count as returned to the pool; the group's next job gets them first.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,10 +18,9 @@ from rose.errors import JobRefused
 from rose.scheduler.cluster.candidates import Kind, memory_shortage
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.groups import Cluster, compact
-from rose.scheduler.cluster.model import Group, Job, Member, Phase
-from rose.scheduler.cluster.policies import alone
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.group.model import Group, Job, Member, Phase
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
 ResidentOf = Callable[[str, float], Resident]
@@ -83,15 +83,15 @@ class Groups:
         self._num_used = dict.fromkeys(Phase, 0)
         """Nodes of groups with members."""
 
-    def place(self, spec: RunSpec, now: float, avoid: str | None = None) -> Placed:
-        """Finds a group for the job, but never the group `avoid`.
+    def place(self, spec: RunSpec, now: float, aside: Collection[str] = ()) -> Placed:
+        """Finds a group for the job, but none of the groups `aside`.
 
         Raises: JobRefused, PoolsFull; ConfigError if no node could run it.
         """
         job = spec.to_job(self._pools)
         if spec.group is not None:
             return Placed(group=self._pinned(spec, job), why="named by the job")
-        aside = [avoid] if avoid is not None else []
+        aside = list(aside)
         while True:
             with self._seen(now, aside) as view:
                 view.submit(job, now)
@@ -106,12 +106,6 @@ class Groups:
             if not self._is_too_large(group):
                 return Placed(group=group, why=why)
             aside.append(group.name)
-
-    def place_alone(self, spec: RunSpec, now: float) -> Placed:
-        """Gives the job nodes of its own if no shared order can be certified. Raises: PoolsFull."""
-        with self._seen(now, ()) as view:
-            group = alone(view, spec.to_job(self._pools)).group
-        return Placed(group=replace(group, name=self._new_name()), why="alone: no shared order is certified")
 
     @property
     def max_moves(self) -> int:
@@ -163,8 +157,7 @@ class Groups:
         """Removes a job from a group, and the group if it was formed for its jobs and has none left."""
         if self.leaving.get(job) == name:
             del self.leaving[job]
-        group = self.by_name[name]
-        rest = replace(group, members=tuple(each for each in group.members if each.job.name != job))
+        rest = self.by_name[name].without(job)
         self.put(rest)
         if not rest.members and name not in self._spec.groups:
             del self.by_name[name]
@@ -247,8 +240,8 @@ class Groups:
         return f"group-{number}"
 
     def _stay(self, group: Group) -> Group:
-        stay = (each for each in group.members if self.leaving.get(each.job.name) != group.name)
-        return replace(group, members=tuple(stay))
+        gone = (name for name in _names(group) if self.leaving.get(name) == group.name)
+        return functools.reduce(Group.without, gone, group)
 
     def _joined(self, placed: Group, job: str) -> Group:
         """Adds the job to the real group, and maps back the nodes that the policy's view numbers anew."""
@@ -258,13 +251,20 @@ class Groups:
         used = {node for each in group.members for node in each.rollout_nodes}
         spare = (node for node in itertools.count() if node not in used)
         numbers = known + list(itertools.islice(spare, placed.num_rollout_nodes - len(known)))
-        [member] = [each for each in placed.members if each.job.name == job]
-        member = replace(member, rollout_nodes=tuple(numbers[node] for node in member.rollout_nodes))
+        members = [
+            replace(each, rollout_nodes=tuple(numbers[node] for node in each.rollout_nodes))
+            for each in placed.members
+        ]
+        leaving = [each for each in group.members if each.job.name not in _names(placed)]
+        iterations = (*placed.iterations, *(each.job.name for each in leaving)) if placed.iterations else ()
         return replace(
             group,
-            num_rollout_nodes=max(group.num_rollout_nodes, *(node + 1 for node in member.rollout_nodes)),
-            members=(*group.members, member),
-            periods_s=(),
+            num_rollout_nodes=max(
+                group.num_rollout_nodes, *(max(each.rollout_nodes) + 1 for each in members)
+            ),
+            members=(*members, *leaving),
+            iterations=iterations,
+            pass_s=placed.pass_s,
         )
 
     def _is_too_large(self, group: Group) -> bool:
@@ -296,7 +296,7 @@ class Groups:
                 f"{pools.max_residents} may share one"
             )
         member = Member(job=job, rollout_nodes=spec.pins)
-        group = replace(group, members=(*group.members, member), periods_s=())
+        group = replace(group, members=(*group.members, member), iterations=())
         if (shortage := memory_shortage(group, pools)) is not None:
             raise JobRefused(
                 f"{spec.name}: in group {group.name} {shortage}; use more nodes or a smaller state"

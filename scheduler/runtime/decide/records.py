@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from rose.scheduler.cluster.model import Job, Phase
 from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.group.model import Job, Phase
 
 
 class JobState(StrEnum):
@@ -81,6 +81,17 @@ class MoveRecord(msgspec.Struct, kw_only=True):
     """Time from the end of the last iteration to the first request in the new group; None before that."""
     left_s: float | None = None
     """When the pause began, on the job's `clock`; None once it has ended."""
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what people are told of it."""
+        return {
+            "from": {"group": self.from_group, "rollout_nodes": list(self.from_nodes)},
+            "to": {"group": self.to_group, "rollout_nodes": list(self.to_nodes)},
+            "why": self.why,
+            "iteration": self.iteration,
+            "is_warm": self.is_warm,
+            "pause_s": self.pause_s,
+        }
 
 
 class JobRecord(msgspec.Struct, kw_only=True):

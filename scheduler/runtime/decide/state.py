@@ -16,9 +16,12 @@ import msgspec
 
 from rose.config import parse_config
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import Group, Job, Member, SloKind
+from rose.scheduler.cluster.choice import MULTI_RATE
 from rose.scheduler.cluster.residents import Resident
-from rose.scheduler.group.certificate import Certificate, certify
+from rose.scheduler.group.certificate import Certificate, certify, limit_s
+from rose.scheduler.group.model import Group, Job, Member
+from rose.scheduler.group.order import in_order_of
+from rose.scheduler.group.search import ordered
 from rose.scheduler.runtime.channel.messages import Answer, Message, Start, Stop, encode
 from rose.scheduler.runtime.channel.protocol import Batch, Outgoing
 from rose.scheduler.runtime.decide.group_permits import GroupPermits
@@ -105,6 +108,7 @@ class State:
             if f"group:{group.name}" in rows:
                 order = msgspec.json.decode(rows[f"order:{group.name}"], type=OrderRow)
                 permits.restore(order, msgspec.json.decode(rows[f"group:{group.name}"], type=PermitsRow), now)
+                self.groups.put(in_order_of(group, order.group))
             for member in group.members:
                 record, num_ranks = self.jobs[member.job.name], self.specs[member.job.name].num_ranks
                 asked = record.waiting if record.group == group.name else None
@@ -246,17 +250,30 @@ class State:
         return self.hosts.of_job(group, rollout_nodes, self.groups.by_name[group].num_train_nodes)
 
     def certify(self, group: Group, now: float) -> Certificate:
-        """Certifies the order in which the members would follow each other. Raises: CertificateError.
+        """Certifies the order in which the members would follow each other. Raises: CertificateError."""
+        return certify(group, self.permits_in(group.name).order_for(group), self._limits_s(group, now))
 
-        Where fast iterations may pay for slow ones, the limit is the policies' own, with the members' times.
+    def ordered(self, group: Group, now: float) -> Group:
+        """Returns the group in an order that keeps all limits, as policies find it; else as it is."""
+        is_multi_rate = self.cluster.policy == MULTI_RATE
+        found = ordered(group, self._limits_s(group, now), multi_rate=is_multi_rate)
+        return found if found is not None else group
+
+    def _limits_s(self, group: Group, now: float) -> dict[str, float]:
+        """The policies' limits, with the members' times: what is left of each SLO.
+
+        A job that is about to leave the group ends its iteration in it, whatever is left of its SLO.
         """
-        left_s = {}
+        limits_s = {}
         for job in (member.job for member in group.members):
+            limits_s[job.name] = limit_s(job)
             record = self.jobs.get(job.name)  # may be that of an earlier job of this name, which is over
-            if job.slo_kind is SloKind.LIFETIME and record is not None and record.state.is_placed:
+            is_leaving = self.groups.leaving.get(job.name) == group.name
+            if record is not None and record.state.is_placed and not is_leaving:
                 work_s = job.solo_s * max(0, job.num_iterations - record.num_done)
-                left_s[job.name] = replace(self.resident(job.name, now), job=job, work_s=work_s).limit_s
-        return certify(group, self.permits_in(group.name).order_for(group), left_s)
+                resident = replace(self.resident(job.name, now), job=job, work_s=work_s)
+                limits_s[job.name] = resident.limit_s
+        return limits_s
 
     def reserve(self, job: str, group: Group, certificate: Certificate, why: str, now: float) -> None:
         """Reserves a running job's next place in ``group``, which already has the job as a member."""
@@ -269,6 +286,7 @@ class State:
 
     def form(self, group: Group, certificate: Certificate, now: float) -> None:
         """Puts the group into effect: its members, in the certified order."""
+        group = replace(group, pass_s=certificate.cycle_s)
         self.groups.put(group)
         nodes = (group.num_rollout_nodes, group.num_train_nodes)
         self._nodes[group.name] = nodes
@@ -347,17 +365,7 @@ class State:
             "num_overtaken": record.num_overtaken,
             "progress": list(progress) if progress is not None else None,
             "moving_to": record.next_place.group if record.next_place is not None else None,
-            "moves": [
-                {
-                    "from": {"group": each.from_group, "rollout_nodes": list(each.from_nodes)},
-                    "to": {"group": each.to_group, "rollout_nodes": list(each.to_nodes)},
-                    "why": each.why,
-                    "iteration": each.iteration,
-                    "is_warm": each.is_warm,
-                    "pause_s": each.pause_s,
-                }
-                for each in record.moves
-            ],
+            "moves": [each.describe() for each in record.moves],
             "note": record.note,
         }
 

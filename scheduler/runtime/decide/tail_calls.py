@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.certificate import Certificate
+from rose.scheduler.group.model import Phase
 from rose.scheduler.group.tail_nodes import NUM_PASSES, NodeTail, choose_threshold, kept_now
 from rose.scheduler.runtime.channel.messages import Moved, Report
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls

@@ -17,7 +17,7 @@ import msgspec
 
 from rose.config import Settings, launched_rank
 from rose.errors import ChannelError, ConfigError, PermitLost
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import (
     Answer,

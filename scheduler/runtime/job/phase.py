@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import Phase
 from rose.scheduler.cluster.spec import PHASE_NAME
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.job.cache import WorkingSet
 from rose.scheduler.runtime.job.job import RunningJob, running_job
 from rose.scheduler.runtime.job.recording import IterationDone, PhaseBegan, PhaseRun

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from rose.errors import ProfileError
-from rose.scheduler.cluster.model import Phase
 from rose.scheduler.cluster.spec import PhaseSpec
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.job.recording import PhaseRun, Recorded
 from rose.scheduler.runtime.job.spec import RunSpec
 

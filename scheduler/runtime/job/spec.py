@@ -143,7 +143,10 @@ class ServeSpec(Section):
 
     pools: PoolsSpec = PoolsSpec()
     policy: str = "lifetime-static"
-    """Places the jobs that name no group. `lifetime` also moves them, at the end of an iteration."""
+    """Places the jobs that name no group. `lifetime` also moves them, at the end of an iteration.
+
+    `lifetime-multirate` does that too, and lets short jobs of a group run more often than long ones.
+    """
     move_pause_s: float = Field(default=PAUSE_S, ge=0)
     """The time that a move is assumed to cost the job. Its SLO must allow it, and the gain must exceed it."""
     groups: dict[str, GroupSpec] = Field(default_factory=dict)
@@ -155,7 +158,7 @@ class ServeSpec(Section):
     @field_validator("policy")
     @classmethod
     def _is_known(cls, policy: str) -> str:
-        known = ("lifetime", "lifetime-static", "weave", "solo")
+        known = ("lifetime-multirate", "lifetime", "lifetime-static", "weave", "solo")
         if policy not in known:
             raise ValueError(f"{policy!r}: a running cluster has the policies {', '.join(known)}")
         return policy

@@ -7,10 +7,10 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from rose.scheduler.cluster.candidates import memory_shortage
-from rose.scheduler.cluster.cycle import promised_s
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
-from rose.scheduler.cluster.model import Job, SloKind
 from rose.scheduler.cluster.policies import Policy
+from rose.scheduler.group.cycle import promised_s
+from rose.scheduler.group.model import Job, SloKind
 
 HOUR_S = 3600.0
 

@@ -9,7 +9,6 @@ from rose.scheduler.cluster.borrowed import lend
 from rose.scheduler.cluster.candidates import Constraint, Kind, Rejection, is_saturated
 from rose.scheduler.cluster.groups import Cluster
 from rose.scheduler.cluster.lifetime import Lifetime
-from rose.scheduler.cluster.model import Job
 from rose.scheduler.cluster.policies import (
     Greedy,
     Policy,
@@ -20,6 +19,7 @@ from rose.scheduler.cluster.policies import (
     first_fitting,
 )
 from rose.scheduler.cluster.pools import H20, H800, Pool, Pools
+from rose.scheduler.group.model import Job
 
 CERTIFIED = (Weave, lambda: Weave(prune_saturated=False), Lifetime, lambda: Lifetime(multi_rate=True), Solo)
 

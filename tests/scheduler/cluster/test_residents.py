@@ -1,8 +1,8 @@
 import pytest
 from cluster_jobs import job
 
-from rose.scheduler.cluster.model import SloKind
 from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.group.model import SloKind
 
 
 def resident(kind: SloKind = SloKind.ITERATION, slowdown: float = 1.0) -> Resident:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.group.scenario import group_of, random_group, random_order
 
-from rose.scheduler.cluster.model import Phase
 from rose.scheduler.group.certificate import certify
+from rose.scheduler.group.model import Phase
 from rose.scheduler.group.order import TRAIN_POOL, order_of, round_robin
 from rose.scheduler.group.pace import Pace
 from rose.scheduler.group.permits import Permit, PermitBook, StalePermit

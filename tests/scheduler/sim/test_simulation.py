@@ -7,9 +7,9 @@ from sim.drift import drifts
 from rose.errors import ConfigError
 from rose.scheduler.cluster.candidates import Kind
 from rose.scheduler.cluster.lifetime import Lifetime
-from rose.scheduler.cluster.model import Job, SloKind
 from rose.scheduler.cluster.policies import Greedy, Policy, Solo, Weave
 from rose.scheduler.cluster.pools import Pool, Pools
+from rose.scheduler.group.model import Job, SloKind
 from rose.scheduler.sim.loop import Change, Failure, Simulation
 from rose.scheduler.sim.workloads import Submission, Workload, generate_trace, read_trace, submissions
 

@@ -6,7 +6,7 @@ import pytest
 from lone_scheduler import LEASE_S, Scheduler, error_of, only, spec_of
 
 from rose.errors import ConfigError
-from rose.scheduler.cluster.model import Phase
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import (
     Answer,
     Cancel,

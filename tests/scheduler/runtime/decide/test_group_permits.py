@@ -5,8 +5,8 @@ import random
 import msgspec
 import pytest
 
-from rose.scheduler.cluster.model import Group, Job, Member, Phase
 from rose.scheduler.group.certificate import certify
+from rose.scheduler.group.model import Group, Job, Member, Phase
 from rose.scheduler.runtime.decide.group_permits import GroupPermits
 from rose.scheduler.runtime.decide.holds import OrderRow, PermitsRow
 

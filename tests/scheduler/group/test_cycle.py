@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.scheduler.cluster.cycle import promised_s, round_robin_s
-from rose.scheduler.cluster.model import Group, Job, Member
 from rose.scheduler.group.certificate import certify
+from rose.scheduler.group.cycle import promised_s, round_robin_s
+from rose.scheduler.group.model import Group, Job, Member
 from rose.scheduler.group.order import round_robin
 
 

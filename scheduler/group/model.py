@@ -8,7 +8,7 @@ jobs, with rollout nodes of which each job is pinned to some. In one *cycle* (th
 every job runs one rollout and one training phase.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -84,15 +84,26 @@ class Group:
     """Jobs that share `num_train_nodes` training nodes and alternate on their rollout nodes.
 
     `members` stand in cyclic order: the order in which their phases run on every node they share. In a
-    multi-rate group each has a period of its own instead, `periods_s` as the members stand; empty:
-    round-robin.
+    multi-rate group some have several iterations in a pass through the order.
     """
 
     name: str
     num_train_nodes: int
     num_rollout_nodes: int
     members: tuple[Member, ...] = ()
-    periods_s: tuple[float, ...] = ()
+    iterations: tuple[str, ...] = ()
+    """The job of each iteration in a pass; empty: round-robin, each member once."""
+    pass_s: float = 0.0
+    """The length of a pass with these iterations."""
+
+    def without(self, name: str) -> "Group":
+        """Returns the group without a member, on the same nodes.
+
+        In a multi-rate order the times of its iterations stay idle.
+        """
+        members = tuple(member for member in self.members if member.job.name != name)
+        iterations = tuple(each for each in self.iterations if each != name) if len(members) > 1 else ()
+        return replace(self, members=members, iterations=iterations)
 
     def solo_s(self, job: Job) -> float:
         """An iteration of a member alone on this group's nodes."""

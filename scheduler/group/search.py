@@ -1,29 +1,31 @@
-"""Multi-rate groups: a period for each member, and a timetable that proves them.
+"""The order of a group in which some members may run more often than others: how often, and when.
 
-Searches for periods and a timetable. In a timetable that is returned, no two phases ever meet on a node,
-every job's training follows its rollout, and no period exceeds the job's limit. Not finding one proves
-nothing.
+Gives members periods that are whole multiples of a common one, and packs their phases into a timetable: two
+jobs meet again after the greatest common divisor of their periods, and it is enough to keep them apart over
+that. The order in which the timetable trains is what is returned. The timetable proves that the order can be
+certified (certificate.py): no two phases meet on a node, every job's training follows its rollout, and no
+period exceeds the job's limit. Not finding an order proves nothing.
 
 WEAVE holds that repeating a job's phases in a cycle never pays. With several rollout nodes it does: a short
-job need not wait for a long one's cycle. Periods are whole multiples of a common one, so that two jobs meet
-again after the greatest common divisor of their periods, and it is enough to keep them apart over that.
+job need not wait for a long one's cycle.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from rose.scheduler.cluster.cycle import round_robin_s, starts_s
-from rose.scheduler.cluster.model import Group
+from rose.scheduler.group.cycle import EPSILON, depends_on_order, round_robin_s
+from rose.scheduler.group.model import Group
 
 MAX_RATIO = 8
 """Longest period over the common one: beyond it there was nothing to gain on Table 6's jobs."""
-_EPSILON = 1e-9
+MAX_ITERATIONS = 40
+"""Iterations in a pass: five jobs, one of them in every eighth iteration of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class _Slot:
     """When a member's phases start, again and again after `period_s`."""
 
     period_s: float
@@ -35,6 +37,7 @@ class Slot:
 class _Task:
     """A member on its group's nodes."""
 
+    name: str
     rollout_s: float
     between_s: float
     """From the rollout's end to training."""
@@ -54,18 +57,39 @@ class _Busy:
     """Its period in common ones."""
 
 
-def timetable(group: Group, limits_s: Sequence[float]) -> tuple[Slot, ...] | None:
-    """Slots for all members, as they stand, or None."""
+def ordered(group: Group, limits_s: Mapping[str, float], *, multi_rate: bool) -> Group | None:
+    """Returns the group in an order that keeps the limits of all members; None: none found.
+
+    Round-robin as the members stand; with the last member at another place, where that matters; then, if
+    that may be, a multi-rate order. Those who were in the group before the last member follow each other as
+    before in round-robin.
+    """
+    found = _shortest_round_robin(replace(group, iterations=()))
+    if round_robin_s(found) <= min(limits_s.values()) * (1 + EPSILON):
+        return found
+    return _multi_rate(found, limits_s) if multi_rate else None
+
+
+def _shortest_round_robin(group: Group) -> Group:
+    if not depends_on_order(group) or round_robin_s(group) <= group.round_robin_s * (1 + EPSILON):
+        return group
+    *others, last = group.members
+    orders = ((*others[:place], last, *others[place:]) for place in range(1, len(others)))
+    return min((group, *(replace(group, members=each) for each in orders)), key=round_robin_s)
+
+
+def _multi_rate(group: Group, limits_s: Mapping[str, float]) -> Group | None:
     tasks = [
         _Task(
+            member.job.name,
             member.job.rollout_s,
             member.job.after_rollout_s,
             member.job.train_s_on(group.num_train_nodes),
             group.solo_s(member.job),
-            limit_s * (1 + _EPSILON),
+            limits_s[member.job.name] * (1 + EPSILON),
             frozenset(member.rollout_nodes),
         )
-        for member, limit_s in zip(group.members, limits_s, strict=True)
+        for member in group.members
     ]
     if not _could_fit(tasks):
         return None
@@ -74,29 +98,38 @@ def timetable(group: Group, limits_s: Sequence[float]) -> tuple[Slot, ...] | Non
             continue
         for common_s in (shortest_s, longest_s):
             slots = _packed(tasks, nums, common_s)
-            if slots is not None:
-                return slots
+            pass_s = math.lcm(*nums) * common_s
+            if slots is not None and (iterations := _iterations(tasks, slots, pass_s)) is not None:
+                return replace(group, iterations=iterations, pass_s=pass_s)
     return None
 
 
-def slots_of(group: Group) -> tuple[Slot, ...]:
-    """The timetable of a certified group, round-robin ones included."""
-    if group.periods_s:
-        slots = timetable(group, group.periods_s)
-        assert slots is not None, f"group {group.name} was given periods without a timetable"
-        return slots
-    period_s = round_robin_s(group)
-    return tuple(
-        Slot(period_s=period_s, rollout_at_s=rollout_at_s, train_at_s=train_at_s)
-        for rollout_at_s, train_at_s in starts_s(group)
+def _iterations(tasks: Sequence[_Task], slots: Sequence[_Slot], pass_s: float) -> tuple[str, ...] | None:
+    """The iterations in the order of their training; None if some node's rollouts follow another order."""
+    found = sorted(
+        (slot.train_at_s + again * slot.period_s, number)
+        for number, slot in enumerate(slots)
+        for again in range(round(pass_s / slot.period_s))
     )
+    free_s: dict[int, float] = {}
+    first_s: dict[int, float] = {}
+    for train_at_s, number in found:
+        start_s = train_at_s - (slots[number].train_at_s - slots[number].rollout_at_s)
+        for node in tasks[number].nodes:
+            if start_s < free_s.get(node, start_s) - EPSILON * pass_s:
+                return None
+            free_s[node] = start_s + tasks[number].rollout_s
+            first_s.setdefault(node, start_s)
+    if any(free_s[node] > start_s + pass_s * (1 + EPSILON) for node, start_s in first_s.items()):
+        return None
+    return tuple(tasks[number].name for _, number in found)
 
 
 def _could_fit(tasks: Sequence[_Task]) -> bool:
     """Necessary for any periods: room for each job alone, all training, any two trainings in a row."""
     if any(task.solo_s > task.limit_s for task in tasks):
         return False
-    if sum(task.train_s / task.limit_s for task in tasks) > 1 + _EPSILON:
+    if sum(task.train_s / task.limit_s for task in tasks) > 1 + EPSILON:
         return False
     return all(
         one.train_s + other.train_s <= min(one.limit_s, other.limit_s)
@@ -107,7 +140,7 @@ def _could_fit(tasks: Sequence[_Task]) -> bool:
 def _pairs_fit(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> bool:
     """Necessary as well: two jobs that meet have room for both phases between two meetings."""
     for (one, num), (other, other_num) in itertools.combinations(zip(tasks, nums, strict=True), 2):
-        shared_s = math.gcd(num, other_num) * common_s * (1 + _EPSILON)
+        shared_s = math.gcd(num, other_num) * common_s * (1 + EPSILON)
         if one.train_s + other.train_s > shared_s:
             return False
         if one.rollout_s + other.rollout_s > shared_s and one.nodes & other.nodes:
@@ -126,8 +159,8 @@ def _multiples(tasks: Sequence[_Task]) -> Iterator[tuple[tuple[int, ...], float,
     }
     seen: set[tuple[int, ...]] = set()
     for common_s in sorted(commons, reverse=True):
-        low = [max(1, math.ceil(task.solo_s / common_s - _EPSILON)) for task in tasks]
-        high = [math.floor(task.limit_s / common_s + _EPSILON) for task in tasks]
+        low = [max(1, math.ceil(task.solo_s / common_s - EPSILON)) for task in tasks]
+        high = [math.floor(task.limit_s / common_s + EPSILON) for task in tasks]
         if any(a > b or a > MAX_RATIO for a, b in zip(low, high, strict=True)):
             continue
         powers = tuple(
@@ -135,7 +168,7 @@ def _multiples(tasks: Sequence[_Task]) -> Iterator[tuple[tuple[int, ...], float,
             for a, b in zip(low, high, strict=True)
         )
         for nums in (tuple(low), powers, tuple(high)):
-            if nums in seen:
+            if nums in seen or sum(math.lcm(*nums) // num for num in nums) > MAX_ITERATIONS:
                 continue
             seen.add(nums)
             shortest_s = max(task.solo_s / num for task, num in zip(tasks, nums, strict=True))
@@ -143,11 +176,11 @@ def _multiples(tasks: Sequence[_Task]) -> Iterator[tuple[tuple[int, ...], float,
             yield nums, min(shortest_s, longest_s), longest_s
 
 
-def _packed(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> tuple[Slot, ...] | None:
+def _packed(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> tuple[_Slot, ...] | None:
     """Every job at the first free time, the most frequent and then the longest first."""
     training: list[_Busy] = []
     rollouts: list[tuple[frozenset[int], _Busy]] = []
-    slots: dict[int, Slot] = {}
+    slots: dict[int, _Slot] = {}
     for k in sorted(range(len(tasks)), key=lambda k: (nums[k], -tasks[k].train_s)):
         task, num = tasks[k], nums[k]
         others = [busy for nodes, busy in rollouts if nodes & task.nodes]
@@ -155,7 +188,7 @@ def _packed(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> tup
         for train_at_s in _free_starts(training, task.train_s, num, common_s):
             at_s = _rollout_start(others, task, num, common_s, train_at_s)
             if at_s is not None:
-                slots[k] = Slot(period_s=period_s, rollout_at_s=at_s, train_at_s=train_at_s)
+                slots[k] = _Slot(period_s=period_s, rollout_at_s=at_s, train_at_s=train_at_s)
                 training.append(_Busy(train_at_s, task.train_s, num))
                 rollouts.append((task.nodes, _Busy(at_s, task.rollout_s, num)))
                 break
@@ -190,7 +223,7 @@ def _rollout_start(
         # Right before it, or, going backwards in the window, right after its end.
         for at_s in (one.start_s - task.rollout_s, one.start_s + one.length_s):
             start_s = latest_s - (latest_s - at_s) % shared_s
-            while start_s >= earliest_s - _EPSILON * common_s:
+            while start_s >= earliest_s - EPSILON * common_s:
                 if _is_free(busy, start_s, task.rollout_s, num, common_s):
                     return start_s
                 start_s -= shared_s
