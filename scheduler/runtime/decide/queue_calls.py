@@ -2,14 +2,18 @@
 
 Owns the answers to those who submit, hold and release jobs. A job that finds no place at the moment is queued
 with the reason, and one that would find none in the empty cluster is refused. Whenever there may be new room,
-queued jobs are tried by priority, then in the order of submission, and each that fits is placed. A job is
-overtaken at most `MAX_OVERTAKEN` times: after that, no job behind it that could use the same nodes is placed
-before it, unless it would not fit now even if no job ran. Pure: takes ``now``.
+queued jobs are tried by priority, then by their teams' use of their shares, then in the order of submission,
+and each that fits and is within its team's quota is placed. A job is overtaken at most `MAX_OVERTAKEN` times:
+after that, no job behind it that could use the same nodes is placed before it, unless it would not fit now
+even if no job ran, or waits for its team's quota. Pure: takes ``now``.
 """
+
+from collections import Counter
 
 from rose.config import parse_config
 from rose.errors import ConfigError, JobRefused, PoolsFull
 from rose.scheduler.group.certificate import Certificate, CertificateError
+from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import HoldJob, ReleaseJob, Submit
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.placing import Placed
@@ -32,6 +36,8 @@ class QueueCalls:
         self._state = state
         self._jobs = jobs
         self._tried_s = float("-inf")
+        self._used: dict[str, Counter[Phase]] = {}
+        """The nodes that the running jobs of each team of the cluster's file ask for."""
 
     def submit(self, client: str, call: Submit, now: float) -> None:
         """Places a new job and starts it, or queues it. A dry run only says which."""
@@ -45,8 +51,11 @@ class QueueCalls:
             spec = parse_config(call.spec, RunSpec, "job")
             if earlier is not None and not earlier.state.is_over:
                 raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
+            self._check_team(spec)
             self.place_waiting(now)
-            ahead = [each for each in self._state.queue if self._state.specs[each].priority >= spec.priority]
+            self._weigh()
+            weight = -spec.priority, self._state.use_of_share.get(spec.team or "", 0.0)
+            ahead = [each for each in self._state.queue if self._state.turn(each)[:2] <= weight]
             found = self._find(spec, ahead, now)
             if isinstance(found, str):
                 self._jobs.check_possible(spec, now)
@@ -83,7 +92,10 @@ class QueueCalls:
         self._state.has_new_room, self._tried_s = False, now
         ahead: list[str] = []
         refused: dict[tuple[object, ...], str] = {}
-        for name in list(self._state.queue):
+        self._weigh()
+        left = list(self._state.queue)
+        while left:
+            name = left.pop(0)
             spec, record = self._state.specs[name], self._state.jobs[name]
             alike = self._wants(spec)
             found = refused[alike] if alike in refused else self._find(spec, ahead, now)
@@ -96,10 +108,14 @@ class QueueCalls:
                 continue
             self._place(spec, found, ahead, now)
             refused.clear()
+            self._weigh()
+            left.sort(key=self._state.turn)
             self._state.has_new_room = True  # beside a job that came, another may fit
 
     def _find(self, spec: RunSpec, ahead: list[str], now: float) -> _Found | str:
         """Returns a place for the job, or why it must wait."""
+        if (over := self._over_quota(spec)) is not None:
+            return over
         for name in ahead:
             is_next = self._state.jobs[name].num_overtaken >= MAX_OVERTAKEN
             if is_next and self._are_rivals(spec, name) and self._is_possible(name, now):
@@ -119,6 +135,8 @@ class QueueCalls:
         spec, known = self._state.specs[name], self._state.would_fit
         if spec.group is not None and spec.group not in self._state.groups.by_name:
             return False
+        if self._over_quota(spec) is not None:
+            return False
         if name not in known:
             known[name] = self._jobs.is_possible_now(spec, now)
         return known[name]
@@ -126,7 +144,58 @@ class QueueCalls:
     def _wants(self, spec: RunSpec) -> tuple[object, ...]:
         """Returns what decides where a job fits: jobs that are alike fit in the same places."""
         phases = tuple(sorted((name, each.model_dump_json()) for name, each in spec.phases.items()))
-        return spec.group, spec.rollout_nodes, spec.slo, spec.slo_kind, phases
+        return spec.team, spec.group, spec.rollout_nodes, spec.slo, spec.slo_kind, phases
+
+    # Teams --------------------------------------------------------------------------------------------------
+
+    def _weigh(self) -> None:
+        """Brings the teams' use of their shares, and with it the order of the queue, up to date."""
+        teams = self._state.cluster.teams
+        if not teams:
+            return
+        self._used = {team: Counter[Phase]() for team in teams}
+        for name in self._state.live:
+            spec = self._state.specs[name]
+            if spec.team in teams and self._state.jobs[name].state.is_placed:
+                self._used[spec.team].update({phase: spec.phases[phase].nodes for phase in Phase})
+        pools = self._state.cluster.pools.to_pools()
+        for team, nodes in self._used.items():
+            dollars = pools.price(nodes[Phase.ROLLOUT], nodes[Phase.TRAIN])
+            self._state.use_of_share[team] = dollars / teams[team].share
+        self._state.queue.sort(key=self._state.turn)
+
+    def _over_quota(self, spec: RunSpec) -> str | None:
+        """Returns why the job's quota lets it wait, or None."""
+        team = self._state.cluster.teams.get(spec.team) if spec.team is not None else None
+        if team is None or spec.team is None:
+            return None
+        used = self._used[spec.team]
+        for phase in Phase:
+            quota, wanted = team.quota(phase), spec.phases[phase].nodes
+            if quota is not None and used[phase] + wanted > quota:
+                return (
+                    f"team {spec.team} uses {used[phase]} of its {quota} {phase} nodes, {wanted} more needed"
+                )
+        return None
+
+    def _check_team(self, spec: RunSpec) -> None:
+        """Raises: JobRefused for a team that the file lacks, or a job larger than its team's quota."""
+        teams = self._state.cluster.teams
+        if spec.team is None:
+            return
+        if spec.team not in teams:
+            known = ", ".join(teams) or "none"
+            raise JobRefused(
+                f"{spec.name}: no team {spec.team!r}; the cluster's file has {known}: choose one, or leave "
+                "`team` out"
+            )
+        for phase in Phase:
+            quota, wanted = teams[spec.team].quota(phase), spec.phases[phase].nodes
+            if quota is not None and wanted > quota:
+                raise JobRefused(
+                    f"{spec.name}: {phase} needs {wanted} nodes, team {spec.team} may use {quota}; ask for "
+                    f"fewer, or raise max_{phase}_nodes in the cluster's file"
+                )
 
     def _add(self, call: Submit, spec: RunSpec, caller: str) -> JobRecord:
         record = JobRecord(spec=call.spec, submitted_by=caller, number=0, state=JobState.QUEUED)

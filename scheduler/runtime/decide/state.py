@@ -60,7 +60,9 @@ class State:
         self.touched: set[str] = set()
         """Groups whose permits have changed since the scheduler last looked when they are due."""
         self.queue: list[str] = []
-        """Queued jobs in the order in which they are tried: by priority, then as they were submitted."""
+        """Queued jobs in the order in which they are tried: that of their `turn`."""
+        self.use_of_share: dict[str, float] = {}
+        """For each team, the dollars an hour of the nodes that it uses, over its share."""
         self.would_fit: dict[str, bool] = {}
         """Whether a queued job would have a place if no job ran; cleared when hosts or drains change."""
         self.num_submitted = 0
@@ -195,7 +197,7 @@ class State:
         else:
             self.live.setdefault(job)
         if state is JobState.QUEUED:
-            bisect.insort(self.queue, job, key=self._turn)
+            bisect.insort(self.queue, job, key=self.turn)
 
     def _leave(self, job: str) -> None:
         state = self.jobs[job].state
@@ -205,8 +207,10 @@ class State:
         if state is JobState.QUEUED:
             self.queue.remove(job)
 
-    def _turn(self, job: str) -> tuple[int, int]:
-        return -self.specs[job].priority, self.jobs[job].number
+    def turn(self, job: str) -> tuple[int, float, int]:
+        """Returns what the queue is sorted by."""
+        spec = self.specs[job]
+        return -spec.priority, self.use_of_share.get(spec.team or "", 0.0), self.jobs[job].number
 
     def changed_group(self, group: str) -> None:
         """The group's permits are part of the next batch."""
@@ -255,9 +259,8 @@ class State:
 
     def ordered(self, group: Group, now: float) -> Group:
         """Returns the group in an order that keeps all limits, as policies find it; else as it is."""
-        is_multi_rate = self.cluster.policy == MULTI_RATE
-        found = ordered(group, self._limits_s(group, now), multi_rate=is_multi_rate)
-        return found if found is not None else group
+        limits_s = self._limits_s(group, now)
+        return ordered(group, limits_s, multi_rate=self.cluster.policy == MULTI_RATE) or group
 
     def _limits_s(self, group: Group, now: float) -> dict[str, float]:
         """The policies' limits, with the members' times: what is left of each SLO.

@@ -12,6 +12,7 @@ from rose.config import Section, parse_config, read_yaml
 from rose.errors import ConfigError
 from rose.scheduler.cluster.groups import PAUSE_S
 from rose.scheduler.cluster.spec import JobSpec, PoolsSpec
+from rose.scheduler.group.model import Phase
 from rose.scheduler.group.tail import RolloutSpeed
 
 EXAMPLE = """\
@@ -64,7 +65,9 @@ class RunSpec(JobSpec):
     folder: str = "."
     """Relative to the file."""
     priority: int = 0
-    """Among queued jobs, the highest is tried first; equal ones in the order of submission."""
+    """Of queued jobs the highest is tried first; equal ones by their teams' shares, then by submission."""
+    team: str | None = None
+    """Its team in the cluster's file, whose share and quota count. None: no team, and no quota."""
     group: str | None = None
     """A group of the cluster's file, or a running one. None: the policy chooses."""
     rollout_nodes: tuple[int, ...] | None = None
@@ -138,6 +141,20 @@ class GroupSpec(Section):
     num_train_nodes: int = Field(default=1, ge=1)
 
 
+class TeamSpec(Section):
+    """A team's part in the cluster. It uses the nodes that its running jobs ask for, shared or not."""
+
+    share: float = Field(default=1.0, gt=0)
+    """Of queued jobs with equal priority, those of the team that uses least for its share come first."""
+    max_rollout_nodes: int | None = Field(default=None, ge=1)
+    """Its quota: the most that it may use. None: no quota."""
+    max_train_nodes: int | None = Field(default=None, ge=1)
+
+    def quota(self, phase: Phase) -> int | None:
+        """Returns the most nodes of this kind that the team may use."""
+        return self.max_rollout_nodes if phase is Phase.ROLLOUT else self.max_train_nodes
+
+
 class ServeSpec(Section):
     """CLUSTER.yaml of `rose sched serve`."""
 
@@ -150,6 +167,7 @@ class ServeSpec(Section):
     move_pause_s: float = Field(default=PAUSE_S, ge=0)
     """The time that a move is assumed to cost the job. Its SLO must allow it, and the gain must exceed it."""
     groups: dict[str, GroupSpec] = Field(default_factory=dict)
+    teams: dict[str, TeamSpec] = Field(default_factory=dict)
     lease_s: float = Field(default=10.0, gt=0)
     """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
     host_lease_s: float = Field(default=30.0, gt=0)

@@ -326,3 +326,45 @@ def test_a_dry_run_says_that_the_job_would_be_queued() -> None:
     reply = only(Answer, full.scheduler.call(Submit, spec=spec, dry_run=True))
     assert (reply.body["state"], reply.body["ahead"]) == ("would be queued", 0)
     assert full.scheduler.rows == rows
+
+
+TEAMS = {"vision": {"share": 3.0}, "math": {"max_rollout_nodes": 1}}
+
+
+def test_the_team_that_uses_least_for_its_share_comes_first() -> None:
+    full = Full(2, teams={"vision": {"share": 3.0}, "math": {}})
+    for name, team in (("v1", "vision"), ("m1", "math"), ("m2", "math"), ("v2", "vision"), ("v3", "vision")):
+        full.submit(name, team=team)
+    assert full.scheduler.job("v2")["ahead"] == 0, "vision uses as much as math, for three times the share"
+    assert full.end("v1") == ["v2"]
+    assert full.end("m1") == ["m2"], "math uses nothing now"
+    full.submit("p", team="math", priority=1)
+    assert full.end("m2") == ["p"], "the priority comes before shares"
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_job_waits_for_its_teams_quota_and_keeps_nobody_waiting(is_restarted: bool) -> None:
+    full = Full(4, teams=TEAMS)
+    full.submit("m1", team="math")
+    waits = full.submit("m2", team="math")
+    assert waits["state"] == "queued" and "team math uses 1 of its 1 rollout nodes" in waits["why"]
+    if is_restarted:
+        full.scheduler.restart(full.scheduler.now)
+    for number in range(MAX_OVERTAKEN + 2):
+        assert full.submit(f"v{number}", team="vision")["state"] == "running"
+        assert full.end(f"v{number}") == []
+    assert full.end("m1") == ["m2"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"team": "maths"}, "no team 'maths'; the cluster's file has vision, math"),
+        ({"team": "math", "num_nodes": 2}, "rollout needs 2 nodes, team math may use 1"),
+    ],
+)
+def test_a_job_of_no_known_team_or_beyond_its_quota_is_refused(fields: dict[str, Any], words: str) -> None:
+    full = Full(4, teams=TEAMS)
+    phases = {kind: {"seconds": 1.0, "nodes": fields.pop("num_nodes", 1)} for kind in ("rollout",)}
+    phases["train"] = {"seconds": 1.0, "nodes": 1}
+    assert words in error_of(full.scheduler.submit("x", group=None, phases=phases, **fields))
