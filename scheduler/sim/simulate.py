@@ -1,23 +1,44 @@
-"""`rose sched simulate`: what a policy would cost on a trace, in simulated figures."""
+"""`rose sched simulate`: what a policy would do with a trace, in simulated figures.
 
+The level is the cluster's (which group a job joins), unless `--level gpu` asks for the GPUs' (what two
+pipelines run on them at once).
+"""
+
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rose.arguments import CommandParser
+from rose.errors import ConfigError
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.group.model import SloKind
+from rose.scheduler.sim.gpu_command import simulate_pair
 from rose.scheduler.sim.live import Replay
 from rose.scheduler.sim.loop import Result, Simulation
 from rose.scheduler.sim.progress import Progress
 from rose.scheduler.sim.workloads import Workload, generate_trace, read_trace, submissions
 
+LEVELS = ("cluster", "gpu")
+
 
 def main(argv: Sequence[str]) -> int:
+    """Simulates the level that `--level` names."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--level", default=LEVELS[0])
+    level, rest = first.parse_known_args(list(argv))
+    if level.level not in LEVELS:
+        raise ConfigError(f"--level {level.level}: the levels are {' and '.join(LEVELS)}")
+    return simulate_pair(rest) if level.level == "gpu" else simulate_cluster(rest)
+
+
+def simulate_cluster(argv: Sequence[str]) -> int:
     """Prints dollars, attainment and moves of one policy."""
     parser = CommandParser(
         "rose sched simulate",
-        "Plays a trace of jobs against a policy. No real job is placed.",
+        "Plays a trace of jobs against a policy. No real job is placed.\n\n"
+        "--level gpu plays two pipelines on the same GPUs instead; "
+        "rose sched simulate --level gpu --help has its options.",
         "rose sched simulate --trace jobs.csv --policy lifetime --workload mixed",
     )
     parser.add_argument(

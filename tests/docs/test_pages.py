@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from rose.node.node_config import NodeConfig
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
+from rose.scheduler.sim.gpu_spec import GpuSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS: dict[str, type[BaseModel]] = {
@@ -17,6 +18,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "pools": ServeSpec,
     "command": RunSpec,
     "jobs": RouterConfig,
+    "pipelines": GpuSpec,
 }
 """The kinds of files, each with a key that only such a file has."""
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)

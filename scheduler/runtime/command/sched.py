@@ -26,6 +26,11 @@ _STATUS = "rose.scheduler.runtime.command.status"
 SUBCOMMANDS = (
     Subcommand(name="serve", module="rose.jobs.serve", summary="schedule jobs and run them on this machine"),
     Subcommand(name="profile", module="rose.jobs.profile", summary="measure the times of a job's phases"),
+    Subcommand(
+        name="slowdown",
+        module="rose.jobs.slowdown",
+        summary="measure what sub-stages cost one another on this machine",
+    ),
     Subcommand(name="agent", module="rose.jobs.agent", summary="offer this host's nodes to a scheduler"),
     Subcommand(name="submit", module=_JOBS, function="submit", summary="start a job, or queue it"),
     Subcommand(name="status", module=_STATUS, function="status", summary="show jobs and what they wait for"),

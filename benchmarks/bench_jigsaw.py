@@ -1,0 +1,203 @@
+"""Two RL pipelines that share their GPUs do at least 1.56 times what they do one after the other. SIMULATED.
+
+The shipped policy and player (scheduler/gpu); GPUs, rollouts and stage times are models
+(scheduler/sim/gpu_workloads.py). Stage shares are JigsawRL's where it prints them; the policy plans with a
+profiled table (errors of 3%) and the last iteration, and is played on the model and lengths that it has not
+seen. Two pipelines of the same kind on 8 GPUs, as in the paper; for each seed six iterations, or two.
+
+  jigsaw_throughput[WORKLOAD]     aggregate over one iteration after the other, median over the seeds
+                                  (Figure 12). Beside it the baselines (benchmarks/sim/gpu) and ablations:
+                                  windows of 1 and 3 alone (the plan takes the better one), a window of 3 with
+                                  the paper's cost, without merging (Figure 20), without merging and balancing
+  jigsaw_throughput[mean]         over the workloads; [least]: of all runs; [Fig. 19]: 4 GPUs
+  jigsaw_latency[mean]            an iteration over the same one alone (Figure 14); [least]
+  jigsaw_over[BASELINE]           mean over the workloads (Figure 12)
+  lookahead_gain, merge_gain      the shipped policy over the ablation: mean, and least
+  lookahead_ms[W]                 measured: one decision on random chains and tables without dominated splits
+
+    python benchmarks/bench_jigsaw.py --json jigsaw.json
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lib.harness import median_figure, run_benchmark
+from sim.gpu.baselines import Disaggregated, LongestChain, RolloutOnly, TimeMultiplexing
+
+from rose.measure.figures import Figure
+from rose.scheduler.gpu.lookahead import LookAhead, Next
+from rose.scheduler.gpu.plan import Multiplexing, choose
+from rose.scheduler.gpu.player import Player, Policy, Result
+from rose.scheduler.gpu.slowdown import COMPUTE_LEVELS, MEMORY_LEVELS, SlowdownTable
+from rose.scheduler.gpu.substages import Iteration, Kind
+from rose.scheduler.sim.gpu_workloads import WORKLOADS, ModelledGpu, Workload, draw, profiled
+
+NUM_WORKERS = 8
+POOLS = (2, 3, 4, 5, 6)
+"""Rollout workers of time multiplexing; its best counts."""
+GPU = ModelledGpu()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Gains over serial of one workload and seed."""
+
+    ours: float
+    latency: float
+    gains: dict[str, float]
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    seeds = range(args.seed, args.seed + (1 if args.quick else 3))
+    num_iterations = 2 if args.quick else 6
+    runs = {
+        workload.name: [_run(workload, seed, num_iterations, NUM_WORKERS) for seed in seeds]
+        for workload in WORKLOADS
+    }
+    figures = [_workload_figure(name, found) for name, found in runs.items()]
+    figures += _overall([run for found in runs.values() for run in found])
+    named = next(each for each in WORKLOADS if each.name == "4B GSM8K")
+    small = [_run(named, seed, num_iterations, 4) for seed in seeds]
+    over = statistics.median(run.ours / run.gains["rollouts only"] for run in small)
+    peers: dict[str, float | None] = {
+        "paper (MFU)": 1.7,
+        "over rollouts only": over,
+        "paper, over rollouts only": 1.5,
+    }
+    figures.append(_figure("jigsaw_throughput[Fig. 19]", [run.ours for run in small], ">= 1.7", peers))
+    return [*figures, *(_decision_ms(window, args) for window in (1, 2, 3))]
+
+
+def _run(workload: Workload, seed: int, num_iterations: int, num_workers: int) -> _Run:
+    table = profiled(GPU, random.Random(seed))
+    graphs = _draw(workload, seed, num_iterations, num_workers)
+    plan = choose((graphs[0][0], graphs[1][0]), table)
+
+    def play(window: int, *, merges: bool = True, is_balanced: bool = True) -> Result:
+        policy = Multiplexing(table, window, merges=merges, is_balanced=is_balanced)
+        return Player(graphs, GPU, policy).play()
+
+    windows = {window: play(window) for window in plan.gains}
+    used = plan.window if plan.window is not None else 1
+    return _Run(
+        ours=windows[plan.window].gain if plan.window is not None else 1.0,
+        latency=windows[plan.window].slowdown if plan.window is not None else 2.0,
+        gains={
+            "rollouts only": Player(graphs, GPU, RolloutOnly()).play().gain,
+            "time multiplexing": _time_multiplexing(workload, seed, graphs),
+            **{f"window {window}": result.gain for window, result in windows.items()},
+            "longest chain": Player(graphs, GPU, LongestChain(table, 3)).play().gain,
+            "no merging": play(used, merges=False).gain,
+            "no merging, no balance": play(used, merges=False, is_balanced=False).gain,
+        },
+    )
+
+
+def _draw(
+    workload: Workload, seed: int, num_iterations: int, num_workers: int, rollout_workers: int | None = None
+) -> list[list[Iteration]]:
+    """The same lengths for every way to share."""
+    chance = random.Random(seed)
+    return [draw(workload, 1 + num_iterations, num_workers, chance, rollout_workers) for _ in range(2)]
+
+
+def _time_multiplexing(workload: Workload, seed: int, graphs: Sequence[Sequence[Iteration]]) -> float:
+    """The best division into pools, over serial on all workers."""
+    num_workers, num_iterations = graphs[0][0].num_workers, len(graphs[0]) - 1
+    found = []
+    for rollout_workers in (count for count in POOLS if count < num_workers):
+        apart = _draw(workload, seed, num_iterations, num_workers, rollout_workers)
+        policy: Policy = TimeMultiplexing()
+        gain = Player(apart, Disaggregated(), policy).play().gain
+        alone_s = sum(graph.seconds for each in graphs for graph in each[1:])
+        found.append(gain * alone_s / sum(graph.seconds for each in apart for graph in each[1:]))
+    return max(found)
+
+
+def _workload_figure(name: str, runs: Sequence[_Run]) -> Figure:
+    peers: dict[str, float | None] = {"latency": statistics.median(run.latency for run in runs)}
+    for each in runs[0].gains:
+        peers[each] = statistics.median(run.gains[each] for run in runs)
+    return _figure(f"jigsaw_throughput[{name}]", [run.ours for run in runs], ">= 1.0", peers)
+
+
+def _overall(runs: Sequence[_Run]) -> list[Figure]:
+    ours = [run.ours for run in runs]
+    latencies = [run.latency for run in runs]
+    figures = [
+        _mean("jigsaw_throughput[mean]", ours, ">= 1.56", {"paper": 1.56, "paper, best": 1.95}),
+        Figure(name="jigsaw_throughput[least]", value=min(ours), unit="x", target=">= 1.0", kind="simulated"),
+        _mean("jigsaw_latency[mean]", latencies, "<= 1.48", {"paper": 1.48, "paper, least": 1.14}),
+    ]
+    for name, paper in (("rollouts only", 1.23), ("time multiplexing", 1.27)):
+        ratios = [run.ours / run.gains[name] for run in runs]
+        figures.append(_mean(f"jigsaw_over[{name}]", ratios, f">= {paper}", {"paper": paper}))
+    for figure, name in (
+        ("lookahead_gain[over window 1]", "window 1"),
+        ("lookahead_gain[over window 3]", "window 3"),
+        ("lookahead_gain[over longest chain]", "longest chain"),
+        ("merge_gain[merging]", "no merging"),
+        ("merge_gain[merging and balance]", "no merging, no balance"),
+    ):
+        figures.append(_mean(figure, [run.ours / run.gains[name] for run in runs], ">= 1.0", {}))
+    return figures
+
+
+def _decision_ms(window: int, args: argparse.Namespace) -> Figure:
+    """Times decisions in which every split is a candidate: slowdowns fall with each share."""
+    chance = random.Random(args.seed)
+    kinds = [kind for kind in Kind if kind is not Kind.TOOL]
+    entries = {}
+    for kind in kinds:
+        for beside in kinds:
+            steep, room = chance.uniform(0.05, 0.6), chance.uniform(0.01, 0.3)
+            entries[kind, beside] = tuple(
+                tuple(1 + steep / compute + room / memory for memory in MEMORY_LEVELS)
+                for compute in COMPUTE_LEVELS
+            )
+    policy = LookAhead(SlowdownTable(hardware="random", entries=entries), window)  # type: ignore[arg-type]
+    times_ms = []
+    for number in range(60 if args.quick else 300):
+        upcoming = tuple(
+            [Next(kind=chance.choice(kinds), seconds=chance.uniform(1, 100)) for _ in range(5)]
+            for _ in range(2)
+        )
+        began_s = time.perf_counter()
+        policy.decide((upcoming[0], upcoming[1]), number % 2)
+        times_ms.append((time.perf_counter() - began_s) * 1e3)
+    target = "<= 2" if window == 3 else None
+    peers: dict[str, float | None] = {"99th percentile": sorted(times_ms)[int(len(times_ms) * 0.99)]}
+    return median_figure(f"lookahead_ms[W={window}]", times_ms, "ms", target=target, peers=peers)
+
+
+def _mean(name: str, values: Sequence[float], target: str, peers: dict[str, float | None]) -> Figure:
+    return Figure(
+        name=name,
+        value=statistics.fmean(values),
+        unit="x",
+        target=target,
+        kind="simulated",
+        peers=peers,
+        spread=(min(values), max(values)),
+    )
+
+
+def _figure(name: str, values: Sequence[float], target: str, peers: dict[str, float | None]) -> Figure:
+    return Figure(
+        name=name,
+        value=statistics.median(values),
+        unit="x",
+        target=target,
+        kind="simulated",
+        peers=peers,
+        spread=(min(values), max(values)) if len(values) > 1 else None,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__ or "", measure))

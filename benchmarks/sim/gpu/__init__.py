@@ -1,0 +1,1 @@
+"""Pipelines on shared GPUs: what the shipped policy is compared with."""

@@ -1,0 +1,71 @@
+"""Merging tails, and dividing batches."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.scheduler.gpu.merge import MAX_MERGED, Tail, balanced, decide_merge, expected_left
+from rose.scheduler.gpu.substages import DecodeCost
+
+COST = DecodeCost(step_s=0.1, sample_s=0.0, prefill_token_s=0.001)
+
+
+def tail(worker: int, left: tuple[int, ...], tokens: int = 0, slow: float = 1.0, beside: float = 1.0) -> Tail:
+    return Tail(worker=worker, left=left, tokens=tokens, slowdown=slow, beside_slowdown=beside)
+
+
+def test_gain_is_the_papers_formula() -> None:
+    # T_origin = max(1.1 x 10, 1.1 x 20) + 1.5 x 30. T_migr = 1.1 x (20 + M) + max(1.5 x 30, 30).
+    tails = [tail(0, (100,), 1000, 1.1, 1.5), tail(1, (200,), 1000, 1.1, 1.5)]
+    assert decide_merge(tails, COST, num_workers=2, beside_s=30.0, is_elastic=False) is None
+    # The other pipeline's batch follows: 2 x 30 / (2 / 1.5) before, 2 x 30 / (1 + 1 / 1.5) after.
+    merge = decide_merge(tails, COST, num_workers=2, beside_s=30.0)
+    assert merge is not None
+    assert merge.gain_s == pytest.approx(45.0 - 36.0 - 1.1 * 1.0)
+
+
+def test_the_target_is_the_tail_that_is_dearest_to_move() -> None:
+    tails = [tail(0, (100,), 500, 1.1, 1.5), tail(3, (100,), 5000, 1.1, 1.5)]
+    merge = decide_merge(tails, COST, num_workers=4, beside_s=60.0)
+    assert merge is not None and merge.target == 3
+
+
+def test_nothing_merges_without_a_gain_or_samples() -> None:
+    assert decide_merge([], COST, num_workers=2) is None
+    assert decide_merge([tail(0, (10,))], COST, num_workers=2, beside_s=9.0) is None
+    assert decide_merge([tail(0, ()), tail(1, ())], COST, num_workers=2, beside_s=9.0) is None
+    alone = [tail(0, (10,), 100), tail(1, (10,), 100)]  # beside nothing there is nothing to win
+    assert decide_merge(alone, COST, num_workers=2) is None
+
+
+def test_a_batch_that_would_leave_the_small_bucket_is_not_merged() -> None:
+    half = (10,) * (MAX_MERGED // 2)
+    tails = [tail(0, half, slow=1.1, beside=2.0), tail(1, half, slow=1.1, beside=2.0)]
+    assert decide_merge(tails, COST, num_workers=2, beside_s=1000.0) is None
+    fewer = [tail(0, half[1:], slow=1.1, beside=2.0), tail(1, half, slow=1.1, beside=2.0)]
+    assert decide_merge(fewer, COST, num_workers=2, beside_s=1000.0) is not None
+
+
+def test_lengths_are_expected_as_they_were() -> None:
+    past = [10, 20, 30, 40]
+    assert expected_left(past, 15, 3) == (5, 15, 25)
+    assert expected_left(past, 15, 1) == (15,)
+    assert expected_left(past, 50, 2) == (5, 5)  # longer than all of them
+    assert expected_left([], 0, 2) == (1, 1)
+
+
+def test_a_slowed_worker_gets_less_of_a_batch() -> None:
+    assert balanced([1.0, 1.0, 2.0], 50) == [20, 20, 10]
+    assert balanced([1.0, 3.0], 0) == [0, 0]
+    with pytest.raises(ValueError, match="above 0"):
+        balanced([1.0, 0.0], 4)
+
+
+@given(st.lists(st.floats(1.0, 5.0), min_size=1, max_size=8), st.integers(0, 500))
+def test_all_samples_are_given_out(slowdowns: list[float], num_samples: int) -> None:
+    parts = balanced(slowdowns, num_samples)
+    assert sum(parts) == num_samples
+    speed = sum(1 / each for each in slowdowns)
+    assert all(
+        abs(part - num_samples / each / speed) < 1 + 1e-6 for part, each in zip(parts, slowdowns, strict=True)
+    )
