@@ -3,6 +3,7 @@
 The table fits a terminal of 80 columns: a job's details stand in indented lines below its row.
 """
 
+import math
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,20 +113,31 @@ def _details(job: Mapping[str, Any]) -> Iterator[str]:
         yield job["note"]
 
 
+def earliest_line(earliest: Mapping[str, Any] | None) -> str:
+    """When a queued job could start."""
+    if earliest is None:
+        return "when it could start is not known"
+    minutes = max(1, math.ceil(earliest["in_s"] / 60))
+    time = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+    return f"it could start in {time} at the earliest, when {earliest['after']} ends"
+
+
 def explain_running(job: str, channel: str, *, as_json: bool) -> int:
     """``rose sched explain --job JOB``."""
     with connect(channel) as client:
         [found] = ask(client, Status(seq=client.next_seq(), job=job))["jobs"]
     shown = (
         *("name", "state", "group", "rollout_nodes", "why", "moving_to", "moves"),
-        *("priority", "ahead", "num_overtaken"),
+        *("priority", "ahead", "num_overtaken", "earliest"),
     )
     if as_json:
-        print_json({key: found[key] for key in shown})
+        print_json({key: found.get(key) for key in shown})
         return 0
     if found["state"] in WAITING:
         print(f"{job} is {found['state']}: {found['why']}")
         print(f"  {_turn(found)}, overtaken by {found['num_overtaken']} jobs")
+        if found["state"] == "queued":
+            print(f"  {earliest_line(found['earliest'])}")
         return 0
     nodes = ", ".join(map(str, found["rollout_nodes"]))
     print(f"{job} is {found['state']} in {found['group']}, on rollout nodes {nodes}: {found['why']}")

@@ -132,7 +132,7 @@ class ClusterScheduler:
             case Submit():
                 self._queue.submit(client, call, now)
             case Status():
-                self._status(client, call)
+                self._status(client, call, now)
             case Overview():
                 body = overview(self._state, self._pid, now)
                 self._state.answer(client, call.seq, body=body)
@@ -253,7 +253,7 @@ class ClusterScheduler:
         ]
         self._state.answer(client, call.seq, body={"drained": sorted(drained), "still_used_by": users})
 
-    def _status(self, client: str, call: Status) -> None:
+    def _status(self, client: str, call: Status, now: float) -> None:
         if call.job is not None and call.job not in self._state.jobs:
             self._state.answer(client, call.seq, self._state.unknown(call.job))
             return
@@ -262,6 +262,8 @@ class ClusterScheduler:
             "jobs": [self._state.describe(name) for name in names],
             "scheduler_pid": self._pid,
         }
+        if call.job is not None and self._state.jobs[call.job].state.is_waiting:
+            body["jobs"][0]["earliest"] = self._queue.earliest(call.job, now)
         if call.job is None:
             body["groups"] = {name: self._state.describe_group(name) for name in self._state.groups.by_name}
             body["hosts"] = {

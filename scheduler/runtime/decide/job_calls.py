@@ -67,9 +67,13 @@ class JobCalls:
 
     def is_possible_now(self, spec: RunSpec, now: float) -> bool:
         """Whether the job has a place if no job runs on the nodes of living hosts that are not drained."""
+        empty = self._state.groups.without_jobs(self._state.hosts.totals(), spec.group)
+        return self.has_place(empty, spec, now)
+
+    def has_place(self, groups: Groups, spec: RunSpec, now: float) -> bool:
+        """Whether the job has a place in these groups, in an order that can be certified."""
         try:
-            empty = self._state.groups.without_jobs(self._state.hosts.totals(), spec.group)
-            group = empty.place(spec, now).group
+            group = groups.place(spec, now).group
             certify(group, own_order(group))
         except (ConfigError, PoolsFull, CertificateError):
             return False

@@ -146,6 +146,18 @@ class Groups:
             empty.drain(name, nodes)
         return empty
 
+    def without_some(self, jobs: Collection[str]) -> "Groups":
+        """Returns what a job would find if these had ended."""
+        found = Groups(self._spec, self._resident_of)
+        found.offered = self.offered
+        for name, group in self.by_name.items():
+            found.put(
+                functools.reduce(Group.without, [each for each in _names(group) if each in jobs], group)
+            )
+            found.drain(name, self.drained.get(name, []))
+        found.leaving.update({job: name for job, name in self.leaving.items() if job not in jobs})
+        return found
+
     def put(self, group: Group) -> None:
         """Replaces the group of this name."""
         self._count(self.by_name.get(group.name), -1)

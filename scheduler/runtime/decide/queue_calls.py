@@ -8,6 +8,8 @@ after that, no job behind it that could use the same nodes is placed before it, 
 even if no job ran, or waits for its team's quota. Pure: takes ``now``.
 """
 
+import bisect
+import heapq
 from collections import Counter
 
 from rose.config import parse_config
@@ -23,6 +25,8 @@ from rose.scheduler.runtime.job.spec import RunSpec
 
 MAX_OVERTAKEN = 16
 """Small jobs may fill what a large one leaves idle, but only so many of them."""
+NUM_ENDS = 64
+"""The next ends of jobs that are looked at for when a queued job could start."""
 RETRY_S = 60.0
 """A job that runs faster than its SLO demands may later have another beside it that it may not have now."""
 
@@ -84,6 +88,27 @@ class QueueCalls:
         """Puts a held job back where it was in the queue."""
         self._change(client, call, JobState.QUEUED, "released_to_queue")
         self._state.has_new_room = True
+
+    def earliest(self, name: str, now: float) -> dict[str, object] | None:
+        """Returns when a queued job could start if none were ahead of it; None: not known.
+
+        `in_s` seconds from now, when the job `after` ends. Until then all jobs run as fast as certified.
+        """
+        running = [job for job in self._state.live if self._state.jobs[job].state.is_placed]
+        ends = heapq.nsmallest(NUM_ENDS, ((self._left_s(job), job) for job in running))
+
+        def fits(num: int) -> bool:
+            groups = self._state.groups.without_some({job for _, job in ends[:num]})
+            return self._jobs.has_place(groups, self._state.specs[name], now)
+
+        num = bisect.bisect_left(range(len(ends) + 1), True, key=fits)
+        if self._state.jobs[name].state is not JobState.QUEUED or not 0 < num <= len(ends):
+            return None
+        return {"in_s": ends[num - 1][0], "after": ends[num - 1][1]}
+
+    def _left_s(self, job: str) -> float:
+        bound = self._state.permits_of(job).certificate.bounds[job]
+        return bound.mean_s * (self._state.specs[job].iterations - self._state.jobs[job].num_done)
 
     def place_waiting(self, now: float) -> None:
         """Tries all queued jobs, if there may be new room, and places those that fit."""

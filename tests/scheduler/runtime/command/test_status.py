@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rose.scheduler.runtime.command.status import status_lines
+from rose.scheduler.runtime.command.status import earliest_line, status_lines
 
 JOB: dict[str, Any] = {
     "name": "math-7b",
@@ -88,3 +88,11 @@ def test_the_table_fits_80_columns_whatever_the_names() -> None:
 
 def test_without_jobs_it_says_how_to_submit_one() -> None:
     assert status_lines([], 80) == ["no jobs; submit one with: rose sched submit JOB.yaml"]
+
+
+def test_the_earliest_start_is_said_in_hours_and_minutes() -> None:
+    assert (
+        earliest_line({"in_s": 30.0, "after": "a"}) == "it could start in 1 min at the earliest, when a ends"
+    )
+    assert "in 2 h 1 min at" in earliest_line({"in_s": 7201.0, "after": "a"})
+    assert "not known" in earliest_line(None)

@@ -368,3 +368,17 @@ def test_a_job_of_no_known_team_or_beyond_its_quota_is_refused(fields: dict[str,
     phases = {kind: {"seconds": 1.0, "nodes": fields.pop("num_nodes", 1)} for kind in ("rollout",)}
     phases["train"] = {"seconds": 1.0, "nodes": 1}
     assert words in error_of(full.scheduler.submit("x", group=None, phases=phases, **fields))
+
+
+def test_a_queued_job_is_told_when_it_could_start_and_whose_end_lets_it() -> None:
+    full = Full(2)
+    full.submit("short", iterations=10)
+    full.submit("long", iterations=100)
+    full.submit("small")
+    full.submit("large", num_nodes=2)
+    assert full.scheduler.job("small")["earliest"] == {"in_s": 20.0, "after": "short"}
+    assert full.scheduler.job("large")["earliest"] == {"in_s": 200.0, "after": "long"}
+    full.scheduler.control._state.groups.check_integrity(full.scheduler.now)
+    full.scheduler.call(HoldJob, job="small", client="cli")
+    assert full.scheduler.job("small")["earliest"] is None, "it waits for its release"
+    assert "earliest" not in full.scheduler.job("long")
