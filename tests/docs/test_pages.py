@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS: dict[str, type[BaseModel]] = {
     "engines": NodeConfig,
     "pools": ServeSpec,
+    "teams": ServeSpec,
     "command": RunSpec,
     "jobs": RouterConfig,
     "pipelines": GpuSpec,
