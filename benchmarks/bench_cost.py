@@ -20,9 +20,9 @@ and static WEAVE. What needs the optimum is not measured without OR-tools (the e
 
 Cases: workloads (Figure 15a; `mixed` is Figure 20), uniform SLOs (15b), largest groups (15c). Beside the
 figures stand total dollars, moves a job, and the paper's value where it has one. Nodes cost $14.80 (H20) and
-$42.24 (H800) an hour; every job takes one of each. The search for each optimum takes about OPTIMUM_S at the
-most: where many jobs run at once it is not proven, and `optimum's gap` is the mean share of its cost that an
-unknown one might save. `--quick` plays the trace's first 60 jobs. How far it is, is said on stderr.
+$42.24 (H800) an hour; every job takes one of each. The search for each optimum takes about 10 s at the most,
+with `--quick` 0.3 s: where many jobs run at once it is not proven, and `optimum's gap` is the mean share of its
+cost that an unknown one might save. `--quick` plays the trace's first 60 jobs. Progress is said on stderr.
 
     python benchmarks/bench_cost.py --trace philly_300_segment.csv --parts workloads --json cost.json
 """
@@ -51,7 +51,8 @@ from rose.scheduler.sim.progress import Progress
 from rose.scheduler.sim.workloads import Arrival, Workload, generate_trace, read_trace, submissions
 
 PARTS = ("workloads", "slo", "size", "stretch", "drift", "live")
-OPTIMUM_S = 10.0
+OPTIMUM_S = {True: 0.3, False: 10.0}
+"""How long one search for the optimum takes at the most, quick or not."""
 NUM_QUICK = 60
 BANK = "-bank"
 """Suffix of a policy that is asked to keep SLOs over the lifetime only."""
@@ -93,14 +94,15 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     if args.quick:
         trace = trace[:NUM_QUICK]
     seeds = range(args.seed, args.seed + num_seeds)
+    limit_s = OPTIMUM_S[args.quick]
     figures: list[Figure] = []
     for case in _cases(args):
-        figures += _figures(case, trace, seeds)
+        figures += _figures(case, trace, seeds, limit_s)
     if "drift" in args.parts and find_spec("ortools") is not None:
         for kind in ("mixed",) if args.quick else PAPER_DRIFT:
-            figures.append(_drift(kind, trace, seeds))
+            figures.append(_drift(kind, trace, seeds, limit_s))
     if "live" in args.parts and find_spec("ortools") is not None:
-        figures += [_live(name, trace, seeds) for name in LIVE]
+        figures += [_live(name, trace, seeds, limit_s) for name in LIVE]
     return figures
 
 
@@ -125,8 +127,8 @@ def _cases(args: argparse.Namespace) -> list[_Case]:
     return cases
 
 
-def _figures(case: _Case, trace: Sequence[Arrival], seeds: Sequence[int]) -> list[Figure]:
-    exact = [Exact(limit_s=OPTIMUM_S) for _ in seeds] if find_spec("ortools") is not None else []
+def _figures(case: _Case, trace: Sequence[Arrival], seeds: Sequence[int], limit_s: float) -> list[Figure]:
+    exact = [Exact(limit_s=limit_s) for _ in seeds] if find_spec("ortools") is not None else []
     best = [_run("exact", case, trace, seed, one) for one, seed in zip(exact, seeds, strict=False)]
     gaps = [gap for one in exact for gap in one.gaps]
     results = {name: [_run(name, case, trace, seed) for seed in seeds] for name in case.policies}
@@ -169,12 +171,12 @@ def _run(name: str, case: _Case, trace: Sequence[Arrival], seed: int, policy: Po
     return Simulation(jobs, policy, pools, keeps_ends=case.keeps_ends, progress=progress).run()
 
 
-def _live(name: str, trace: Sequence[Arrival], seeds: Sequence[int]) -> Figure:
+def _live(name: str, trace: Sequence[Arrival], seeds: Sequence[int], limit_s: float) -> Figure:
     workload, kind, target = LIVE[name]
     ratios, alone, attained, moves, gaps = [], [], [], [], list[float]()
     for seed in seeds:
         jobs = submissions(trace, workload, seed, slo_kind=kind)
-        exact, policy = Exact(limit_s=OPTIMUM_S), POLICIES[MULTI_RATE](seed)
+        exact, policy = Exact(limit_s=limit_s), POLICIES[MULTI_RATE](seed)
         plain = submissions(trace, workload, seed)
         progress = Progress(f"{name}, seed {seed}, optimum")
         best = Simulation(plain, exact, keeps_ends=True, progress=progress).run()
@@ -194,13 +196,13 @@ def _live(name: str, trace: Sequence[Arrival], seeds: Sequence[int]) -> Figure:
     return _figure(f"cost_over_opt_live[{name}]", ratios, "x", target, peers)
 
 
-def _drift(kind: str, trace: Sequence[Arrival], seeds: Sequence[int]) -> Figure:
+def _drift(kind: str, trace: Sequence[Arrival], seeds: Sequence[int], limit_s: float) -> Figure:
     ratios, static, kept, moves = [], [], [], []
     for seed in seeds:
         jobs = submissions(trace, Workload.MIXED, seed)
         changes = drifts(jobs, kind, seed)
         progress = Progress(f"drift {kind}, seed {seed}, regrouping")
-        exact = Exact(charges_moves=True, limit_s=OPTIMUM_S)
+        exact = Exact(charges_moves=True, limit_s=limit_s)
         regrouped = Simulation(jobs, exact, keeps_ends=True, changes=changes, progress=progress).run()
         run = Simulation(jobs, Lifetime(), keeps_ends=True, changes=changes).run()
         weave = Simulation(jobs, Weave(), keeps_ends=True, changes=changes).run()
