@@ -21,8 +21,8 @@ and static WEAVE. What needs the optimum is not measured without OR-tools (the e
 Cases: workloads (Figure 15a; `mixed` is Figure 20), uniform SLOs (15b), largest groups (15c). Beside the
 figures stand total dollars, moves a job, and the paper's value where it has one. Nodes cost $14.80 (H20) and
 $42.24 (H800) an hour; every job takes one of each. The search for each optimum takes about 10 s at the most,
-with `--quick` 0.3 s: where many jobs run at once it is not proven, and `optimum's gap` is the mean share of its
-cost that an unknown one might save. `--quick` plays the trace's first 60 jobs. Progress is said on stderr.
+with `--quick` 0.3 s: where many jobs run at once it is not proven, and `optimum's gap` is the mean share of
+its cost that an unknown one might save. `--quick` plays the trace's first 60 jobs. Progress is on stderr.
 
     python benchmarks/bench_cost.py --trace philly_300_segment.csv --parts workloads --json cost.json
 """
