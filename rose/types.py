@@ -71,3 +71,12 @@ class WeightVersion:
 
     def __str__(self) -> str:
         return f"{self.run_id}/{self.number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a scheduler below the cluster puts work, and when it expects the work to end."""
+
+    where: int
+    """Of a node level's decision, the node."""
+    finish_s: float

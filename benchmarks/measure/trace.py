@@ -1,6 +1,6 @@
-"""Arrival traces for the demo's serving load: read one, or draw one with the same shape, and scale it.
+"""Arrival traces for the demo's serving load: draw one with the shape of a known one, and scale it.
 
-Owns trace rows and their scaling to a tiny model. Promises the same requests for the same seed.
+Owns drawn traces and the scaling of traces to a tiny model. Promises the same requests for the same seed.
 Never sends anything.
 
 The Azure LLM inference traces (conversation) are published by Microsoft under CC-BY:
@@ -8,15 +8,13 @@ Patel et al., Splitwise, ISCA 2024.
 """
 
 import bisect
-import csv
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
-from rose.errors import ConfigError
+from rose.scheduler.sim.requests import TraceRow, load_trace
 
 MIN_OUTPUT_TOKENS = 2
 """TPOT needs two tokens."""
@@ -41,15 +39,6 @@ _GAP_CV = 1.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRow:
-    """One request of a trace."""
-
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRequest:
     """One request to send, ``at_s`` after the start of its window."""
 
@@ -62,36 +51,6 @@ class ReplayRequest:
 def trace_or_synthetic(path: Path | None, seed: int) -> list[TraceRow]:
     """The trace in a file, or without one a stand-in of its usual length. Raises: ConfigError."""
     return load_trace(path) if path is not None else synthetic_trace(num_requests=SYNTHETIC_ROWS, seed=seed)
-
-
-def load_trace(path: Path) -> list[TraceRow]:
-    """Read an Azure-style CSV (TIMESTAMP, ContextTokens, GeneratedTokens), times from its first row.
-
-    Raises ConfigError naming the file, the line and the column that can't be read.
-    """
-    rows: list[TraceRow] = []
-    first_s: float | None = None
-    with path.open(newline="") as file:
-        for line, row in enumerate(csv.DictReader(file), start=2):
-            try:
-                at_s = _timestamp_s(row["TIMESTAMP"])
-                prompt, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{path}:{line}: not a trace row ({error}); "
-                    "expected columns TIMESTAMP, ContextTokens, GeneratedTokens"
-                ) from error
-            first_s = at_s if first_s is None else first_s
-            rows.append(TraceRow(arrival_s=at_s - first_s, prompt_tokens=prompt, output_tokens=output))
-    if not rows:
-        raise ConfigError(f"{path}: the trace has no rows")
-    return rows
-
-
-def _timestamp_s(text: str) -> float:
-    """Seconds of "2023-11-16 18:15:46.6805900"; datetime alone reads no seventh decimal."""
-    whole, _, fraction = text.partition(".")
-    return datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or '0'}")
 
 
 def synthetic_trace(*, num_requests: int, seed: int) -> list[TraceRow]:

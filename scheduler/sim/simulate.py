@@ -1,7 +1,7 @@
 """`rose sched simulate`: what a policy would do with a trace, in simulated figures.
 
-The level is the cluster's (which group a job joins), unless `--level gpu` asks for the GPUs' (what two
-pipelines run on them at once).
+The level is the cluster's (which group a job joins), unless `--level` asks for the nodes' (which node a request or
+a training task gets) or the GPUs' (what two pipelines run on them at once).
 """
 
 import argparse
@@ -16,10 +16,11 @@ from rose.scheduler.group.model import SloKind
 from rose.scheduler.sim.gpu_command import simulate_pair
 from rose.scheduler.sim.live import Replay
 from rose.scheduler.sim.loop import Result, Simulation
+from rose.scheduler.sim.node_command import simulate_nodes
 from rose.scheduler.sim.progress import Progress
 from rose.scheduler.sim.workloads import Workload, generate_trace, read_trace, submissions
 
-LEVELS = ("cluster", "gpu")
+LEVELS = ("cluster", "node", "gpu")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +29,9 @@ def main(argv: Sequence[str]) -> int:
     first.add_argument("--level", default=LEVELS[0])
     level, rest = first.parse_known_args(list(argv))
     if level.level not in LEVELS:
-        raise ConfigError(f"--level {level.level}: the levels are {' and '.join(LEVELS)}")
+        raise ConfigError(f"--level {level.level}: the levels are {', '.join(LEVELS)}")
+    if level.level == "node":
+        return simulate_nodes(rest)
     return simulate_pair(rest) if level.level == "gpu" else simulate_cluster(rest)
 
 
@@ -37,8 +40,8 @@ def simulate_cluster(argv: Sequence[str]) -> int:
     parser = CommandParser(
         "rose sched simulate",
         "Plays a trace of jobs against a policy. No real job is placed.\n\n"
-        "--level gpu plays two pipelines on the same GPUs instead; "
-        "rose sched simulate --level gpu --help has its options.",
+        "--level node plays requests and training tasks on nodes instead, and --level gpu two pipelines on "
+        "the same GPUs; rose sched simulate --level node --help has the options of that level.",
         "rose sched simulate --trace jobs.csv --policy lifetime --workload mixed",
     )
     parser.add_argument(

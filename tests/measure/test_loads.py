@@ -21,7 +21,8 @@ from rose.measure.completions import SESSION_HEADER
 from rose.measure.records import read_records
 from rose.measure.replay import WINDOW_CLOSED, Replay, main, replay
 from rose.measure.rollout_load import RolloutLoad, RolloutLoadResult, RolloutWorkload
-from rose.measure.trace import ReplayRequest, load_trace, scaled, synthetic_trace
+from rose.measure.trace import ReplayRequest, scaled, synthetic_trace
+from rose.scheduler.sim.requests import load_trace
 
 Answer = Callable[["Stream", dict[str, Any]], Awaitable[None]]
 SMALL = RolloutWorkload(

@@ -26,7 +26,7 @@ from lib.slo.figures import (
 from lib.slo.policies import FEW, IDLE, MODES, policy_table
 from rose.admission.gate import GateSettings, mode_problem
 from rose.measure.figures import Figure
-from rose.measure.trace import TraceRow
+from rose.scheduler.sim.requests import TraceRow
 from rose.types import SLO, Deployment, GateMode
 
 RATES_RPS = {"8B": 0.35, "32B": 0.25}

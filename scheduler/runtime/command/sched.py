@@ -27,6 +27,11 @@ SUBCOMMANDS = (
     Subcommand(name="serve", module="rose.jobs.serve", summary="schedule jobs and run them on this machine"),
     Subcommand(name="profile", module="rose.jobs.profile", summary="measure the times of a job's phases"),
     Subcommand(
+        name="profile-stages",
+        module="rose.jobs.stage_times",
+        summary="measure a model's passes by pipeline stage",
+    ),
+    Subcommand(
         name="slowdown",
         module="rose.jobs.slowdown",
         summary="measure what sub-stages cost one another on this machine",

@@ -82,7 +82,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--level rack: the levels are cluster and gpu"):
+    with pytest.raises(ConfigError, match="--level rack: the levels are cluster, node, gpu"):
         main(["--level", "rack"])
 
 

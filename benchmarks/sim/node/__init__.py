@@ -1,0 +1,1 @@
+"""What LeMix is compared with on simulated nodes."""
