@@ -142,7 +142,8 @@ def _play(work: Work, setup: Setup, truth: Profile | None = None) -> Result:
 
 
 def _grid(kind: str, trace: Sequence[TraceRow], args: argparse.Namespace) -> list[Figure]:
-    rates, shares = RATES[kind], SHARES
+    rates: Sequence[float] = RATES[kind]
+    shares: Sequence[float] = SHARES
     if args.quick:
         rates, shares = rates[2:4], (0.1, 0.5, 0.9)
     seeds = range(args.seed, args.seed + (args.seeds if args.seeds is not None else 1 if args.quick else 3))

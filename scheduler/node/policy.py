@@ -5,8 +5,8 @@ anything: whoever runs the passes reports their ends.
 
 Source: LeMix §IV-C. Where we differ: equation 3 as printed divides a negative number by the response time and
 so prefers slow nodes; here the response time is subtracted. A node's score decides among the nodes on which
-the request keeps its SLO with room to spare; otherwise the fastest node gets it. Training waits in one queue
-for all nodes, and a node pulls a task when it has nothing else to start and equation 4 allows it.
+the request keeps its SLO with room to spare, or that are about as fast as the fastest. Training waits in one
+queue for all nodes, and a node pulls a task when it has nothing else to start and equation 4 allows it.
 """
 
 import math
@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from rose.scheduler.node.model import Lengths, Profile, Task
 from rose.scheduler.node.plan import NodePlan
 from rose.types import Placement
+
+_AS_FAST = 0.05
+"""Response times within this share of the SLO are equal: nodes' measured speeds differ by noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +174,15 @@ class NodePolicy:
         return score_s, response_s, idle_s, profit_s, fit
 
     def _choose(self, scores: Sequence[tuple[float, float, float, float, float]]) -> int:
-        within_s = self.rules.fill_share * self.rules.slo_s
-        best, best_score = -1, -math.inf
-        fastest, least_s = 0, math.inf
+        least_s = min(response_s for _, response_s, *_ in scores)
+        within_s = self.within_s(least_s)
+        best, best_score = 0, -math.inf
         for node, (score_s, response_s, *_) in enumerate(scores):
             if response_s <= within_s and score_s > best_score:
                 best, best_score = node, score_s
-            if response_s < least_s:
-                fastest, least_s = node, response_s
-        return best if best >= 0 else fastest
+        return best
+
+    def within_s(self, least_s: float) -> float:
+        """The response time up to which scores decide, if the fastest node answers after `least_s`."""
+        rules = self.rules
+        return max(rules.fill_share * rules.slo_s, least_s + _AS_FAST * rules.slo_s)

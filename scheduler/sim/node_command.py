@@ -79,12 +79,9 @@ class ExplainedPolicy(NodePolicy):
         if placement is None:
             self.lines.append(f"{what}: queued for a node that has nothing else to start")
             return None
-        chosen, rules = scores[placement.where], self.rules
-        within_s = rules.fill_share * rules.slo_s
-        if chosen.response_s <= within_s:
-            why = f"the best score of the nodes that answer within {within_s:.3f} s"
-        else:
-            why = f"the fastest, as none answers within {within_s:.3f} s"
+        chosen = scores[placement.where]
+        within_s = self.within_s(min(each.response_s for each in scores))
+        why = f"the best score of the nodes that answer within {within_s:.3f} s"
         nodes = "; ".join(
             f"{each.node}: response {each.response_s:.3f} s, profit {each.profit_s:.3f} s, "
             f"consistency {each.consistency:.2f}, score {each.score_s:.3f}"

@@ -56,6 +56,8 @@ class Request:
     end_s: float = math.inf
     num_made: int = 0
     is_offloaded: bool = False
+    has_alarm: bool = False
+    """Whether it is looked at again when it will have waited for memory for long enough."""
 
     @property
     def ttft_s(self) -> float:

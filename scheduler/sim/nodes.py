@@ -18,6 +18,8 @@ from rose.scheduler.node.memory import Verdict
 from rose.scheduler.node.model import Profile, Task
 from rose.scheduler.sim.node_results import Conditions, Policy, Request, Result, Trained
 
+_LATE_S = 1e-6
+"""Behind a limit, whatever the rounding."""
 RESUME_S = 0.0005
 """What it costs to go on with a training pass that gave way. An assumption."""
 
@@ -317,8 +319,10 @@ class NodeSimulation:
         while verdict is Verdict.OFFLOAD and one.decodes:
             self._offload(node, one)
             verdict = self._verdict(node, need_bytes, request.ready_s)
-        if verdict is Verdict.WAIT and self._conditions.memory is not None:
-            self._at(request.ready_s + self._conditions.memory.max_wait_s, lambda: self._start(node, 0))
+        if verdict is Verdict.WAIT and self._conditions.memory is not None and not request.has_alarm:
+            request.has_alarm = True
+            alarm_s = request.ready_s + self._conditions.memory.max_wait_s + _LATE_S
+            self._at(alarm_s, lambda: self._start(node, 0))
         if verdict is Verdict.RUN:
             node.used_bytes += need_bytes
         return verdict is Verdict.RUN

@@ -45,7 +45,8 @@ def test_beyond_capacity_the_fastest_node_is_chosen() -> None:
         scores = policy.scores(request(number), 0.0)
         node = place(policy, request(number), 0.0)
         if all(each.response_s > RULES.fill_share * RULES.slo_s for each in scores):
-            assert scores[node].response_s == min(each.response_s for each in scores)
+            least_s = min(each.response_s for each in scores)
+            assert scores[node].response_s <= least_s + 0.05 * RULES.slo_s
 
 
 def test_scores_plan_nothing() -> None:

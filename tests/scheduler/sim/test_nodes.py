@@ -185,7 +185,6 @@ def test_an_slo_that_no_node_can_keep_holds_no_training_back(capsys: pytest.Capt
     )
     report = json.loads(capsys.readouterr().out)
     assert (report["attainment"], report["training_tasks"]) == (0.0, 50)
-    assert any("the fastest, as none answers within" in line for line in report["decisions"])
 
 
 @pytest.mark.parametrize(
