@@ -1,7 +1,7 @@
 """`rose sched simulate`: what a policy would do with a trace, in simulated figures.
 
-The level is the cluster's (which group a job joins), unless `--level` asks for the nodes' (which node a request or
-a training task gets) or the GPUs' (what two pipelines run on them at once).
+The level is the cluster's (which group a job joins), unless `--level` asks for the nodes' (which node gets a
+request or a training task) or the GPUs' (what two pipelines run on them at once).
 """
 
 import argparse
@@ -26,7 +26,7 @@ LEVELS = ("cluster", "node", "gpu")
 def main(argv: Sequence[str]) -> int:
     """Simulates the level that `--level` names."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--level", default=LEVELS[0])
+    first.add_argument("--level", nargs="?", default=LEVELS[0])
     level, rest = first.parse_known_args(list(argv))
     if level.level not in LEVELS:
         raise ConfigError(f"--level {level.level}: the levels are {', '.join(LEVELS)}")
