@@ -11,6 +11,8 @@ from dataclasses import replace
 from rose.admission.gate import GateSettings, ServingView
 from rose.admission.harm import RequestDelay
 from rose.admission.slack import (
+    BANK_LIMIT_BUDGETS,
+    BANK_PACE,
     NEVER,
     ActiveDecode,
     PendingPrefill,
@@ -275,6 +277,26 @@ class ServingDeadlines:
             has_work=has_work,
             has_pending_prefill=bool(self._pending),
             latest_start_s=self._latest_start(now, model, context_tokens) if has_work else NEVER,
+        )
+
+    def view_after(self, end_s: float, model: StepTimeModel, context_tokens: float = 0) -> ServingView:
+        """Returns what to expect of the view at ``end_s``, when the steps in flight have given every decode
+        another token. Its latest start is a lower bound.
+        """
+        latest_s = self._latest_start(end_s, model, context_tokens)
+        follows_dues = self._has_deadlines and self._has_tpot and not self._is_literal
+        if follows_dues and self._decodes and not (self._is_prefill_first and self._pending):
+            assert self._due_s is not None  # _latest_start found it
+            latest_s += self._next_due(end_s, self._due_s) - self._due_s
+        return ServingView(has_work=True, has_pending_prefill=bool(self._pending), latest_start_s=latest_s)
+
+    def _next_due(self, now: float, due_s: float) -> float:
+        """Returns the least that token_due() says after another token at ``now``: the pace moves on, and the
+        limit and the cap count from there."""
+        paces = [self._target_and_cap(own) for own in {times.tpot_s for times in self._decodes.values()}]
+        return min(
+            min(due_s + BANK_PACE * target_s, now + min((1 + BANK_LIMIT_BUDGETS) * target_s, cap_s))
+            for target_s, cap_s in paces
         )
 
     def may_join(self, now: float, model: StepTimeModel, context_tokens: float = 0) -> bool:

@@ -109,27 +109,30 @@ class ServingSide:
     def end_step(self, view: ServingView, *, num_steps: int = 1) -> None:
         """Releases the GPU and publishes what the next step needs; without a claim it only publishes.
 
-        ``num_steps`` is 0 if the claim went unused.
+        ``num_steps`` is the number of steps that have ended with it, 0 if the claim went unused.
         """
         words = self._words
         if self._is_stepping:
             started_ns = words.load(Word.S_STARTED)
             words.store(Word.S_STARTED, 0)
             words.add(Word.S_BUSY, time.monotonic_ns() - started_ns)
-            words.add(Word.S_STEPS, num_steps)
             self._is_stepping = False
-        self.publish(view)
+        else:
+            num_steps = 0
+        self.publish(view, num_steps=num_steps)
 
-    def publish(self, view: ServingView) -> None:
+    def publish(self, view: ServingView, *, num_steps: int = 0) -> None:
         """Publishes has_work, has_pending_prefill and latest_start_s of serving's next step, at any time.
 
-        A claim on the GPU stays. Without one, a request's arrival changes IDLE into OPEN here.
+        A claim on the GPU stays, although ``num_steps`` of its steps have ended. Without one, a request's
+        arrival changes IDLE into OPEN here.
         """
         # The state is written last: rollout may act on these words once it no longer reads RUNNING.
         words = self._words
         words.store(Word.S_HAS_PENDING, int(view.has_pending_prefill))
         words.store(Word.S_LATEST_START, to_ns(view.latest_start_s))
         words.store(Word.S_HEARTBEAT, time.monotonic_ns())
+        words.add(Word.S_STEPS, num_steps)
         words.add(Word.S_SEQ, 1)
         if self._is_stepping:
             return
@@ -157,7 +160,8 @@ class ServingSide:
         words = self._words
         now_ns = time.monotonic_ns()
         latest_ns = to_ns(latest_start_s)
-        if self._is_stepping or not self._rollout_can_use_a_grant(now_ns, latest_ns):
+        is_open = not self._is_stepping and words.load(Word.S_STATE) == EngineState.OPEN
+        if not is_open or not self._rollout_can_use_a_grant(now_ns, latest_ns):
             return 0.0
         grant = words.add(Word.S_GRANT, 1)
         ring(words, Word.ROLLOUT_BELL)
@@ -167,6 +171,10 @@ class ServingSide:
         waited_ns = time.monotonic_ns() - now_ns
         words.add(Word.S_YIELD_WAIT, waited_ns)
         return waited_ns / 1e9
+
+    def may_offer(self, at_s: float, latest_start_s: float) -> bool:
+        """Whether rollout wants a grant, and could use one that is offered at ``at_s`` (time.monotonic)."""
+        return self._rollout_can_use_a_grant(to_ns(at_s), to_ns(latest_start_s))
 
     def offer_grants(
         self,
@@ -204,7 +212,6 @@ class ServingSide:
         words = self._words
         if (
             not self.is_wanted
-            or words.load(Word.S_STATE) != EngineState.OPEN
             or is_arrival_pending(words, now_ns)
             or closed_slices(words).is_closed(now_ns / 1e9)
         ):

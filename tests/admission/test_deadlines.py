@@ -229,6 +229,52 @@ def test_other_modes_take_prefill_along_as_vllm_does() -> None:
     assert serving.prefill_room(1.3, MODEL) == 512
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(1, 8)), min_size=1, max_size=30),
+    st.sampled_from([GateMode.DUAL, GateMode.TPOT_ONLY]),
+    st.floats(0, 0.7),
+)
+def test_the_view_after_a_step_in_flight_promises_no_more_slack_than_there_will_be(
+    tokens: list[tuple[str, int]], mode: GateMode, load: float
+) -> None:
+    serving = books(mode)
+    for name, tpot_ms in (("a", None), ("b", 150), ("c", 50)):
+        own = SLO(ttft_s=1.0, tpot_s=tpot_ms / 1000) if tpot_ms is not None else None
+        serving.arrived(name, 0.0, 10, own)
+    serving.set_load(load)
+    now = 0.0
+    for name, gap in tokens:
+        now += gap / 100
+        serving.produced([name], now)
+    serving.finished(name for name in "abc" if name not in {made for made, _ in tokens})
+    promised = serving.view_after(now + 0.02, MODEL)
+    serving.produced({made for made, _ in tokens}, now + 0.02)
+    there_is = serving.view(now + 0.02, MODEL, has_work=True)
+    assert promised.latest_start_s <= there_is.latest_start_s + 1e-9
+    if promised.latest_start_s > now + 0.02:
+        assert promised.has_pending_prefill == there_is.has_pending_prefill
+
+
+@pytest.mark.parametrize("mode", list(GateMode))
+def test_every_mode_has_a_view_after_the_steps_in_flight(mode: GateMode) -> None:
+    serving = books(mode)
+    assert serving.view_after(1.0, MODEL).latest_start_s == NEVER
+    serving.produced(["a", "b"], 1.0)
+    serving.finished(["a"])  # whose due time was the least
+    assert serving.view_after(1.02, MODEL).latest_start_s >= latest(serving, 1.02)
+    serving.produced(["b"], 1.1)
+    serving.finished(["b"])
+    assert serving.view_after(1.2, MODEL).latest_start_s == NEVER
+
+
+def test_no_slack_is_expected_behind_a_step_while_a_request_waits_for_its_first_token() -> None:
+    serving = books()
+    serving.produced(["a"], 1.0)
+    assert serving.view_after(1.02, MODEL).latest_start_s == pytest.approx(1.0 + 0.1 + 0.095 - 0.011)
+    serving.arrived("b", 1.0, 100)
+    assert serving.view_after(1.02, MODEL).has_pending_prefill
+
+
 def test_no_work_means_no_deadline() -> None:
     serving = books()
     serving.produced(["a"], 1.0)

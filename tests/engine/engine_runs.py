@@ -160,7 +160,7 @@ def wait_behind_a_prefill(model: Path, prompts: Prompts) -> list[Reply]:
 
 
 def scheduler_block_hasher(driver: Driver) -> Any:
-    return driver._engine.engine_core.engine_core.request_block_hasher
+    return driver.core.request_block_hasher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

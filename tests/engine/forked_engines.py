@@ -113,21 +113,29 @@ class Driver:
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
-        self.scheduler = self._engine.engine_core.engine_core.scheduler
+        self.core = self._engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
         self._num_asked = 0
         self.replies: dict[str, Reply] = {}
-        if bind := getattr(self.scheduler, "bind_input_queue", None):
-            bind(queue.Queue())  # starts the thread that notices leases and cuts in an idle engine
+        if bind := getattr(self.scheduler, "bind_core", None):
+            self.core.input_queue = queue.Queue()  # an engine core in its caller's thread has none
+            bind(self.core)  # starts the thread that notices leases and cuts in an idle engine
 
-    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[str]:
-        """Adds requests; returns their names."""
+    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[int] = ()) -> list[str]:
+        """Adds requests, each with its stop token if there are any; returns their names."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         names = [str(self._num_asked + index) for index in range(len(prompts))]
         self._num_asked += len(prompts)
-        for name, prompt in zip(names, prompts, strict=True):
+        for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                stop_token_ids=[stops[index]] if stops else None,
+            )
             self._engine.add_request(name, TokensPrompt(prompt_token_ids=list(prompt)), params)
         return names
 

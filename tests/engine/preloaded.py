@@ -2,6 +2,8 @@
 
 from multiprocessing import get_context
 
+ASYNC = {"ROSE_TEST_ASYNC": "1"}
+"""Environment of engines with async scheduling (async_on_cpu.py)."""
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -9,5 +11,6 @@ FORKS.set_forkserver_preload(
         *("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.launchers.api_server.app_state"),
         *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.core.sched.scheduler"),
         *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen3"),
+        *("vllm.v1.core.sched.async_scheduler", "async_on_cpu"),
     ]
 )

@@ -9,11 +9,12 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.worker.gpu_worker import Worker
 
 from rose.admission.board import MAGIC, Word
 from rose.engine.hooks import patches
+from rose.engine.scheduling.scheduler import RoseScheduler
 from rose.engine.settings import EngineSettings
 from rose.errors import BoardError, ConfigError
 from rose.memory.daemon.daemon import start_daemon
@@ -78,9 +79,12 @@ def test_a_floor_larger_than_the_pool_is_refused_with_the_numbers(monkeypatch: p
             patches._apply(fits, EngineArgs(folder, additional_config={}))
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("role", Role)
-def test_both_roles_have_a_scheduler_class_that_loads(role: Role) -> None:
-    assert issubclass(resolve_obj_by_qualname(patches._scheduler(role)), Scheduler)
+def test_both_roles_have_a_scheduler_class_for_what_vllm_chooses(role: Role, is_async: bool) -> None:
+    chosen = resolve_obj_by_qualname(patches._scheduler(role, is_async=is_async))
+    assert issubclass(chosen, RoseScheduler)
+    assert issubclass(chosen, AsyncScheduler) is is_async
 
 
 def test_both_platforms_have_a_worker_class_that_loads_anywhere() -> None:

@@ -22,7 +22,7 @@ def main(arguments: Path, answers: Path) -> None:
 
     settings = {"role": "rollout", "pool": given["pool"]}
     driver = Driver(make_engine(Path(given["model"]), settings))
-    worker = driver._engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker = driver.core.model_executor.driver_worker.worker
     assert worker.use_v2_model_runner
     found: dict[str, Any] = {"written": warm_up(worker)}
     from engine_runs import _cut, _wait_for_tokens, tenant_of

@@ -25,15 +25,7 @@ collocated engine, or belongs to a prefiller or a decoder."""
 
 
 def check_arguments(engine_args: Any) -> None:
-    """Refuses flags that ROSE would have to override, and those that make several engines of one.
-
-    Raises: ConfigError.
-    """
-    if engine_args.async_scheduling:
-        raise ConfigError(
-            "--async-scheduling: the device must be idle when a ROSE engine's step ends, because slabs and "
-            "the GPU change hands there, and vLLM has no async scheduling on CPUs: leave the flag out"
-        )
+    """Refuses flags that make several engines of one. Raises: ConfigError."""
     if engine_args.data_parallel_size > 1:
         raise ConfigError(
             f"--data-parallel-size {engine_args.data_parallel_size}: a ROSE engine is one replica in the "

@@ -6,8 +6,8 @@ GPU: it was written against the source of vLLM 0.32, and its slab backend was te
 It rests on these facts:
 - The address range never changes, so CUDA graphs that were captured over it stay valid. Capture, padding
   and warm-up touch only block 0, whose slab stays mapped.
-- A step may read a slab until it has completed. Slab operations come with the *next* step, which starts after
-  this step's tokens are there because async scheduling is off. Unmapping waits for the device besides.
+- A step may read a slab until it has completed. With async scheduling two are in flight when a request ends
+  and its slabs leave. So unmapping waits for the device first, which costs one overlap of host and device.
 - Positions without a slab are guarded: a stray read finds zeros and ends no context.
 """
 

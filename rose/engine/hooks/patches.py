@@ -42,23 +42,26 @@ def configure_from_additional_config() -> None:
             settings = EngineSettings.parse(engine_args.additional_config or {})
             if settings is not None:
                 check_config(config, settings)
+                scheduling = config.scheduler_config
+                scheduling.scheduler_cls = _scheduler(settings.role, is_async=scheduling.async_scheduling)
 
     _wrap(EngineArgs, "create_engine_config", before=before, after=after)
 
 
-def give_scheduler_its_input_queue() -> None:
-    """Hands ``EngineCoreProc.input_queue`` to a ROSE scheduler.
+def give_scheduler_its_core() -> None:
+    """Hands the ``EngineCoreProc`` to a ROSE scheduler.
 
-    Why: an idle engine core blocks on that queue, so it would never notice that serving wants memory back or
-    that a lease ran out. The scheduler's watcher thread puts a WAKEUP there. The patch is on the loop and not
-    on ``__init__``, because plugins load inside ``__init__``. vLLM 0.30-0.33.
+    Why: an idle engine core blocks on its input queue, so it would never notice that serving wants memory
+    back or that a lease ran out. The scheduler's watcher thread puts a WAKEUP there. And the scheduler alone
+    knows how many steps may be in flight, which is the core's ``batch_queue_size``. The patch is on the loop
+    and not on ``__init__``, because plugins load inside ``__init__``. vLLM 0.30-0.33.
     """
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
     def before(core: Any) -> None:
-        bind = getattr(core.scheduler, "bind_input_queue", None)
+        bind = getattr(core.scheduler, "bind_core", None)
         if bind is not None:
-            bind(core.input_queue)
+            bind(core)
 
     _wrap(EngineCoreProc, "run_busy_loop", before=before)
     _wrap(DPEngineCoreProc, "run_busy_loop", before=before)
@@ -157,9 +160,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
         CONFIG_KEY: settings.model_dump(mode="json"),
     }
     engine_args.worker_cls, backend = _platform()
-    engine_args.scheduler_cls = _scheduler(settings.role)
-    # The GPU must be idle when a step ends, so that the other engine can be granted the next one.
-    engine_args.async_scheduling = False
+    engine_args.scheduler_cls = _scheduler(settings.role, is_async=False)  # vLLM has not chosen yet
     # The CPU platform turns "uni" into "mp", whose message queues spin for a second after every step on the
     # CPUs that compute. It leaves a class alone, and one rank needs no queues.
     engine_args.distributed_executor_backend = UniProcExecutor if num_ranks == 1 else RanksExecutor
@@ -192,9 +193,10 @@ def _check_parallelism(engine_args: Any) -> int:
     return num_ranks
 
 
-def _scheduler(role: Role) -> str:
+def _scheduler(role: Role, *, is_async: bool) -> str:
     """Returns the qualified name of the scheduler class for engines with this role."""
-    return f"rose.engine.scheduling.{role}_scheduler.{role.title()}Scheduler"
+    name = f"{'Async' if is_async else ''}{role.title()}Scheduler"
+    return f"rose.engine.scheduling.{role}_scheduler.{name}"
 
 
 def _platform() -> tuple[str, BackendKind]:

@@ -25,7 +25,7 @@ def register() -> None:
         logger.warning("rose is inactive: vllm=%s supported=%s", version, supported_range())
         return
     _log_beside_vllm()
-    patches.give_scheduler_its_input_queue()
+    patches.give_scheduler_its_core()
     register_weight_backends()
     _register_sleep_backend()
 

@@ -116,9 +116,9 @@ class Tenant:
     def blocks_wanted(self, running: Iterable[Request], waiting: Iterable[Request]) -> int:
         """Returns how many blocks the next steps need beyond those that the requests hold.
 
-        That is one more for each running request that is about to fill its last block, and the whole prompt
-        of each waiting one, prefix hits included. Every cache group counts; a sliding window counts as if it
-        kept all its tokens.
+        That is one more for each running request that is about to fill its last block, with the tokens of
+        steps in flight, and the whole prompt of each waiting one, prefix hits included. Every cache group
+        counts; a sliding window counts as if it kept all its tokens.
         """
         requests = [*running, *waiting]
         wanted = 0
@@ -126,7 +126,8 @@ class Tenant:
             held = group.req_to_blocks
             for request in requests:
                 have = len(held[request.request_id]) if request.request_id in held else 0
-                wanted += max(0, math.ceil((request.num_tokens + 1) / group.block_size) - have)
+                num_tokens = request.num_tokens + request.num_output_placeholders + 1
+                wanted += max(0, math.ceil(num_tokens / group.block_size) - have)
         return wanted
 
     def missing_slabs(self, num_blocks: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,9 +22,13 @@ from rose.admission.step_time import StepObservation, StepShape, StepTimeModel, 
 
 logger = logging.getLogger(__name__)
 
+LEAST_STEP_S = 1e-6
+"""The least length of a step, for a clock that does not tell two outputs apart."""
+
 
 class StepRecorder:
-    """Times steps and fits the step-time model to them."""
+    """Times steps and fits the step-time model to them. Several may be in flight, and end in their order: a
+    step that waits behind another one takes the time between the two outputs."""
 
     def __init__(self, key: ProfileKey, directory: Path) -> None:
         """Starts from the profile stored for ``key``, if any. Raises: ConfigError if its file is broken."""
@@ -32,8 +37,9 @@ class StepRecorder:
         stored = load_profile(directory, key)
         self._online = OnlineStepTime(*stored) if stored is not None else OnlineStepTime(None)
         self._observations: list[StepObservation] | None = None
-        self._shape: StepShape | None = None
-        self._started_s = 0.0
+        self._in_flight: deque[tuple[StepShape, float]] = deque()
+        """The shape of each step in flight, and when it was begun."""
+        self._last_end_s = 0.0
         self.seconds = 0.0
         """What the step that ended last took."""
         self.predicted_s = 0.0
@@ -55,18 +61,27 @@ class StepRecorder:
 
     def started(self, output: SchedulerOutput, requests: Mapping[str, Request], began_s: float) -> None:
         """Starts the clock of a step with tokens, which began with its scheduling."""
-        self._shape = shape_of(output, requests)
-        self._started_s = began_s
+        self._in_flight.append((shape_of(output, requests), began_s))
 
     def leave_out(self, seconds: float) -> None:
-        """Says that the present step stood still for so long."""
-        self._started_s += seconds
+        """Says that the step that ends next stood still for so long."""
+        if self._in_flight:
+            shape, began_s = self._in_flight[0]
+            self._in_flight[0] = shape, began_s + seconds
+
+    def end_of_steps(self) -> float:
+        """Returns when the steps in flight will have ended, as the model predicts (time.monotonic)."""
+        end_s = self._last_end_s
+        for shape, began_s in self._in_flight:
+            end_s = max(end_s, began_s) + self.model.predict_step(shape)
+        return end_s
 
     def ended(self, now: float) -> float:
-        """Stops the clock when the step's output is there; returns the step's length in seconds."""
-        shape, self._shape = self._shape, None
-        assert shape is not None, "a step ended that never started"
-        seconds = self.seconds = now - self._started_s
+        """Stops the clock of the oldest step when its output is there; returns its length in seconds."""
+        assert self._in_flight, "a step ended that never started"
+        shape, began_s = self._in_flight.popleft()
+        seconds = self.seconds = max(LEAST_STEP_S, now - max(began_s, self._last_end_s))
+        self._last_end_s = now
         self.predicted_s = self.model.predict_step(shape) if self.is_profiled else 0.0
         observation = shape.observed(seconds)
         self._online.observe(observation)

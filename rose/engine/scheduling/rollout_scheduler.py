@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
@@ -119,9 +120,13 @@ class RolloutScheduler(RoseScheduler):
             self.wake_at(None)
         self.page.put(Field.IS_INACTIVE, 1)
 
-    def has_requests(self) -> bool:
+    def _must_pass(self) -> bool:
         # vLLM pauses a sleeping engine, and a paused engine does not step for a waiting request.
-        return super().has_requests() or (self._is_wanted_inactive and bool(self.requests))
+        return super()._must_pass() or (self._is_wanted_inactive and bool(self.requests))
+
+    def must_drain(self) -> bool:
+        """Each grant is for one step, and serving waits for no more than that."""
+        return self._is_gated
 
     def _end_stalled(self, now: float) -> None:
         # Requests beyond the free slots are left out: they wait for a slot, not for compute or memory.
@@ -140,9 +145,10 @@ class RolloutScheduler(RoseScheduler):
     # The gate ---------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        if self._side is None or self._gate.settings.mode is GateMode.OFF:
+        side = self._side
+        if side is None or not self._is_gated:
             return self._schedule(throttle_prefills)
-        limit = self._ask_for_grant(self._side)
+        limit = self._ask_for_grant(side)
         most, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, limit
         try:
             output = self._schedule(throttle_prefills)
@@ -152,6 +158,10 @@ class RolloutScheduler(RoseScheduler):
             self._end_grant(0)
             self._starved, self._starved_until_s = self._memory_state(), time.monotonic() + STARVED_RETRY_S
         return output
+
+    @property
+    def _is_gated(self) -> bool:
+        return self._side is not None and self._gate.settings.mode is not GateMode.OFF
 
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)
@@ -272,3 +282,8 @@ class RolloutScheduler(RoseScheduler):
         if self._side is not None:
             self._side.detach()
         super().shutdown()
+
+
+class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
+    """The scheduler of engines with ``role: rollout`` and async scheduling. Behind a gate it has no more than
+    one step in flight."""

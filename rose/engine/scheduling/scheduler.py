@@ -1,7 +1,11 @@
 """What ROSE's serving and rollout schedulers have in common.
 
-Owns tenancy in the slab pool, the status page, the watcher thread that wakes an idle engine core, and the end
-of requests with a stop reason of ROSE's. Wraps vLLM's methods and never copies their bodies.
+Owns tenancy in the slab pool, the status page, the watcher thread that wakes an idle engine core, the number
+of steps in flight, and the end of requests with a stop reason of ROSE's. Wraps vLLM's methods and never
+copies their bodies.
+
+With async scheduling vLLM schedules the next step while the last one computes, so two are in flight. Each
+role has a class for that, which has vLLM's AsyncScheduler behind this one among its bases.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice
 from typing import Any
@@ -76,8 +81,12 @@ class RoseScheduler(Scheduler):
             )
         self._profile_command = ProfileCommand.NONE
         self._ended: list[tuple[Request, StopReason]] = []
+        self._in_flight: deque[SchedulerOutput] = deque()
+        """What was scheduled and has no output yet, passes without tokens included."""
         self._must_step = False
         self._next_due_s: float | None = None
+        self._core: Any = None
+        self._max_in_flight = 1
         self._input_queue: queue.Queue[Any] | None = None
         self._closing = threading.Event()
         self.set_gate(settings.gate_settings(settings.gate_mode))
@@ -95,6 +104,10 @@ class RoseScheduler(Scheduler):
     def after_profile(self) -> None:
         """Forgets the traffic of a profiling run that has ended."""
 
+    def must_drain(self) -> bool:
+        """Returns whether the steps in flight have to end before another one is scheduled."""
+        return False
+
     def set_gate(self, gate: GateSettings) -> None:
         """Adopts these settings. Subclasses rebuild what depends on them."""
         self.page.put(Field.GATE_MODE, GATE_MODES.index(gate.mode))
@@ -111,12 +124,30 @@ class RoseScheduler(Scheduler):
             self.recorder.started(output, self.requests, self._began_s)
         if self.tenant is not None and self.tenant.has_ops:
             output.rose_ops = self.tenant.take_ops()
+        self._in_flight.append(output)
+        self._bound_in_flight()
         self._publish_status()
         return output
+
+    def _bound_in_flight(self) -> None:
+        """Lets vLLM queue a step behind the one just scheduled, or has it wait for that one's output first.
+
+        Why: has_requests() has vLLM wait as well, but then its loop sleeps for 1 ms after the output.
+        """
+        if self._max_in_flight > 1:
+            is_alone = len(self._in_flight) == 1
+            self._core.batch_queue_size = 1 if is_alone and self.must_drain() else self._max_in_flight
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a step is in flight."""
+        return any(output.total_num_scheduled_tokens > 0 for output in self._in_flight)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        collected = self._in_flight.popleft()
+        assert collected is scheduler_output, "outputs come in the order of their steps"
         if scheduler_output.total_num_scheduled_tokens > 0:
             seconds = self.recorder.ended(time.monotonic())
             self.page.count(Field.STEPS)
@@ -136,6 +167,8 @@ class RoseScheduler(Scheduler):
         return outputs
 
     def has_requests(self) -> bool:
+        if self._in_flight and self.must_drain():
+            return False  # vLLM then collects the output of a step in flight and asks again
         return super().has_requests() or self._must_pass()
 
     def _must_pass(self) -> bool:
@@ -170,9 +203,10 @@ class RoseScheduler(Scheduler):
 
     # Waking an idle engine core ---------------------------------------------------------------------
 
-    def bind_input_queue(self, input_queue: queue.Queue[Any]) -> None:
-        """Starts the watcher thread. hooks/patches.py calls it once the engine core has its queue."""
-        self._input_queue = input_queue
+    def bind_core(self, core: Any) -> None:
+        """Starts the watcher thread. hooks/patches.py calls it once the engine core has its queues."""
+        self._core, self._max_in_flight = core, core.batch_queue_size
+        self._input_queue = core.input_queue
         threading.Thread(target=self._watch, name="rose-watch", daemon=True).start()
 
     def has_input(self) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -119,6 +120,8 @@ class ServingScheduler(RoseScheduler):
             now, self.recorder.model, has_work=True, context_tokens=self._context_tokens
         )
         side.publish(view)
+        if side.is_stepping:
+            return  # one claim spans the steps in flight
         if self._gate.may_yield(now, view):
             latest_s, handover_s = view.latest_start_s, self._gate.settings.handover_s
             if self._gate.may_repeat(view):
@@ -142,6 +145,17 @@ class ServingScheduler(RoseScheduler):
         self._began_s = time.monotonic()
         if side.is_wanted and self._deadlines.has_pending_prefill:
             self._spare_decodes()
+
+    def must_drain(self) -> bool:
+        """Serving keeps steps in flight until a rollout step can take the GPU behind them."""
+        side = self._side
+        if side is None or not self._shares_compute or not side.is_wanted:
+            return False
+        if self._must_let_finish(side):
+            return True
+        end_s = self.recorder.end_of_steps()
+        view = self._deadlines.view_after(end_s, self.recorder.model, self._context_tokens)
+        return self._gate.may_yield(end_s, view) and side.may_offer(end_s, view.latest_start_s)
 
     def _must_let_finish(self, side: ServingSide) -> bool:
         """Whether a paused rollout step has to end now: it keeps memory that serving lacks, or its requests
@@ -181,7 +195,7 @@ class ServingScheduler(RoseScheduler):
         now = time.monotonic()
         if scheduler_output.total_num_scheduled_tokens > 0:
             self._stamp(scheduler_output, outputs, now)
-            self._publish(now)
+            self._publish(now, num_steps=1)
             self._record_harm(now)
         return outputs
 
@@ -212,29 +226,36 @@ class ServingScheduler(RoseScheduler):
         for request_id in step.num_scheduled_tokens if deadlines.has_pending_prefill else ():
             request = self.requests.get(request_id)
             if request is not None:
-                remaining = max(0, request.num_prompt_tokens - request.num_computed_tokens)
-                deadlines.prefilled(request_id, remaining, request.num_computed_tokens)
+                computed = max(0, request.num_computed_tokens - self._tokens_in_flight(request_id))
+                deadlines.prefilled(request_id, max(0, request.num_prompt_tokens - computed), computed)
         self._context_tokens = sum(request.num_computed_tokens for request in self.running)
         deadlines.set_load(max(len(self.running) / self.max_num_running_reqs, self._kv_load()))
+
+    def _tokens_in_flight(self, request_id: str) -> int:
+        return sum(step.num_scheduled_tokens.get(request_id, 0) for step in self._in_flight)
 
     def _kv_load(self) -> float:
         if self.tenant is None:
             return self.kv_cache_manager.usage
         return self.tenant.pool.num_positions_in_use() / self.tenant.client.num_slabs
 
-    def _publish(self, now: float) -> None:
-        if not self._shares_compute:
-            return
+    def _publish(self, now: float, *, num_steps: int = 0) -> None:
         side = self._side
-        assert side is not None
+        if side is None:
+            return
+        ends_claim = side.is_stepping and not self.is_computing
+        if not self._shares_compute:
+            if ends_claim:  # the gate was set to off behind the claim
+                side.end_step(NO_WORK, num_steps=num_steps)
+            return
         has_work = self.has_unfinished_requests()
         view = self._deadlines.view(
             now, self.recorder.model, has_work=has_work, context_tokens=self._context_tokens
         )
-        if side.is_stepping:
-            side.end_step(view)
+        if ends_claim:
+            side.end_step(view, num_steps=num_steps)
         else:
-            side.publish(view)
+            side.publish(view, num_steps=num_steps)
 
     # Arrivals and departures ----------------------------------------------------------------------------
 
@@ -288,3 +309,7 @@ class ServingScheduler(RoseScheduler):
         if self._records is not None:
             self._records.close()
         super().shutdown()
+
+
+class AsyncServingScheduler(ServingScheduler, AsyncScheduler):
+    """The scheduler of engines with ``role: serving`` and async scheduling."""

@@ -52,11 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "--speculative-config: the slab budget",
     ),
     "watermark": ("serving", {"watermark": 0.1}, "--watermark 0.1: vLLM would count it in blocks"),
-    "async": (
-        "serving",
-        {"async_scheduling": True},
-        "--async-scheduling: the device must be idle when a ROSE engine's step ends",
-    ),
+    "async": ("serving", {"async_scheduling": True}, ""),
     "replicas": (
         "serving",
         {"data_parallel_size": 2},

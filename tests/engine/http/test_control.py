@@ -66,12 +66,14 @@ class Client:
 
 def run_steps(recorder: StepRecorder, num_steps: int, seconds_per_token: float) -> None:
     """Prompts of 1 to 50 tokens, one per step."""
+    now = 0.0
     for step in range(num_steps):
         num_tokens = 1 + step % 50
         request = SimpleNamespace(num_computed_tokens=num_tokens, num_prompt_tokens=num_tokens)
         output: Any = SimpleNamespace(num_scheduled_tokens={"r": num_tokens})
-        recorder.started(output, {"r": request}, 0.0)
-        recorder.ended(seconds_per_token * num_tokens)
+        recorder.started(output, {"r": request}, now)
+        now += seconds_per_token * num_tokens
+        recorder.ended(now)
 
 
 @pytest.fixture

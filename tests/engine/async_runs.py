@@ -1,0 +1,135 @@
+"""What the forked engines with async scheduling do, on a late device. Each function runs in a process of its
+own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import async_on_cpu  # noqa: F401
+from engine_runs import Moves, Prompts, _cut, answer_over_cuts, tenant_of
+from forked_engines import Driver, Reply, make_engine
+from late_device import LateDevice, use_late_device
+
+from rose._shm import Words
+from rose.admission.board import Word
+from rose.admission.rollout_side import RolloutSide
+from rose.types import GateMode
+
+WARM_UP_ROUNDS = 2
+SLO = {"slo_ttft_ms": 8000.0, "slo_tpot_ms": 2000.0}
+"""Loose, so that there is slack on a busy machine."""
+PATIENT_S = 1200.0
+ROLLOUT_STEP_S = 0.003
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateMoves:
+    moves: Moves
+    most_in_flight: int
+
+
+def answer_over_cuts_late(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, *, is_fenced: bool = True
+) -> LateMoves:
+    """Half of the slabs leave while two steps are in flight, that is while the older one may use them."""
+    device = use_late_device(is_fenced=is_fenced)
+    moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts))
+    return LateMoves(moves=moves, most_in_flight=device.most_in_flight)
+
+
+def answer_until_stops(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, stops: Sequence[int]
+) -> list[Reply]:
+    """Each answer ends at its stop token, with a step behind it in flight; then the freed blocks leave."""
+    device = use_late_device()
+    driver = Driver(make_engine(model, {"role": "rollout", "pool": pool}))
+    replies = driver.wait(driver.ask(prompts, max_tokens, stops))
+    _cut(driver, 1)
+    driver.step_until(lambda: tenant_of(driver).num_owned == 1, "all slabs given back")
+    tenant_of(driver).pool.check_integrity()
+    assert device.most_in_flight == 2
+    return replies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """What a serving engine and a rollout engine beside it did."""
+
+    replies: list[Reply]
+    alone_in_flight: int
+    """The most of serving's steps in flight while no rollout wanted the GPU."""
+    num_serving_steps: int
+    num_rollout_steps: int
+    """Between two of serving's steps."""
+    num_overlaps: int
+
+
+def offer_turns(model: Path, pool: str, prompts: Prompts, max_tokens: int) -> Turns:
+    """A serving engine with slack to spend, first alone, then beside an engine that always wants the GPU."""
+    device = use_late_device()
+    driver = _gated(model, "serving", pool, prompts, max_tokens)
+    device.most_in_flight = 0
+    driver.answer(prompts, max_tokens)
+    alone = device.most_in_flight
+    words = tenant_of(driver).client.board_words
+    with _Rollouts(words) as rollouts:
+        before = words.load(Word.S_STEPS)
+        replies = driver.answer(prompts, max_tokens)
+        num_serving_steps = words.load(Word.S_STEPS) - before
+    return Turns(
+        replies=replies,
+        alone_in_flight=alone,
+        num_serving_steps=num_serving_steps,
+        num_rollout_steps=rollouts.num_steps,
+        num_overlaps=rollouts.num_overlaps,
+    )
+
+
+def _gated(model: Path, role: str, pool: str, prompts: Prompts, max_tokens: int) -> Driver:
+    """Returns an engine that has learned how long its steps take, and then shuts its gate."""
+    driver = Driver(make_engine(model, {"role": role, "pool": pool, "stall_s": PATIENT_S, **SLO}))
+    for round_number in range(WARM_UP_ROUNDS):
+        driver.answer(prompts[: len(prompts) - round_number], max_tokens)
+    scheduler = driver.scheduler
+    assert scheduler.recorder.is_profiled
+    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.DUAL))
+    return driver
+
+
+class _Rollouts:
+    """A context manager: a rollout engine's side of the board, whose steps only look at the late device."""
+
+    def __init__(self, words: Words) -> None:
+        self._side = RolloutSide(words)
+        self._side.set_want(True, ROLLOUT_STEP_S)
+        self._words = words
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.num_steps = self.num_overlaps = 0
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if not self._side.wait_grant():
+                continue
+            view = self._side.view()
+            if view.may_start and self._side.try_begin(time.monotonic() + ROLLOUT_STEP_S, view):
+                until_s = time.monotonic() + ROLLOUT_STEP_S
+                while time.monotonic() < until_s:
+                    self.num_overlaps += LateDevice.num_in_flight > 0
+                    time.sleep(ROLLOUT_STEP_S / 8)
+                self.num_steps += view.has_work
+                self._side.end_step(1)
+
+    def __enter__(self) -> _Rollouts:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._side.detach()

@@ -1,0 +1,53 @@
+"""The clock of an engine's steps, one or several in flight."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+from rose.admission.profile import ProfileKey
+from rose.engine.scheduling.recorder import LEAST_STEP_S, StepRecorder
+
+pytestmark = pytest.mark.vllm
+
+KEY = ProfileKey(
+    model="m",
+    hardware="h",
+    vllm_version="0",
+    parallelism="tp1pp1",
+    dtype="float32",
+    quantization="none",
+    kv_dtype="auto",
+    graphs="eager",
+)
+OUTPUT: Any = SimpleNamespace(num_scheduled_tokens={"r": 1})
+DECODE: Any = {"r": SimpleNamespace(num_computed_tokens=5, num_prompt_tokens=2)}
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> StepRecorder:
+    return StepRecorder(KEY, tmp_path)
+
+
+def test_a_step_behind_another_one_takes_the_time_between_their_outputs(recorder: StepRecorder) -> None:
+    recorder.started(OUTPUT, DECODE, 1.0)
+    recorder.started(OUTPUT, DECODE, 1.1)
+    assert recorder.ended(1.5) == pytest.approx(0.5)
+    recorder.started(OUTPUT, DECODE, 1.6)
+    assert recorder.ended(1.9) == pytest.approx(0.4)
+    assert recorder.ended(1.9) == LEAST_STEP_S
+    recorder.started(OUTPUT, DECODE, 5.0)  # after a while without work
+    recorder.leave_out(0.2)
+    assert recorder.ended(5.5) == pytest.approx(0.3)
+
+
+def test_steps_in_flight_end_one_after_the_other(recorder: StepRecorder) -> None:
+    step_s = recorder.model.predict(0, 1, 4)
+    recorder.started(OUTPUT, DECODE, 1.0)
+    recorder.started(OUTPUT, DECODE, 1.0 + step_s / 2)
+    assert recorder.end_of_steps() == pytest.approx(1.0 + 2 * step_s)
+    recorder.ended(1.0 + step_s / 4)
+    assert recorder.end_of_steps() == pytest.approx(1.0 + 1.5 * step_s)

@@ -1,0 +1,104 @@
+"""Two steps in flight on a device that computes late: stock vLLM's tokens, and turns at steps' edges."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import async_runs
+import engine_runs
+import pytest
+from forked_engines import Fork
+from probes import prompt
+from real_engine import runtime_dir
+from references import ModelDirs
+from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
+from tiny_models import SLAB_BYTES
+
+from rose.memory.daemon.daemon import start_daemon
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPTS = [prompt(f"async-{index}", 60 + 30 * index) for index in range(8)]
+TOKENS = 40
+NUM_ROUNDS = 3
+POOL_NUMBERS = count()
+
+Run = Callable[..., Fork]
+
+
+@pytest.fixture(scope="module")
+def run(engines_dir: Path) -> Iterator[Run]:
+    """Forks a function of async_runs with the prompts."""
+    folder = engines_dir / "async"
+    folder.mkdir()
+    with ExitStack() as undo:
+
+        def start(function: Callable[..., Any], **arguments: Any) -> Fork:
+            fork = Fork(folder, function, prompts=PROMPTS, max_tokens=TOKENS, **arguments)
+            undo.callback(fork.stop)
+            return fork
+
+        yield start
+
+
+@pytest.fixture
+def pool(run: Run, engines_dir: Path) -> Iterator[str]:
+    name = f"async-{next(POOL_NUMBERS)}"
+    with start_daemon(
+        name,
+        num_slabs=NUM_SLABS,
+        slab_bytes=SLAB_BYTES,
+        headroom_slabs=HEADROOM_SLABS,
+        runtime_dir=runtime_dir(engines_dir / "async"),
+    ):
+        yield name
+
+
+@pytest.fixture(scope="module")
+def expected(run: Run, models: ModelDirs) -> list[list[int]]:
+    answers: list[list[int]] = run(engine_runs.stock_answers, model=models.untied[0]).result()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def served(run: Run, models: ModelDirs) -> list[list[int]]:
+    answers: list[list[int]] = run(engine_runs.stock_answers, model=models.serving).result()
+    return answers
+
+
+def test_answers_are_stocks_while_slabs_leave_under_steps_in_flight(
+    run: Run, pool: str, models: ModelDirs, expected: list[list[int]]
+) -> None:
+    arguments = {"model": models.untied[0], "pool": pool, "num_rounds": NUM_ROUNDS}
+    late = run(async_runs.answer_over_cuts_late, **arguments).result()
+    assert late.most_in_flight == 2
+    assert_greedy(late.moves, expected)
+
+
+def test_the_late_device_finds_a_missing_fence(run: Run, pool: str, models: ModelDirs) -> None:
+    """Without it a step in flight uses memory that has gone, which ends the process."""
+    arguments = {"model": models.untied[0], "pool": pool, "num_rounds": NUM_ROUNDS, "is_fenced": False}
+    with pytest.raises(AssertionError, match="the process died"):
+        run(async_runs.answer_over_cuts_late, **arguments).result()
+
+
+def test_an_answer_ends_at_its_stop_token_whatever_is_in_flight_behind_it(
+    run: Run, pool: str, models: ModelDirs, expected: list[list[int]]
+) -> None:
+    stops = [tokens[TOKENS // 4 + index] for index, tokens in enumerate(expected)]
+    replies = run(async_runs.answer_until_stops, model=models.untied[0], pool=pool, stops=stops).result()
+    for reply, tokens, stop in zip(replies, expected, stops, strict=True):
+        assert (reply.finish_reason, reply.stop_reason) == ("stop", stop)
+        assert reply.tokens == tokens[: tokens.index(stop) + 1]
+
+
+def test_serving_drains_to_offer_a_grant_and_only_then(
+    run: Run, pool: str, models: ModelDirs, served: list[list[int]]
+) -> None:
+    turns = run(async_runs.offer_turns, model=models.serving, pool=pool).result()
+    assert [reply.tokens for reply in turns.replies] == served
+    assert turns.alone_in_flight == 2
+    assert turns.num_overlaps == 0
+    assert turns.num_rollout_steps > turns.num_serving_steps / 2
