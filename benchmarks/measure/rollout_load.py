@@ -256,7 +256,9 @@ def _random_tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]
 
 
 async def _run(args: argparse.Namespace) -> None:
-    workload = RolloutWorkload(turns=args.turns, vocab_size=args.vocab_size, seed=args.seed)
+    workload = RolloutWorkload(
+        task_tokens=args.task_tokens, turns=args.turns, vocab_size=args.vocab_size, seed=args.seed
+    )
     load = RolloutLoad(
         args.url, args.model, workload, concurrency=args.concurrency, cache_salt=args.cache_salt
     )
@@ -274,6 +276,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--concurrency", type=int, default=8, help="trajectories at a time")
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--task-tokens", type=int, default=96, help="tokens of a trajectory's first prompt")
     return parser
 
 

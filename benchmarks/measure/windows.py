@@ -48,6 +48,8 @@ class RolloutTraffic:
 
     concurrency: int
     vocab_size: int
+    task_tokens: int = 96
+    """Length of a trajectory's first prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,7 @@ class WindowRunner:
             *("--model", self._rollout.model, "--out", str(self._path(spec, "load"))),
             *("--concurrency", str(traffic.concurrency), "--duration-s", str(spec.duration_s)),
             *("--vocab-size", str(traffic.vocab_size), "--seed", str(self._traffic.seed)),
+            *("--task-tokens", str(traffic.task_tokens)),
             *("--start-at", str(start_s), "--cache-salt", spec.key),
         ]
         return self._clients.run(argv, f"load-{spec.key}")

@@ -25,6 +25,9 @@ RUN_ID = "demo"
 SERVING, ROLLOUT, DEDICATED = "serving", "rollout", "dedicated"
 GUEST_NICE = 10
 """The priority of a rollout engine's threads under ROSE (rose/engine/hooks/priority.py)."""
+SERVING_STEP_TOKENS = 96
+"""Tokens of a serving step at most, as fleets set it: the prefill of a whole burst in one step would keep
+those that decode waiting for several times the TPOT objective."""
 RELAY_BYTES = 512 << 20
 ALLOWED_HARM = 0.25
 """The share by which serving's P99 may differ under ROSE: far less than the objectives leave (figures.py). At
@@ -46,7 +49,8 @@ class Machine:
         _, self.relay_url = rig.start_relay("relay", kind=self.relay_kind, capacity_bytes=RELAY_BYTES)
         shared: dict[str, Any] = {"pool": plan.pool_name, "compute_cpus": plan.cpus.compute}
         followed: dict[str, Any] = {"relay": self.relay_url, "run": RUN_ID}
-        rig.start_engine(SERVING, Role.SERVING, allow_harm=ALLOWED_HARM, **shared)
+        chunks = ("--max-num-batched-tokens", str(SERVING_STEP_TOKENS))
+        rig.start_engine(SERVING, Role.SERVING, vllm_args=chunks, allow_harm=ALLOWED_HARM, **shared)
         rig.start_engine(ROLLOUT, Role.ROLLOUT, **shared, **followed)
         rig.start_engine(DEDICATED, Role.ROLLOUT, **followed)
         self.worker_urls = [rig.config(name).url for name in (DEDICATED, ROLLOUT)]

@@ -134,7 +134,7 @@ class _Demo:
         is_training = name is PhaseName.TRAINING
         spec = WindowSpec(
             name=name,
-            index=100 if is_training else 0,
+            index=0,
             duration_s=_seconds(self._plan, name),
             has_serving=name is not PhaseName.ROLLOUT_ALONE,
             rollout_url=None if is_training or name is PhaseName.SERVING_ALONE else rollout.url,

@@ -1,30 +1,39 @@
 """The two real engines of bench_slo's measured runs: their start, their gate, what they and a board counted.
 
-Owns both engines' profiles and settings. Runs no traffic; the rig stops what it started.
+Owns both engines' models, profiles and settings. Runs no traffic; the rig stops what it started.
 """
 
 import os
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from lib.cpu_times import cpu_use_s
+import psutil
+
+from lib.cpu_times import CORE, cpu_use_s
 from rose.admission.board import snapshot
 from rose.admission.step_time import StepTimeModel
 from rose.demo.plan import DemoPlan
-from rose.measure.rig import Rig
-from rose.types import SLO, GateMode, Role
+from rose.engine.hooks.priority import GUEST_NICE
+from rose.errors import WorkerError
+from rose.measure.models import ROLLOUT_SPEC, ModelSpec, make_rollout_model
+from rose.measure.rig import PoolSize, Rig
+from rose.measure.windows import RolloutTraffic
+from rose.types import GateMode, Role
 
-SERVING_SLO = SLO(ttft_s=0.6, tpot_s=0.15)
-"""Of the serving model on one CPU core; the paper's ratio of TTFT to TPOT is similar (500/150 ms)."""
-SETTLE_S = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """How both engines share their compute; without a target the gate's own."""
-
-    mode: GateMode
-    tpot_target_s: float | None = None
+LONG_STEPS = ModelSpec(
+    hidden_size=512,
+    intermediate_size=2048,
+    num_layers=12,
+    num_heads=8,
+    num_kv_heads=1,
+    head_dim=64,
+    vocab_size=ROLLOUT_SPEC.vocab_size,
+    max_positions=1024,
+)
+"""The rollout model: its decode steps and the prefill of its prompts take several times as long as a serving
+step, as those of a larger model or of longer contexts do."""
+LONG_STEP_ROLLOUTS = RolloutTraffic(concurrency=8, vocab_size=LONG_STEPS.vocab_size, task_tokens=384)
+POOL = PoolSize(num_slabs=48, slab_bytes=768 << 10, headroom_slabs=8)
+"""A slab holds one block of either model. Rollouts alone want 24 to 64 of them."""
 
 
 class SloEngines:
@@ -33,31 +42,50 @@ class SloEngines:
     def __init__(self, rig: Rig, plan: DemoPlan) -> None:
         self._rig = rig
         rig.others = plan.cpus.others
+        self._compute = plan.cpus.compute
         pool = f"slo-{os.getpid()}"
-        self._observer = rig.pool(pool, **plan.pool)
-        for role in Role:
-            rig.start_engine(
-                str(role),
-                role,
-                pool=pool,
-                slo_ttft_ms=1000 * SERVING_SLO.ttft_s,
-                slo_tpot_ms=1000 * SERVING_SLO.tpot_s,
-                compute_cpus=plan.cpus.compute,
-            )
+        self._observer = rig.pool(pool, **POOL)
+        models = {
+            Role.SERVING: rig.model(Role.SERVING),
+            Role.ROLLOUT: make_rollout_model(rig.folder / "long-steps", LONG_STEPS),
+        }
+        for role, model in models.items():
+            rig.start_engine(str(role), role, model=model, pool=pool, compute_cpus=plan.cpus.compute)
         controls = {role: rig.wait_engine(str(role)) for role in Role}
         self.serving, self.rollout = controls[Role.SERVING], controls[Role.ROLLOUT]
         # Rollout first: profiling serving takes the whole pool, which cuts rollout's budget to nothing.
-        self.rollout.profile()
-        model = StepTimeModel.from_json(self.serving.profile().model)
-        self.decode_s = model.predict(0, 1)
-        """Serving's decode step with one request."""
+        self.rollout_step_s = StepTimeModel.from_json(self.rollout.profile().model).predict(
+            0, LONG_STEP_ROLLOUTS.concurrency
+        )
+        """The rollout model's decode step with all its sequences."""
+        self.serving.profile()
 
-    def set_gate(self, policy: Policy) -> None:
-        """Both engines go by ``policy`` from here on."""
-        target_ms = None if policy.tpot_target_s is None else 1e3 * policy.tpot_target_s
+    def set_gate(self, mode: GateMode, tpot_target_s: float | None = None) -> None:
+        """Both engines go by ``mode`` from here on; without a gate, at equal priorities as on a GPU.
+
+        ``tpot_target_s``: the TPOT that the gate may let serving come to, its own without one.
+        """
+        target_ms = None if tpot_target_s is None else 1e3 * tpot_target_s
         for engine in (self.serving, self.rollout):
-            engine.set_gate(policy.mode, target_ms)
-        time.sleep(SETTLE_S)  # an idle engine obeys within 50 ms
+            engine.set_gate(mode, target_ms)
+        nice = 0 if mode is GateMode.OFF else GUEST_NICE
+        try:
+            for thread_id in self._step_threads(Role.ROLLOUT):
+                os.setpriority(os.PRIO_PROCESS, thread_id, nice)
+        except PermissionError:
+            raise WorkerError(
+                "naive co-location gives the rollout engine serving's priority again: run this benchmark "
+                "with CAP_SYS_NICE, e.g. as root"
+            ) from None
+
+    def _step_threads(self, role: Role) -> Iterator[int]:
+        """Yields those of an engine core's threads that compute its steps."""
+        for process in psutil.Process(self._rig.pid(str(role))).children(recursive=True):
+            if not process.name().startswith(CORE):
+                continue
+            for thread in process.threads():
+                if self._compute is None or os.sched_getaffinity(thread.id) == {int(self._compute)}:
+                    yield thread.id
 
     def counters(self) -> dict[str, float]:
         """Returns what the board counted so far, and what the engines' threads had of the CPUs."""

@@ -125,11 +125,11 @@ def case_figures(case: str, runs: dict[str, Run], *, is_heavy: bool = False) -> 
     figures += [dual.marked(harvested), dual.marked(free)]
     paper: dict[str, float | None] = {"paper": 1.07, "Prism": 3.1, "Valve": 1.05}
     max_ratio = MAX_TTFT_P99_RATIO[dual.is_simulated]
-    figures.append(_ratio(f"ttft_p99_ratio[{case}]", dual, alone, "ttft", max_ratio, paper))
+    figures.append(p99_ratio_figure(f"ttft_p99_ratio[{case}]", dual, alone, "ttft", max_ratio, paper))
     others: dict[str, float | None] = {
         name: _p99_ratio(run, alone, "tpot") for name, run in runs.items() if name in ("alternate", "naive")
     }
-    figures.append(_ratio(f"tpot_p99_ratio[{case}]", dual, alone, "tpot", None, others))
+    figures.append(p99_ratio_figure(f"tpot_p99_ratio[{case}]", dual, alone, "tpot", None, others))
     if "idle only" not in runs:
         return figures
     return figures + invisible_figures(case, runs["idle only"], alone, runs.get(AGAIN))
@@ -151,7 +151,7 @@ def deployment_figures(case: str, runs: dict[str, Run], ours: str, kind: str) ->
         run.marked(
             median_figure(f"harvested_free_fraction[{case}]", of_free, "of free time", target=">= 0.97")
         ),
-        _ratio(f"{kind}_p99_ratio[{case}]", run, alone, kind, target, {}),
+        p99_ratio_figure(f"{kind}_p99_ratio[{case}]", run, alone, kind, target, {}),
     ]
 
 
@@ -176,7 +176,9 @@ def invisible_figures(case: str, idle: Run, alone: Run, again: Run | None) -> li
         peers: dict[str, float | None] = {"Valve": valve}
         if again is not None:
             peers[AGAIN] = _p99_ratio(again, alone, kind)
-        figures.append(_ratio(f"invisible_p99_ratio[{kind}, {case}]", idle, alone, kind, target, peers))
+        figures.append(
+            p99_ratio_figure(f"invisible_p99_ratio[{kind}, {case}]", idle, alone, kind, target, peers)
+        )
     return [*figures, idle.marked(of_idle)]
 
 
@@ -255,7 +257,7 @@ def _p99_ratio(run: Run, alone: Run, kind: str) -> float:
     return run.pooled(kind, 99) / alone.pooled(kind, 99)
 
 
-def _ratio(
+def p99_ratio_figure(
     name: str, run: Run, alone: Run, kind: str, target: str | None, peers: dict[str, float | None]
 ) -> Figure:
     """Returns the ratio of the pooled percentiles; the spread is over the repeats."""

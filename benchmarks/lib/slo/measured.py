@@ -1,74 +1,68 @@
 """Measured runs for bench_slo: two real engines on one pool, one policy after another on the same requests.
 
-Owns the workloads and their windows. Repetitions are interleaved: each round of a workload runs every policy
-on one sample of the trace, in a random order. Harvest is relative to rollouts alone just before and after the
-window: a shared host changes its speed within minutes. A window in which others took the machine runs again,
-and the least disturbed counts.
+Owns the workloads and their windows. Rollouts have long prompts and steps longer than serving's. Each round
+of a workload runs every policy on one sample of the trace, in a random order, between two windows of rollouts
+alone, which harvest is relative to: a shared host changes its speed within minutes. Serving's objectives are
+the demo's, in medians of serving alone. A window in which others took the machine runs again, and the least
+disturbed counts.
 """
 
 import json
 import random
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
 
+from lib.harness import median_figure
 from lib.load.traffic import SERVING_LOAD, window_runner
-from lib.slo.engines import SERVING_SLO, Policy, SloEngines
-from lib.slo.figures import (
-    AGAIN,
-    ALONE,
-    DUAL,
-    Run,
-    case_figures,
-    dual_best_figures,
-    frontier_figures,
-    tight_figures,
-)
-from lib.slo.policies import FEW, IDLE, MODES, policy_table
+from lib.slo.engines import LONG_STEP_ROLLOUTS, SloEngines
+from lib.slo.figures import AGAIN, ALONE, DUAL, Run, p99_ratio_figure
+from lib.slo.policies import IDLE, policy_table
+from rose.demo.figures import TPOT_MEDIANS, TTFT_MEDIANS
 from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.records import PhaseName
-from rose.measure.figures import Figure
+from rose.measure.figures import Figure, percentile, pooled_requests, tpots_s, ttfts_s
 from rose.measure.records import Window
 from rose.measure.rig import Rig
 from rose.measure.windows import RlSteps, WindowRunner, WindowSpec
 from rose.types import SLO, GateMode
 
-ROLLOUT_ALONE, TIGHT = "rollout alone", "tight"
+NAIVE, ALTERNATE = "naive", "alternate"
+POLICIES = {NAIVE: GateMode.OFF, ALTERNATE: GateMode.ALTERNATE, IDLE: GateMode.IDLE, DUAL: GateMode.DUAL}
 BURST_SIZE = 12
 """Requests that come at once, at the rate of density 1."""
-TIGHT_STEPS = 5.0
-"""TPOT SLO of the tight case, in serving's decode steps."""
-TIGHT_TARGET = 0.95
-"""The fraction of that SLO at which the gate aims."""
-FRONTIER_STEPS = (1.5, 2.0, 3.0, 4.5)
-"""TPOT targets of the frontier, in serving's decode steps."""
+CASES = {
+    "density 1": SERVING_LOAD,
+    "density 1.5": replace(SERVING_LOAD, rate_rps=1.5 * SERVING_LOAD.rate_rps),
+    "density 2": replace(SERVING_LOAD, rate_rps=2.0 * SERVING_LOAD.rate_rps),
+    "burst": replace(SERVING_LOAD, burst_size=BURST_SIZE),
+}
+SPENT_SHARE = 0.9
+"""The share of the TPOT objective at which the mode that spends slack aims."""
 MAX_FOREIGN_CPU_SHARE = 0.05
 """A window in which others (a hypervisor's steal as well) used more than this of the machine runs again; one
 that stays above it is marked in the table."""
 MAX_SEND_DELAY_S = 0.1
 """The same for a window whose client was late with a request: the wait was not for an engine."""
 MAX_TRIES = 3
-CASES = ("density 1", "density 1.5", "density 2", "burst")
-ALONE_WINDOWS = 3
-"""A window of rollouts alone is this many times shorter than the others; there are two for each of those."""
-
-Windows = dict[str, list[Window]]
-Rates = dict[str, list[float]]
 
 
 def measure(args: Namespace, console: Console) -> list[Figure]:
     """Starts both engines, profiles them, and runs all workloads."""
-    window_s, rounds = (12.0, 1) if args.quick else (30.0, 2)
+    window_s, rounds = (15.0, 1) if args.quick else (60.0, 4)
     with Rig() as rig:
         folder = args.records if args.records is not None else rig.folder
         folder.mkdir(parents=True, exist_ok=True)
         options = DemoOptions(out_dir=folder, quick=args.quick, seed=args.seed, trace=args.trace)
-        plan = replace(DemoPlan.of(options), serving=SERVING_LOAD)
+        plan = replace(DemoPlan.of(options), rollout=LONG_STEP_ROLLOUTS)
         bench = _RealBench(rig, plan, window_s, args.rounds or rounds)
-        return bench.figures(console, args.cases, args.policies)
+        console.print(
+            f"a rollout decode step takes {1e3 * bench.engines.rollout_step_s:.0f} ms", markup=False
+        )
+        return [figure for case in args.cases for figure in bench.run_case(case, console)]
 
 
 class _RealBench:
@@ -77,96 +71,51 @@ class _RealBench:
         self._plan = plan
         self._window_s = window_s
         self._rounds = rounds
-        self._engines = SloEngines(rig, plan)
-        self._steps = RlSteps(self._engines.rollout)
+        self.engines = SloEngines(rig, plan)
+        self._steps = RlSteps(self.engines.rollout)
 
-    def figures(
-        self, console: Console, names: Sequence[str], only: Sequence[str] | None = None
-    ) -> list[Figure]:
-        """Runs the workloads called ``names`` and prints each as soon as it has run.
-
-        ``only``: these policies beside the default mode; then the gate is not run at other targets.
-        """
-        base = self._plan.serving
-        few = {name: Policy(mode=MODES[name]) for name in FEW}
-        all_modes = {name: Policy(mode=mode) for name, mode in MODES.items()}
-        cases = {
-            "density 1": (base, all_modes | self._tuned()),
-            "density 1.5": (replace(base, rate_rps=1.5 * base.rate_rps), few),
-            "density 2": (replace(base, rate_rps=2.0 * base.rate_rps), few),
-            "burst": (replace(base, burst_size=BURST_SIZE), few),
-        }
-        figures = []
-        for case in names:
-            load, policies = cases[case]
-            if only is not None:
-                policies = {name: Policy(mode=MODES[name]) for name in MODES if name in (DUAL, *only)}
-            windows, rates = self._windows(case, replace(self._plan, serving=load), policies)
-            runs = _runs(windows, rates, SERVING_SLO)
-            console.print(policy_table(f"MEASURED on two real engines: {case}", runs, _notes(windows)))
-            named = {name: run for name, run in runs.items() if name in (ALONE, AGAIN, *MODES)}
-            figures += case_figures(case, named)
-            if case == "density 1" and only is None:
-                figures += self._tuned_figures(runs, named)
-        return figures
-
-    def _tuned(self) -> dict[str, Policy]:
-        """The gate at TPOT targets other than its own."""
-        tight_s = TIGHT_TARGET * TIGHT_STEPS * self._engines.decode_s
-        targets = {_frontier_name(steps): steps * self._engines.decode_s for steps in FRONTIER_STEPS} | {
-            TIGHT: tight_s
-        }
-        return {name: Policy(mode=GateMode.DUAL, tpot_target_s=target) for name, target in targets.items()}
-
-    def _tuned_figures(self, runs: dict[str, Run], named: dict[str, Run]) -> list[Figure]:
-        points = [runs[_frontier_name(steps)] for steps in FRONTIER_STEPS]
-        points += [runs[TIGHT], runs[DUAL]]
-        slo = SLO(ttft_s=SERVING_SLO.ttft_s, tpot_s=TIGHT_STEPS * self._engines.decode_s)
-        return [
-            *tight_figures(f"TPOT SLO {1e3 * slo.tpot_s:.0f} ms", named | {DUAL: runs[TIGHT]}, slo),
-            *frontier_figures("", points, named),
-            *dual_best_figures("", points, named),
-        ]
-
-    def _windows(self, case: str, plan: DemoPlan, policies: Mapping[str, Policy]) -> tuple[Windows, Rates]:
-        """Per policy its windows, and for each of them the rate of rollouts alone around it, tokens/s."""
-        runner = window_runner(plan, self._rig, self._engines.serving, self._engines.rollout)
-        windows: Windows = defaultdict(list)
-        rates: Rates = defaultdict(list)
-        names = [*self._baselines(policies), *policies]
+    def run_case(self, case: str, console: Console) -> list[Figure]:
+        """Runs one workload under every policy and prints it. Returns its figures."""
+        plan = replace(self._plan, serving=CASES[case])
+        runner = window_runner(plan, self._rig, self.engines.serving, self.engines.rollout)
+        tpot_target_s = SPENT_SHARE * _objectives([self._window(runner, case, ALONE, -1)]).tpot_s
+        windows: dict[str, list[Window]] = defaultdict(list)
+        rates: list[float] = []
         for index in range(self._rounds):
-            before = self._rollout_rate(runner, case, index, 0)
-            for place, name in enumerate(random.Random(plan.options.seed + index).sample(names, len(names))):
-                self._engines.set_gate(policies.get(name, Policy(mode=GateMode.DUAL)))
-                windows[name].append(self._run(runner, self._spec(case, name, index)))
-                if name in policies:
-                    after = self._rollout_rate(runner, case, index, place + 1)
-                    rates[name].append((before + after) / 2)
-                    before = after
-                else:
-                    rates[name].append(before)
-        # In the order of the policies, not of the last round.
-        return {name: windows[name] for name in names}, rates
+            before = self._rollout_rate(runner, case, index, "before")
+            names = [ALONE, AGAIN, *POLICIES]
+            for name in random.Random(plan.options.seed + index).sample(names, len(names)):
+                self.engines.set_gate(
+                    POLICIES.get(name, GateMode.IDLE), tpot_target_s if name == DUAL else None
+                )
+                windows[name].append(self._window(runner, case, name, index))
+            rates.append((before + self._rollout_rate(runner, case, index, "after")) / 2)
+        slo = _objectives(windows[ALONE])
+        runs = {name: _run(windows[name], rates, slo) for name in (ALONE, AGAIN, *POLICIES)}
+        title = f"MEASURED on two real engines: {case}; objectives {1e3 * slo.ttft_s:.0f} ms, "
+        notes = {name: ", ".join(_note(many)) for name, many in windows.items()}
+        console.print(policy_table(f"{title}{1e3 * slo.tpot_s:.0f} ms", runs, notes))
+        return _figures(case, runs)
 
-    def _rollout_rate(self, runner: WindowRunner, case: str, index: int, place: int) -> float:
+    def _rollout_rate(self, runner: WindowRunner, case: str, index: int, when: str) -> float:
         """Returns the rate of rollouts alone, in tokens/s."""
-        self._engines.set_gate(Policy(mode=GateMode.DUAL))
-        spec = self._spec(case, f"{ROLLOUT_ALONE} {place}", index)
-        spec = replace(spec, duration_s=self._window_s / ALONE_WINDOWS, has_serving=False)
-        window = self._run(runner, spec)
+        self.engines.set_gate(GateMode.IDLE)
+        spec = self._spec(case, f"rollout alone {when}", index)
+        window = self._least_disturbed(runner, replace(spec, has_serving=False))
         return window.rollout_tokens / window.duration_s
 
-    @staticmethod
-    def _baselines(policies: Mapping[str, Policy]) -> tuple[str, ...]:
-        """Serving alone is run twice where the mode that should not show is held against it."""
-        return (ALONE, AGAIN) if IDLE in policies else (ALONE,)
+    def _window(self, runner: WindowRunner, case: str, name: str, index: int) -> Window:
+        spec = self._spec(case, name, index)
+        return self._least_disturbed(
+            runner, replace(spec, rollout_url=None) if name in (ALONE, AGAIN) else spec
+        )
 
-    def _run(self, runner: WindowRunner, spec: WindowSpec) -> Window:
+    def _least_disturbed(self, runner: WindowRunner, spec: WindowSpec) -> Window:
         tries: list[Window] = []
         while len(tries) < MAX_TRIES:
             # Of another name each time: no prefix of one try is cached for the next.
             named = replace(spec, variant=f"{spec.variant}-try{len(tries)}")
-            before = self._engines.counters()
+            before = self.engines.counters()
             tries.append(runner.run(named, self._steps.tick))
             self._keep_counters(named, before)
             if not _disturbances(tries[-1:]):
@@ -175,7 +124,7 @@ class _RealBench:
 
     def _keep_counters(self, spec: WindowSpec, before: dict[str, float]) -> None:
         """Keeps what was counted in a window and the seconds around it, beside the window's requests."""
-        counted = {name: now - before.get(name, 0.0) for name, now in self._engines.counters().items()}
+        counted = {name: now - before.get(name, 0.0) for name, now in self.engines.counters().items()}
         path = self._plan.options.out_dir / f"counters-{spec.key}.json"
         path.write_text(json.dumps(counted) + "\n")
 
@@ -186,31 +135,63 @@ class _RealBench:
             index=index,
             duration_s=self._window_s,
             has_serving=True,
-            rollout_url=None if name in (ALONE, AGAIN) else self._engines.rollout.url,
+            rollout_url=self.engines.rollout.url,
         )
 
 
-def _frontier_name(steps: float) -> str:
-    return f"dual at {steps:g} steps"
+def _objectives(windows: Sequence[Window]) -> SLO:
+    requests = pooled_requests(windows)
+    ttft_s, tpot_s = percentile(ttfts_s(requests), 50), percentile(tpots_s(requests), 50)
+    assert ttft_s is not None and tpot_s is not None, "serving alone answered nothing"
+    return SLO(ttft_s=TTFT_MEDIANS * ttft_s, tpot_s=TPOT_MEDIANS * tpot_s)
 
 
-def _runs(windows: Windows, rates: Rates, slo: SLO) -> dict[str, Run]:
-    return {
-        name: Run(
-            requests=[window.requests for window in many],
-            slo=slo,
-            harvest=[
-                w.rollout_tokens / w.duration_s / rate for w, rate in zip(many, rates[name], strict=True)
-            ],
-            free=[1 - window.serving_busy_s / window.duration_s for window in many],
-            is_simulated=False,
-        )
-        for name, many in windows.items()
+def _run(windows: Sequence[Window], rates: Sequence[float], slo: SLO) -> Run:
+    return Run(
+        requests=[window.requests for window in windows],
+        slo=slo,
+        harvest=[w.rollout_tokens / w.duration_s / rate for w, rate in zip(windows, rates, strict=True)],
+        free=[1 - window.serving_busy_s / window.duration_s for window in windows],
+        is_simulated=False,
+    )
+
+
+def _figures(case: str, runs: dict[str, Run]) -> list[Figure]:
+    met: dict[str, float | None] = {
+        name: min(run.attainment("ttft"), run.attainment("tpot")) for name, run in runs.items()
     }
-
-
-def _notes(windows: Windows) -> dict[str, str]:
-    return {name: ", ".join(_note(many)) for name, many in windows.items()}
+    figures = [
+        Figure(
+            name=f"{name}[{case}]",
+            value=met[policy],
+            unit="share, the worse of TTFT and TPOT",
+            target=target,
+            peers={peer: met[peer] for peer in peers},
+        )
+        for name, policy, target, peers in (
+            ("naive_attainment", NAIVE, "< 0.9", (ALONE, ALTERNATE)),
+            ("gate_attainment", IDLE, ">= 0.99", (ALONE, AGAIN)),
+            ("gate_attainment[spends slack]", DUAL, ">= 0.99", (ALONE, AGAIN)),
+        )
+    ]
+    of_free = {
+        name: [share / free for share, free in zip(runs[name].harvest, runs[name].free, strict=True)]
+        for name in POLICIES
+    }
+    others: dict[str, float | None] = {
+        name: sum(of_free[name]) / len(of_free[name]) for name in (NAIVE, ALTERNATE)
+    }
+    unit = "of what serving leaves"
+    figures += [
+        median_figure(f"gate_harvest[{case}]", of_free[IDLE], unit, target=">= 0.70", peers=others),
+        median_figure(f"gate_harvest[spends slack, {case}]", of_free[DUAL], unit, target=">= 0.70"),
+        median_figure(f"default_harvest_of_idle[{case}]", of_free[IDLE], unit, target=">= 0.95"),
+    ]
+    for kind in ("ttft", "tpot"):
+        again = runs[AGAIN].pooled(kind, 99) / runs[ALONE].pooled(kind, 99)
+        name = f"default_harm[{kind} P99, {case}]"
+        figures.append(p99_ratio_figure(name, runs[IDLE], runs[ALONE], kind, "<= 1.05", {AGAIN: again}))
+    return figures
 
 
 def _note(windows: Sequence[Window]) -> list[str]:

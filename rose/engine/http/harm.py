@@ -55,6 +55,7 @@ class HarmWatch:
         self._earlier: deque[HarmWindow] = deque(maxlen=NUM_HOURS - 1)
         self._hour_began_s = time.monotonic()
         self._num_looks = 0
+        self._mode: GateMode | None = None
         self._note: str | None = NO_ROLLOUTS
 
     async def run(self, mode: Callable[[], GateMode]) -> None:
@@ -70,6 +71,10 @@ class HarmWatch:
     def look(self, mode: GateMode) -> None:
         """Estimates once, and adjusts the share of closed slices."""
         now = time.monotonic()
+        if mode is not self._mode:
+            if self._mode is not None:
+                self._begin_anew(now)
+            self._mode = mode
         if not snapshot(self._board).rollout.alive:
             self._note = NO_ROLLOUTS
             self._set_closed_share(0.0)
@@ -86,12 +91,21 @@ class HarmWatch:
             self._look_at_hour(requests, slices, now)
         self._num_looks += 1
 
+    def _begin_anew(self, now: float) -> None:
+        """Forgets what rollouts cost and were shut out for, which says nothing about the gate's new mode."""
+        self._control.let_in(now)
+        self._end_hour(now)
+        self._hour = None
+
+    def _end_hour(self, now: float) -> None:
+        if self._hour is not None:
+            self._earlier.appendleft(self._hour)
+        self._hour_began_s = now
+
     def _adjust(self, report: HarmReport, mode: GateMode, now: float) -> None:
         control, before = self._control, self._control.closed_share
         if mode in BOUNDED_MODES:
             control.update(report, now)
-        elif control.is_retreating:
-            control.let_in(now)
         if control.closed_share != before:
             found = ", ".join(f"{name} {one}" for name, one in report.latencies.items())
             logger.info("harm=%s allowed=%s closed_share=%.2f", found, control.allowed, control.closed_share)
@@ -104,9 +118,8 @@ class HarmWatch:
     def _look_at_hour(
         self, requests: Sequence[RequestDelay], slices: Sequence[SliceTime], now: float
     ) -> None:
-        if now - self._hour_began_s >= HOUR_S and self._hour is not None:
-            self._earlier.appendleft(self._hour)
-            self._hour_began_s = now
+        if now - self._hour_began_s >= HOUR_S:
+            self._end_hour(now)
         report = _estimate(requests, slices, self._hour_began_s)
         self._hour = self._window(report, now - self._hour_began_s)
         self._note = self._why_unknown(self._hour)

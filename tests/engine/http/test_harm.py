@@ -76,6 +76,17 @@ def test_harm_above_the_bound_shuts_rollouts_out_and_another_mode_lets_them_in(
     assert not watch.status().is_retreating
 
 
+def test_the_harm_of_one_mode_is_not_held_against_another(board: Words, writer: HarmRecords) -> None:
+    RolloutSide(board)
+    watch = HarmWatch(board, reader(writer), 0.02)
+    watch.look(GateMode.OFF)
+    record_minute(writer, slowdown=0.05)
+    watch.look(GateMode.OFF)
+    watch.look(GateMode.IDLE)
+    status = watch.status()
+    assert not status.is_retreating and status.recent is not None and status.recent.num_requests == 0
+
+
 def test_without_rollouts_nothing_is_shut_out(board: Words, writer: HarmRecords) -> None:
     watch = HarmWatch(board, reader(writer), 0.02)
     watch.look(GateMode.IDLE)
