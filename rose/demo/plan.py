@@ -56,7 +56,7 @@ class Durations:
     def choose(cls, *, is_quick: bool) -> "Durations":
         if is_quick:
             return cls(rollout_alone_s=10, window_s=14, training_s=75)
-        return cls(rollout_alone_s=15, window_s=20, training_s=195)
+        return cls(rollout_alone_s=12, window_s=16, training_s=215)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
