@@ -63,6 +63,11 @@ COMMANDS = (
         module="rose.scheduler.rollout.http.command",
         summary="one endpoint for all rollout turns",
     ),
+    Command(
+        name="front",
+        module="rose.engine.front.command",
+        summary="vLLM's own API server before the router: tools, reasoning, structured output",
+    ),
     Command(name="ray", module="rose.ray.command", summary="relay, engines and router on a Ray cluster"),
     Command(
         name="sched",

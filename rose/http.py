@@ -10,6 +10,17 @@ JOB_HEADER = "X-Rose-Job"
 """Tells the router which RL job a turn belongs to."""
 RUN_HEADER = "X-Rose-Run"
 """Tells the router which training run's weights a trainer wants."""
+TIMEOUT_HEADER = "X-Rose-Timeout-S"
+"""Tells the router how long a turn may take, queueing included."""
+SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
+"""Name a turn's trajectory."""
+API_KEY_HEADER = "X-Api-Key"
+"""Where clients of /v1/messages send their key."""
+FRONT_HEADERS = (
+    *("Authorization", API_KEY_HEADER, JOB_HEADER, RUN_HEADER),
+    *(*SESSION_HEADERS, TIMEOUT_HEADER, "traceparent"),
+)
+"""What a front takes along from a chat to its turns."""
 NO_PROMPT_IDS_HEADER = "X-Rose-No-Prompt-Ids"
 """Tells a worker to leave the prompt's token ids, which the router knows, out of the stream."""
 

@@ -88,6 +88,8 @@ class RoutingStatus(BaseModel):
     """Whether the weights are on the device; an inactive engine refuses turns with 503."""
     is_updating: bool = False
     """Whether the weights are being changed; no step runs meanwhile, which is no stall."""
+    continues_grammars: bool = False
+    """Whether structured output goes on over tokens that another engine has generated."""
     serving_busy_s: float | None = None
     """Seconds that serving's steps have taken on the shared GPU since the pool began; None without a pool."""
     serving_kv_usage: float | None = None

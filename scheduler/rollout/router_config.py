@@ -74,6 +74,17 @@ class JobSpec(_Settings):
     )
 
 
+class FrontSpec(_Settings):
+    """The fronts beside the router: vLLM's own API servers, whose turns the router places."""
+
+    count: int = Field(
+        default=0, ge=0, description="processes of rose front, started and ended with the router"
+    )
+    flags: tuple[str, ...] = Field(
+        default=(), description="flags of rose front: --model DIR, and parsers as the workers have them"
+    )
+
+
 class RouterConfig(_Settings):
     """All settings. Times are in seconds."""
 
@@ -98,6 +109,11 @@ class RouterConfig(_Settings):
     )
     max_sessions: int = Field(default=65536, ge=1)
     max_fingerprints: int = Field(default=8192, ge=1)
+
+    fronts: FrontSpec = Field(
+        default=FrontSpec(),
+        description="take chats that a token alone doesn't make: tools, reasoning, grammars",
+    )
 
     jobs: dict[str, JobSpec] = Field(default_factory=dict, description="the RL jobs by name")
     job_idle_s: float = Field(
@@ -197,6 +213,8 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
             config = config.model_copy(update={"turns_per_gpu": turns_per_gpu})
     except ValidationError as error:
         raise ConfigError(f"{source}: {_first_problem(error)}") from error
+    if config.fronts.count and not any(flag.startswith("--model") for flag in config.fronts.flags):
+        raise ConfigError(f"{source}: fronts: flags lack --model DIR, the workers' model")
     ids = [worker.id for worker in config.workers]
     if twice := sorted({i for i in ids if ids.count(i) > 1}):
         raise ConfigError(f"{source}: workers: {twice[0]} is given twice")
@@ -232,7 +250,8 @@ def _first_problem(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         is_worker = error.title == WorkerSpec.__name__ or first["loc"][0] == "workers"
-        kind = WorkerSpec if is_worker else JobSpec if first["loc"][0] == "jobs" else RouterConfig
+        kinds: dict[str, type[_Settings]] = {"jobs": JobSpec, "fronts": FrontSpec}
+        kind = WorkerSpec if is_worker else kinds.get(str(first["loc"][0]), RouterConfig)
         known = RouterConfig.model_fields if len(first["loc"]) == 1 and not is_worker else kind.model_fields
         return f"{key}: unknown key; known: {', '.join(known)}"
     return f"{key}: {first['msg']} (got {first['input']!r})"

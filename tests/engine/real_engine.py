@@ -63,14 +63,14 @@ class RealEngine:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
-        self._url = config.url
+        self.url = config.url
         self._http = http_client(config.url, key=None, timeout=CALL_S)
         self._threads = ThreadPoolExecutor(64)
         server = engine_process(config, folder / f"{config.name}.log", environment)
         self.process = ForkedServer(server).start()
 
     def wait_ready(self) -> "RealEngine":
-        self.process.wait_ready(f"{self._url}/health", READY_S)
+        self.process.wait_ready(f"{self.url}/health", READY_S)
         return self
 
     def stop(self) -> None:

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from rose.admission.gate import (
     GateDecision,
@@ -28,6 +28,7 @@ from rose.admission.gate import (
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.stall import StallTracker
 from rose.engine.memory.rollout_memory import RolloutMemory
+from rose.engine.scheduling.continuation import take_over
 from rose.engine.scheduling.interrupt import StepInterrupt, install
 from rose.engine.scheduling.scheduler import RoseScheduler
 from rose.engine.status import Field
@@ -89,6 +90,10 @@ class RolloutScheduler(RoseScheduler):
         """Takes back the wish for grants, for which serving would otherwise go on waiting."""
         if self._side is not None:
             self._side.set_want(False)
+
+    def add_request(self, request: Request) -> None:
+        take_over(request, self.structured_output_manager)
+        super().add_request(request)
 
     # Ahead of the step ----------------------------------------------------------------------------------
 

@@ -97,6 +97,18 @@ def can_resume(body: Mapping[str, Any]) -> bool:
     )
 
 
+_NOT_FOR_FRONTS = (
+    *("use_beam_search", "echo", "kv_transfer_params", "ec_transfer_params", "thinking_token_budget"),
+    *("logprob_token_ids", "mm_processor_kwargs"),
+)
+
+
+def suits_front(body: Mapping[str, Any]) -> bool:
+    """Whether a front can answer a chat that can't be resumed here: it takes text alone."""
+    is_plain = not any(body.get(name) for name in _NOT_FOR_FRONTS) and body.get("prompt_logprobs") is None
+    return is_plain and _are_texts(body.get("messages"))
+
+
 def _limit(body: Mapping[str, Any]) -> object:
     newer = body.get("max_completion_tokens")
     return newer if newer is not None else body.get("max_tokens")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds
+from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, encode
 from rose.scheduler.rollout.formats.completions import Call, Single, fan_out, usage_of
 from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.resume import Accumulated, Span
@@ -42,6 +42,7 @@ _SAMPLING = frozenset(
         "thinking_token_budget",
         "top_k",
         "top_p",
+        "vllm_xargs",
         "watermarking",
     )
 )
@@ -107,6 +108,18 @@ def sampling(given: object, names: Mapping[str, str], ignored: frozenset[str]) -
     return known
 
 
+def _reasoning(body: Json) -> Json:
+    """Returns what a request says of its prompt's reasoning, as ROSE's engines take it from a completion."""
+    found: Json = {}
+    if body.get("reasoning_ended") is not None:
+        found["rose_reasoning_ended"] = int(body["reasoning_ended"] is True)
+    kwargs = body.get("reasoning_parser_kwargs")
+    if isinstance(kwargs, dict):
+        template = kwargs.get("chat_template_kwargs")
+        found["rose_chat_template_kwargs"] = encode(template if template is not None else {}).decode()
+    return found
+
+
 class TokenGenerate:
     """vLLM's /inference/v1/generate, whose answer is a superset of vLLM's. See shape.Format."""
 
@@ -122,9 +135,15 @@ class TokenGenerate:
             raise BadRequest("token_ids: expected a list of token ids that is not empty")
         passed_on = ("model", "stream", "stream_options", "cache_salt", "priority", "session_id")
         completion = {name: body[name] for name in passed_on if body.get(name) is not None}
-        completion |= sampling(body.get("sampling_params"), {}, frozenset())
+        given = body.get("sampling_params")
+        completion |= sampling(given, {"extra_args": "vllm_xargs"}, frozenset())
+        if reasoning := _reasoning(body):
+            completion["vllm_xargs"] = {**(completion.get("vllm_xargs") or {}), **reasoning}
         completion |= {"prompt": ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        return fan_out(completion, shown_id=body.get("request_id"))
+        call = fan_out(completion, shown_id=body.get("request_id"))
+        for single in call.singles:
+            single.generation.needs_text = given is None or given.get("detokenize") is not False
+        return call
 
     def answer(self, call: Call, model: str | None) -> Json:
         first = call.singles[0].generation

@@ -23,23 +23,34 @@ _SEED_MASK = (1 << 63) - 1
 _STATEFUL = (
     # Their state spans all generated tokens, but a continuation takes the first part for a prompt.
     "stop",
-    "structured_outputs",
-    "response_format",
     "presence_penalty",
     "frequency_penalty",
     "bad_words",
     "thinking_token_budget",
     "repetition_detection",
-    "vllm_xargs",
 )
+_GRAMMARS = ("structured_outputs", "response_format")
+"""Their state spans all tokens, too, and ROSE's engines advance it over those that a continuation brings."""
+_OWN_ARGUMENTS = "rose_"
+"""How those of the `vllm_xargs` begin that ROSE itself reads. Others may have a state in the engine."""
+_GENERATED = "rose_generated"
+"""Tells an engine how many tokens at the end of the prompt were generated before."""
+_TEXT = {"type": "text"}
+"""A response_format that constrains nothing."""
 _LOGPROB_LISTS = ("token_logprobs", "tokens", "top_logprobs")
 
 
 def must_restart(body: Mapping[str, Any]) -> bool:
     """Whether a cut generation has to start again, because a constraint's state can't be carried over."""
-    if body.get("response_format") == {"type": "text"}:
-        body = {**body, "response_format": None}
-    return any(body.get(name) for name in _STATEFUL)
+    arguments = body.get("vllm_xargs")
+    names = arguments if isinstance(arguments, dict) else ()
+    is_others = any(not name.startswith(_OWN_ARGUMENTS) for name in names)
+    return is_others or any(body.get(name) for name in _STATEFUL)
+
+
+def has_grammar(body: Mapping[str, Any]) -> bool:
+    """Whether only an engine that takes over grammars can continue the generation."""
+    return any(body.get(name) and body[name] != _TEXT for name in _GRAMMARS)
 
 
 def known_prompt(body: Mapping[str, Any]) -> TokenIds | None:
@@ -97,6 +108,8 @@ class Accumulated:
     num_resumes: int = 0
     num_restarts: int = 0
     cached_tokens: int | None = None
+    needs_text: bool = True
+    """Whether the client wants text beside the ids. If not, a cut may come within a character."""
 
     @property
     def max_tokens(self) -> int:
@@ -127,6 +140,17 @@ class Accumulated:
                 self.num_resumes += 1
         self.epoch += 1
         return self.epoch
+
+    @property
+    def continues_grammar(self) -> bool:
+        """Whether the next attempt needs an engine that takes over the state of a grammar."""
+        return bool(self.token_ids) and has_grammar(self.request)
+
+    def restart(self) -> None:
+        """Starts the attempt that was begun as a resume from the prompt alone."""
+        self._forget()
+        self.num_resumes -= 1
+        self.num_restarts += 1
 
     def _forget(self) -> None:
         self.text, self.token_ids, self.logprobs, self.spans = "", [], None, []
@@ -187,6 +211,8 @@ class Accumulated:
             return body
         body |= self._continued(self.so_far())
         body["max_tokens"] = self.max_tokens - self.num_tokens
+        if has_grammar(body):
+            body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), _GENERATED: self.num_tokens}
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - self.num_tokens)
         if body.get("seed") is not None:

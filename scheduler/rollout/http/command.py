@@ -37,6 +37,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MAPPED_BYTES = 2**25
 """The largest value that glibc accepts."""
 _KEPT_BYTES = 2**28
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""Where the router's own fronts reach a router that listens everywhere."""
 
 
 class RunningRouter:
@@ -46,6 +48,8 @@ class RunningRouter:
         self._config = config
         self._listener: asyncio.Server | None = None
         self.url = ""
+        self.fronts: asyncio.Task[None] | None = None
+        """Ends with a ConfigError if the fronts refuse their flags."""
 
     async def __aenter__(self) -> "RunningRouter":
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
@@ -71,6 +75,9 @@ class RunningRouter:
         self.url = f"http://{host}:{port}"
         for spec in self._config.workers:
             self.plane.registry.add(spec)
+        if self._service.fronts.are_configured:
+            own_host = _LOOPBACK.get(host, host)
+            self.fronts = self._service.fronts.start(f"http://{own_host}:{port}")
         return self
 
     def _connection(self) -> ClientConnection:
@@ -93,6 +100,7 @@ class RunningRouter:
     async def _close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+        await self._service.fronts.close()
         await self._runner.cleanup()
         await self.plane.registry.close()
         self.plane.wire.close()
@@ -117,7 +125,12 @@ async def run_router(config: RouterConfig, ready: Callable[[str], None] | None =
         )
         if ready is not None:
             ready(router.url)
-        await stop.wait()
+        stopping = asyncio.create_task(stop.wait())
+        ends = {stopping, router.fronts} if router.fronts is not None else {stopping}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if router.fronts is not None and router.fronts.done():
+            stopping.cancel()
+            router.fronts.result()
         await router.drain()
 
 
@@ -146,7 +159,8 @@ def _keep_freed_memory() -> None:
 
 
 def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
-    parsed = _parser().parse_args(argv)
+    own, dashes, front_flags = _split(argv)
+    parsed = _parser().parse_args(own)
     fields = read_yaml(parsed.file, RouterConfig) if parsed.file is not None else {}
     flags = {name: getattr(parsed, name) for name in ("host", "port", "policy")}
     fields |= {name: value for name, value in flags.items() if value is not None}
@@ -154,8 +168,18 @@ def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
         fields["concurrency_profile"] = parsed.concurrency_profile
     if parsed.worker:
         fields["workers"] = [*fields.get("workers", ()), *(parse_worker(text) for text in parsed.worker)]
+    given = {"count": parsed.front} if parsed.front is not None else {}
+    given |= {"flags": front_flags} if dashes else {}
+    if given:
+        fields["fronts"] = {**fields.get("fronts", {}), **given}
     source = str(parsed.file) if parsed.file is not None else "command line"
     return build_config(fields, source, Settings.from_environment())
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """Returns the router's own arguments, whether `--` follows, and the fronts' flags behind it."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), at < len(argv), list(argv[at + 1 :])
 
 
 def _parser() -> CommandParser:
@@ -185,6 +209,12 @@ def _parser() -> CommandParser:
         type=Path,
         metavar="FILE",
         help="turns per GPU, as found by rose profile",
+    )
+    parser.add_argument(
+        "--front",
+        type=int,
+        metavar="N",
+        help="start N processes of rose front, whose flags follow: -- --model DIR --tool-call-parser NAME",
     )
     parser.add_argument("--policy", choices=tuple(POLICIES), help="policy that places turns (default paper)")
     return parser

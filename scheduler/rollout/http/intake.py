@@ -14,6 +14,7 @@ from typing import NamedTuple
 from aiohttp import web
 
 from rose.errors import NoWorkerError
+from rose.http import TIMEOUT_HEADER
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, parse
 from rose.scheduler.rollout.formats.completions import Call
 from rose.scheduler.rollout.formats.shape import Format
@@ -25,7 +26,6 @@ from rose.scheduler.rollout.turn.journey import Route
 from rose.scheduler.rollout.turn.traces import PARENT_HEADER
 from rose.scheduler.rollout.workers.registry import Registry
 
-_TIMEOUT_HEADER = "X-Rose-Timeout-S"
 _NEAR = 0.7
 """A prompt whose estimated length is below this fraction of the context is not counted."""
 
@@ -137,11 +137,11 @@ class Intake:
 
 def _timeout_s(request: web.Request) -> float:
     """Returns the client's timeout, infinity if it set none. Raises: BadRequest."""
-    given = request.headers.get(_TIMEOUT_HEADER)
+    given = request.headers.get(TIMEOUT_HEADER)
     try:
         seconds = float(given) if given is not None else math.inf
     except ValueError as error:
-        raise BadRequest(f"{_TIMEOUT_HEADER}: expected seconds, got {str(given)[:40]!r}") from error
+        raise BadRequest(f"{TIMEOUT_HEADER}: expected seconds, got {str(given)[:40]!r}") from error
     if not seconds > 0:
-        raise BadRequest(f"{_TIMEOUT_HEADER}: expected more than 0 seconds, got {given!r}")
+        raise BadRequest(f"{TIMEOUT_HEADER}: expected more than 0 seconds, got {given!r}")
     return seconds

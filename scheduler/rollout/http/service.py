@@ -21,8 +21,9 @@ from rose.scheduler.rollout.formats.sglang import SglangGenerate
 from rose.scheduler.rollout.formats.shape import Format
 from rose.scheduler.rollout.http.admin import Admin
 from rose.scheduler.rollout.http.callers import Callers
-from rose.scheduler.rollout.http.errors import Conflict, error_event, http_status, name_server
+from rose.scheduler.rollout.http.errors import Conflict, NotFound, error_event, http_status, name_server
 from rose.scheduler.rollout.http.event_stream import EventStream
+from rose.scheduler.rollout.http.fronts import Fronts
 from rose.scheduler.rollout.http.guard import Guard, Handler
 from rose.scheduler.rollout.http.inflight import IDEMPOTENCY_HEADER, InFlight, SharedAnswer
 from rose.scheduler.rollout.http.intake import Asked, Intake
@@ -57,6 +58,7 @@ class Service:
         )
         self._guard = Guard(config, self._callers)
         self._in_flight = InFlight()
+        self.fronts = Fronts(config.fronts, self._callers.front_key)
         self._parsed_models: set[str | None] = set()
         """The models whose chats a parser in the workers splits into reasoning and tool calls."""
 
@@ -69,6 +71,8 @@ class Service:
         app.router.add_get("/v1/models", self.models)
         for path, shape in _FORMATS.items():
             app.router.add_post(path, self._generating(shape))
+        app.router.add_post("/v1/responses", self.through_a_front)
+        app.router.add_post("/v1/messages", self.through_a_front)
         app.router.add_post(RENDER_PATH, self.forward)
         for path in _QUESTION_PATHS:
             app.router.add_post(path, self.ask)
@@ -85,7 +89,8 @@ class Service:
         workers = self._plane.registry.workers()
         num_alive = sum(worker.is_alive for worker in workers)
         is_up = num_alive > 0 and not self._guard.is_draining
-        return web.json_response({"workers": len(workers), "alive": num_alive}, status=200 if is_up else 503)
+        found = {"workers": len(workers), "alive": num_alive, "fronts": self.fronts.num_ready}
+        return web.json_response(found, status=200 if is_up else 503)
 
     # Questions that any worker answers without generating ------------------------------------------------
 
@@ -130,6 +135,15 @@ class Service:
         asked = await self._intake.admit(request)
         return await self._passthrough.forward(request, asked.body, asked.route)
 
+    async def through_a_front(self, request: web.Request) -> web.StreamResponse:
+        """Hands a request in a format of vLLM's own to a front, which sends its turns back here."""
+        asked = await self._intake.admit(request)
+        if not self.fronts.serve(asked.route.model):
+            raise NotFound(
+                f"{request.path}: only a front understands it; start the router with --front 1 -- --model DIR"
+            )
+        return await self.fronts.forward(request, asked.body)
+
     def _generating(self, shape: Format) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             """Generates an answer; a turn that is cut continues on another worker."""
@@ -141,6 +155,9 @@ class Service:
                     model = asked.route.model
                     logger.info("chats go whole model=%s reason=%s", model, found)
                     self._parsed_models.add(model)
+            is_for_front = isinstance(shape, Chat) and chat.suits_front(asked.body)
+            if is_for_front and self.fronts.serve(asked.route.model):
+                return await self.fronts.forward(request, asked.body)
             return await self._passthrough.forward(request, asked.body, asked.route)
 
         return handle

@@ -15,11 +15,9 @@ from typing import Any
 
 import xxhash
 
+from rose.http import SESSION_HEADERS
 from rose.scheduler.rollout.formats.bodies import TokenIds
 from rose.types import WeightVersion
-
-SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
-
 
 _MAX_HOLDERS = 4
 

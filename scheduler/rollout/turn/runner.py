@@ -21,6 +21,13 @@ from rose.scheduler.rollout.turn.journey import Journey, Route
 from rose.scheduler.rollout.turn.records import CANCELLED, FINISHED
 from rose.scheduler.rollout.turn.rerouting import Rerouting
 from rose.scheduler.rollout.turn.trajectories import about_tokens
+from rose.scheduler.rollout.workers.worker import Worker
+
+_CANT_RESUME = (
+    "the worker was lost after tokens were streamed; the state of stop strings, penalties and parsers can't"
+    " be carried to another worker, and that of structured output only to an engine of ROSE's, so send"
+    " the request again"
+)
 
 
 class TurnRunner:
@@ -82,6 +89,8 @@ class TurnRunner:
             place = await self._dispatcher.place(journey, first_version)
             version = place.worker.weight_version if self._dispatcher.pins_versions else None
             try:
+                if journey.num_attempts > 1:
+                    self._resume_on(place.worker, single, is_streamed=sink is not None)
                 ending = await Attempt(self._parts, single, place, journey, sink, version).run()
             finally:
                 self._dispatcher.release(place, place.num_tokens)
@@ -101,16 +110,29 @@ class TurnRunner:
         """
         generation, num_tokens = single.generation, single.generation.num_tokens
         if is_streamed and num_tokens and generation.must_restart:
-            raise WorkerError(
-                "the worker was lost after tokens were streamed; the state of stop strings, structured output"
-                " and parsers can't be carried to another worker, so send the request again"
-            )
-        restarts, counters = generation.num_restarts, self._records.counters
+            raise WorkerError(_CANT_RESUME)
+        restarts = generation.num_restarts
         generation.begin()
         if generation.num_restarts > restarts:
-            counters.restarted += 1
-            counters.tokens_dropped += num_tokens
-        elif num_tokens:
-            counters.resumed += 1
-            counters.tokens_kept += num_tokens
+            self._count_restart(num_tokens)
         journey.prompt_tokens = about_tokens(single.prompt) + generation.num_tokens
+
+    def _resume_on(self, worker: Worker, single: Single, *, is_streamed: bool) -> None:
+        """Makes sure that the worker can take over the turn's grammar; if it can't, the turn starts again.
+
+        Raises:
+            WorkerError: the turn has to start again, but its client has been sent tokens.
+        """
+        generation, num_tokens = single.generation, single.generation.num_tokens
+        if generation.continues_grammar and not worker.continues_grammars:
+            if is_streamed:
+                raise WorkerError(_CANT_RESUME)
+            generation.restart()
+            self._count_restart(num_tokens)
+        elif num_tokens:
+            self._records.counters.resumed += 1
+            self._records.counters.tokens_kept += num_tokens
+
+    def _count_restart(self, num_tokens: int) -> None:
+        self._records.counters.restarted += 1
+        self._records.counters.tokens_dropped += num_tokens

@@ -160,6 +160,11 @@ class Worker:
             return True
         return (status.pressure or "").lower() != "pressure" and status.num_waiting == 0
 
+    @property
+    def continues_grammars(self) -> bool:
+        """Whether structured output goes on here over tokens that another worker has made."""
+        return self.status is not None and self.status.continues_grammars
+
     def view(self) -> WorkerView:
         if self._view is None:
             self._view = self._make_view()

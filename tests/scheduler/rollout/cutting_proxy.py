@@ -19,7 +19,13 @@ class CuttingProxy:
         self._host, self._port = worker_url.removeprefix("http://").split(":")
         self._num_events = num_events
         self.has_cut = False
+        self._round = 0
         self._connections: set[asyncio.Task[None]] = set()
+
+    def arm(self, num_events: int) -> None:
+        """Cuts one more answer, and counts only the events from now on."""
+        self._num_events, self.has_cut = num_events, False
+        self._round += 1
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -35,7 +41,11 @@ class CuttingProxy:
     async def _serve(self, near: asyncio.StreamReader, to_near: asyncio.StreamWriter) -> None:
         if this := asyncio.current_task():
             self._connections.add(this)
-        far, to_far = await asyncio.open_connection(self._host, int(self._port))
+        try:
+            far, to_far = await asyncio.open_connection(self._host, int(self._port))
+        except OSError:
+            to_near.close()  # as the worker itself would refuse
+            return
         asking = asyncio.create_task(self._copy(near, to_far))
         try:
             await self._copy_answers(far, to_near)
@@ -53,9 +63,11 @@ class CuttingProxy:
             sink.write_eof()
 
     async def _copy_answers(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        passed = b""
+        passed, counted = b"", self._round
         with contextlib.suppress(ConnectionError):
             while chunk := await source.read(READ_BYTES):
+                if counted != self._round:
+                    passed, counted = b"", self._round
                 begin = len(passed)
                 passed += chunk
                 *events, after = passed.split(EVENT, self._num_events + 1)

@@ -60,6 +60,9 @@ class ScriptedWorker:
     pressure: str = "normal"
     is_active: bool = True
     is_updating: bool = False
+    continues_grammars: bool = False
+    stops_after: int | None = None
+    """The number of tokens after which an answer ends by itself."""
     has_rose_routes: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
     models: list[str] = field(default_factory=lambda: ["scripted"])
@@ -132,7 +135,8 @@ class ScriptedWorker:
         status = {"weight_version": self.version, "pressure": self.pressure, "gate": gate}
         serving = {"serving_busy_s": self.serving_busy_s, "serving_kv_usage": self.serving_kv_usage}
         weights = {"is_active": self.is_active, "is_updating": self.is_updating}
-        return web.json_response({**status, **serving, **weights})
+        grammars = {"continues_grammars": self.continues_grammars}
+        return web.json_response({**status, **serving, **weights, **grammars})
 
     async def _rl_step(self, request: web.Request) -> web.Response:
         self.steps.append((await request.json())["step"])
@@ -231,8 +235,15 @@ class ScriptedWorker:
             await self._may_go_on.wait()
             tokens.append(next_token(tokens))
             finish = "length" if position == total - 1 else None
+            if position + 1 == self.stops_after:
+                finish = "stop"
             echo = prompt if NO_PROMPT_IDS_HEADER not in request.headers else None
             await _send(response, self._chunk(body, echo, tokens[-1], position, finish))
+            if finish == "stop":
+                break
+        if fault is not None and fault.after_tokens == self.stops_after:
+            await self._fail(request, response, fault)
+            return response
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 1}}
         await _send(response, {"choices": [], "usage": usage, "model": self.models[0]})
         await response.write(b"data: [DONE]\n\n")

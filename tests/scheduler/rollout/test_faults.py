@@ -84,6 +84,51 @@ async def test_stop_strings_restart_instead_of_resuming(start_router: StartRoute
             assert (choice["rose"]["restarts"], client.counters()["tokens_dropped"]) == (1, 3)
 
 
+async def test_an_answer_that_ended_before_its_stream_broke_off_is_whole(start_router: StartRouter) -> None:
+    """To resume it would be to go on behind its end."""
+    async with ScriptedWorker(stops_after=4) as worker:
+        worker.faults.append(Fault(kind="disconnect", after_tokens=4))
+        async with start_router(worker) as client:
+            choice = (await client.complete(BODY))["choices"][0]
+            assert choice["token_ids"] == expected_tokens(PROMPT, 4)
+            assert (choice["finish_reason"], len(worker.requests)) == ("stop", 1)
+
+
+GRAMMAR = {**BODY, "structured_outputs": {"regex": "x*"}}
+
+
+async def test_a_grammar_goes_on_where_engines_take_it_over(start_router: StartRouter) -> None:
+    async with ScriptedWorker(continues_grammars=True) as worker:
+        worker.faults.append(Fault(kind="abort_reclaimed", after_tokens=3))
+        async with start_router(worker) as client:
+            known = client.known(worker)
+            await until(lambda: known.continues_grammars)
+            assert_whole((await client.complete(GRAMMAR))["choices"][0])
+            assert worker.requests[1]["vllm_xargs"] == {"rose_generated": 3}
+            assert (client.counters()["resumed"], client.counters()["restarted"]) == (1, 0)
+
+
+async def test_a_grammar_starts_again_on_a_worker_that_cant_take_it_over(start_router: StartRouter) -> None:
+    async with ScriptedWorker(continues_grammars=True) as bad, ScriptedWorker(has_rose_routes=False) as good:
+        bad.faults.append(Fault(kind="disconnect", after_tokens=3))
+        async with start_router(bad, (good, "serving"), avoid_s=60) as client:
+            choice = (await client.complete(GRAMMAR))["choices"][0]
+            assert_whole(choice)
+            assert (choice["rose"]["resumes"], choice["rose"]["restarts"]) == (0, 1)
+            assert good.requests[0]["prompt"] == PROMPT and "vllm_xargs" not in good.requests[0]
+            assert (client.counters()["resumed"], client.counters()["tokens_dropped"]) == (0, 3)
+
+
+async def test_a_streamed_grammar_that_no_worker_takes_over_ends_in_an_error_event(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as worker:
+        worker.faults.append(Fault(kind="abort_reclaimed", after_tokens=3))
+        async with start_router(worker) as client:
+            events = await read_stream(client.http, client.router.url, {**GRAMMAR, "stream": True})
+    assert events[-1]["error"]["code"] == 502
+
+
 async def test_an_abort_without_a_stop_reason_of_rose_goes_to_the_client(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.append(Fault(kind="abort_plain", after_tokens=3))

@@ -46,6 +46,8 @@ def test_worker_flags_are_read() -> None:
         ({"prot": 1}, "prot: unknown key"),
         ({"port": 99999}, "port"),
         ({"policy": "random"}, "policy"),
+        ({"fronts": {"count": 1}}, "fronts: flags lack --model DIR"),
+        ({"fronts": {"flag": []}}, "fronts.flag: unknown key; known: count, flags"),
     ],
 )
 def test_a_bad_setting_is_named(fields: dict[str, Any], problem: str) -> None:

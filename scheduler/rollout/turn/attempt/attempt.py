@@ -68,7 +68,7 @@ class Attempt:
             WorkerError: tokens of an unfinished character were streamed and can't be taken back.
         """
         generation, span, before = self._generation, self._journey.span, len(self._generation.token_ids)
-        if before:
+        if before and generation.needs_text:
             try:
                 await self._end_on_character()
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -78,6 +78,8 @@ class Attempt:
         if span is not None:
             headers += f"{PARENT_HEADER}: {span.begin_attempt(self._worker.id)}\r\n".encode()
         ending = await self._watched(headers)
+        if self._receiver.finish_reason is not None and ending.kind is not EndKind.FINISHED:
+            ending = self._ending()  # the answer was whole before its stream broke off
         if span is not None:
             span.end_attempt(ending.kind.value, generation.num_tokens - before)
         self._note_prompt(ending, before)

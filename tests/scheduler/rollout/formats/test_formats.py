@@ -113,3 +113,33 @@ async def test_an_unsupported_parameter_is_400_and_named(
         assert (status, answer["error"]["code"]) == (400, 400)
         assert problem in answer["error"]["message"]
         assert not worker.requests
+
+
+async def test_generate_hands_on_reasoning_and_extra_arguments(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        body = {
+            "token_ids": PROMPT,
+            "sampling_params": {"max_tokens": 2, "extra_args": {"own": 1}},
+            "reasoning_ended": False,
+            "reasoning_parser_kwargs": {"chat_template_kwargs": {"enable_thinking": True}},
+        }
+        assert (await client.post("/inference/v1/generate", body))[0] == 200
+        (sent,) = worker.requests
+        assert sent["vllm_xargs"] == {
+            "own": 1,
+            "rose_reasoning_ended": 0,
+            "rose_chat_template_kwargs": '{"enable_thinking":true}',
+        }
+
+
+async def test_a_turn_without_text_is_resumed_within_a_character(start_router: StartRouter) -> None:
+    """Its client makes the text of all tokens itself, so none has to be dropped."""
+    async with ScriptedWorker(unfinished=frozenset(SIX[2:4])) as worker, start_router(worker) as client:
+        worker.faults.append(Fault(kind="abort_reclaimed", after_tokens=4))
+        sampling = {"max_tokens": 6, "detokenize": False}
+        body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
+        async with client.http.post(f"{client.router.url}/inference/v1/generate", json=body) as response:
+            lines = (await response.text()).split("\n\n")
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+        assert [token for event in events for token in event["choices"][0]["token_ids"]] == SIX
+        assert worker.requests[1]["prompt"] == PROMPT + SIX[:4]

@@ -110,8 +110,10 @@ def test_max_tokens_defaults_to_vllms_16() -> None:
         ({"stop": ["\n"]}, True),
         ({"stop": "x"}, True),
         ({"stop_token_ids": [3]}, False),
-        ({"structured_outputs": {"regex": "a+"}}, True),
-        ({"response_format": {"type": "json_object"}}, True),
+        ({"structured_outputs": {"regex": "a+"}}, False),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"vllm_xargs": {"rose_tenant": "a"}}, False),
+        ({"vllm_xargs": {"others": 1}}, True),
         ({"response_format": {"type": "text"}}, False),
         ({"presence_penalty": 0.5}, True),
         ({"presence_penalty": 0.0}, False),
@@ -125,3 +127,16 @@ def test_constraints_that_span_the_cut_force_a_restart(request_part: dict[str, A
     generation.begin()
     assert (generation.next_body()["prompt"] == PROMPT) is restarts
     assert generation.num_restarts == int(restarts)
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "response_format"])
+def test_a_continuation_with_a_grammar_says_how_many_tokens_were_generated(name: str) -> None:
+    """An engine takes the whole prompt for the client's otherwise, and begins the grammar anew."""
+    constraint = {"regex": "a+", "type": "json_object"}
+    request = {"prompt": PROMPT, "max_tokens": 9, name: constraint, "vllm_xargs": {"rose_tenant": "a"}}
+    generation = Accumulated(request=request)
+    generation.begin()
+    assert generation.next_body()["vllm_xargs"] == {"rose_tenant": "a"}
+    generation.add(1, chunk([1, 2, 3], PROMPT), "a", None)
+    generation.begin()
+    assert generation.next_body()["vllm_xargs"] == {"rose_tenant": "a", "rose_generated": 3}

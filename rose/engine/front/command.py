@@ -1,0 +1,115 @@
+"""`rose front`: vLLM's own API server, whose engine is the router.
+
+Owns the command and the process. Promises that routes, templates, parsers and detokenizer are vLLM's own and
+take vLLM's own flags. What can't work is refused with one line before anything is served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from rose.arguments import CommandParser, run_command
+from rose.config import Settings
+from rose.engine.front.agreement import RouterQuestions, served_card
+from rose.errors import ConfigError
+from rose.http import http_client
+
+_MIDDLEWARE = "rose.engine.front.caller.NotesCaller"
+_ASK_S = 30.0
+_EXAMPLE = (
+    "rose front --router http://127.0.0.1:8100 --model ./models/policy --port 8200"
+    " --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3"
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until a stop signal. Raises: ConfigError for bad input."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    own, vllm_argv = _parser().parse_known_args(argv)
+    if own.stop_with_stdin:
+        threading.Thread(target=_stop_at_end_of_stdin, name="rose-stdin", daemon=True).start()
+    router_url = own.router.rstrip("/")
+    args = _vllm_arguments(own.model, vllm_argv)
+    key = Settings.from_environment().router_api_key
+    with http_client(router_url, key=key, timeout=_ASK_S) as client:
+        questions = RouterQuestions(client)
+        cards = questions.cards()
+        card = served_card(cards, args.served_model_name or [], args.model)
+        args.served_model_name = args.served_model_name or [card["id"]]
+        if (context := card.get("max_model_len")) is not None and args.max_model_len is None:
+            args.max_model_len = context
+        from rose.engine.front.server import front_config, serve, tokenizer_of
+
+        config = front_config(args)
+        _check_context(config.model_config.max_model_len, context, router_url)
+        questions.check_tokenizer(card["id"], tokenizer_of(config))
+    serve(config, args, router_url, card["id"])
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "rose front",
+        "vLLM's own API server before a router: chats, responses and messages with tools, reasoning and"
+        " structured\noutput become token-level turns, which the router places, watches, moves and resumes."
+        "\nOther flags are vLLM's own (vllm serve --help); give parsers and templates as the workers do.",
+        _EXAMPLE,
+    )
+    parser.add_argument("--router", required=True, metavar="URL", help="address of rose router")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="the workers' model; its weights are not loaded"
+    )
+    parser.add_argument(
+        "--stop-with-stdin", action="store_true", help="end when standard input does, as its starter's does"
+    )
+    return parser
+
+
+def _vllm_arguments(model: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Reads vLLM's flags as `vllm serve` does. Raises: ConfigError."""
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.launchers.launcher import validate_api_server_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ModuleNotFoundError as error:
+        if error.name == "vllm":
+            raise
+        raise ConfigError(f"this vLLM has no {error.name}; rose front runs with vLLM 0.32") from error
+    parser = make_arg_parser(FlexibleArgumentParser(prog="rose front"))
+    args: argparse.Namespace = parser.parse_args(["--model", model, *argv])
+    args.model = model
+    args.middleware = [*args.middleware, _MIDDLEWARE]
+    args.disable_log_stats = True  # its figures are of an engine core; the router's /metrics has the turns'
+    args.host = args.host if args.host is not None else "127.0.0.1"
+    if args.reasoning_parser:
+        args.structured_outputs_config.reasoning_parser = args.reasoning_parser
+    try:
+        validate_parsed_serve_args(args)
+        validate_api_server_args(args)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(str(error.args[0] if error.args else error)) from error
+    return args
+
+
+def _check_context(own: int, theirs: int | None, router_url: str) -> None:
+    if theirs is not None and own > theirs:
+        raise ConfigError(
+            f"--max-model-len {own}: the workers behind {router_url} have a context of {theirs}; leave it out"
+        )
+
+
+def _stop_at_end_of_stdin() -> None:
+    """Ends this process with the one that started it, however that ended."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("front", main, sys.argv[1:]))

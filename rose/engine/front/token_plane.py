@@ -1,0 +1,171 @@
+"""The engine core of a front: requests leave as token-level turns for the router, their tokens come back.
+
+Owns the turns in flight. Promises that each request ends once, with its last token, with an error that has
+the router's status and message, or because its client left, which ends the turn on its worker, too. Lives on
+the API server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import msgspec
+from vllm.exceptions import GracefulHTTPError, VLLMError
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from rose.engine.front.caller import caller_headers
+from rose.engine.front.calls import Outputs, call_body, error_of, wants_stream
+
+logger = logging.getLogger(__name__)
+
+_PATH = "/inference/v1/generate"
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+"""The router itself watches every turn."""
+_DATA = b"data: "
+_DONE = b"[DONE]"
+_LINE_BYTES = 2**24
+"""A line of a stream holds one event, with the log-probabilities of a few tokens."""
+
+
+class TokenPlane(EngineCoreClient):
+    """Stands where vLLM's AsyncLLM has the client of its engine core."""
+
+    def __init__(self, router_url: str, model: str) -> None:
+        self._url = router_url + _PATH
+        self._router_url = router_url
+        self._model = model
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.engine_ranks_managed = [0]
+        self.processor: OutputProcessor | None = None
+        """Where errors are put: engine cores have no way to send them."""
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._turns: dict[str, asyncio.Task[None]] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # What AsyncLLM calls ----------------------------------------------------------------------------------
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        turn = asyncio.create_task(self._run(request, caller_headers()))
+        self._turns[request.request_id] = turn
+        turn.add_done_callback(lambda _: self._turns.pop(request.request_id, None))
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if (turn := self._turns.get(request_id)) is not None:
+                turn.cancel()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outputs.get()
+
+    async def reset_mm_cache_async(self) -> None:
+        """Does nothing: a front takes text alone."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends all turns. May be called in any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> None:
+        for turn in self._turns.values():
+            turn.cancel()
+        if self._session is not None:
+            await self._session.close()
+
+    # A turn -----------------------------------------------------------------------------------------------
+
+    async def _run(self, request: EngineCoreRequest, headers: Mapping[str, str]) -> None:
+        try:
+            async for output in self._answer(request, headers):
+                self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
+        except VLLMError as error:
+            self._fail(request.request_id, error)
+        except Exception:
+            logger.exception("turn failed request=%s", request.request_id)
+            self._fail(request.request_id, _http_error(500, "the front failed; its log holds the reason"))
+
+    async def _answer(
+        self, request: EngineCoreRequest, headers: Mapping[str, str]
+    ) -> AsyncIterator[EngineCoreOutput]:
+        body, outputs = call_body(request, self._model), Outputs(request)
+        async with self._posted(body, headers) as response:
+            if not wants_stream(request.sampling_params):
+                for output in outputs.take(msgspec.json.decode(await response.read())):
+                    yield output
+                return
+            async for line in response.content:
+                if not line.startswith(_DATA) or line.startswith(_DONE, len(_DATA)):
+                    continue
+                event = msgspec.json.decode(line[len(_DATA) :])
+                if (error := error_of(event)) is not None:
+                    raise _http_error(*error)
+                for output in outputs.take(event):
+                    yield output
+        if not outputs.is_finished:
+            raise _http_error(502, f"the stream of the router at {self._router_url} broke off; send it again")
+
+    @asynccontextmanager
+    async def _posted(
+        self, body: dict[str, Any], headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends a call. Raises: GracefulHTTPError for an answer other than 200, or none."""
+        all_headers = {**headers, "Content-Type": "application/json"}
+        try:
+            async with self._http().post(
+                self._url, data=msgspec.json.encode(body), headers=all_headers, timeout=_TIMEOUT
+            ) as response:
+                if response.status != 200:
+                    raise _http_error(response.status, _message(await response.text()))
+                yield response
+        except aiohttp.ClientError as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise _http_error(503, f"the router at {self._router_url} does not answer ({reason})") from error
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._loop = asyncio.get_running_loop()
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                read_bufsize=_LINE_BYTES,
+            )
+        return self._session
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        """Gives a request's handler an error, and ends the siblings of the same chat (n above 1)."""
+        assert self.processor is not None
+        state = self.processor.request_states.get(request_id)
+        if state is None:
+            return  # its client has left
+        state.queue.put(error)
+        parent = state.parent_req
+        whole = parent.request_id if parent is not None else request_id
+        for sibling in self.processor.abort_requests([whole], internal=True):
+            if sibling != request_id and (turn := self._turns.get(sibling)) is not None:
+                turn.cancel()
+
+
+def _http_error(status: int, message: str) -> GracefulHTTPError:
+    known = status in HTTPStatus._value2member_map_ and status >= 400
+    return GracefulHTTPError(message, HTTPStatus(status if known else 502))
+
+
+def _message(text: str) -> str:
+    """Returns the message of an error in OpenAI's shape, or the whole text."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:500]
