@@ -221,7 +221,11 @@ def _refusal(group: Group, jobs: Mapping[str, Job], found: Certificate) -> Certi
         bound = found.bounds[name]
         return bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
 
-    worst = max(jobs, key=lambda name: promised_s(name) / found.bounds[name].limit_s)
+    def excess(name: str) -> float:
+        limit = found.bounds[name].limit_s
+        return promised_s(name) / limit if limit > 0 else math.inf
+
+    worst = max(jobs, key=excess)
     limit, promised = found.bounds[worst].limit_s, promised_s(worst)
     whole = limit_s(jobs[worst])
     said = "its SLO is" if limit == whole else f"what is left of its SLO of {whole:.6g} s is"

@@ -67,8 +67,10 @@ class _Run:
     has_ended: bool = False
 
     def is_attained(self, end_s: float) -> bool:
-        """Whether the SLO was kept: by each iteration, or by their mean with all pauses."""
+        """Whether each iteration kept the SLO, or their mean with all pauses; False if none began."""
         job, limit_s = self.job, self.job.slo * self.job.solo_s
+        if self.attempt == 0:
+            return False
         if job.slo_kind is SloKind.ITERATION:
             return all(each <= limit_s * (1 + 1e-6) + TOLERANCE_S for each in self.lengths_s)
         return end_s - self.start_s <= limit_s * (self.iteration + 1)
@@ -117,7 +119,10 @@ class Replay:
         first_s = self._events[0][0]
         while self._num_ended < len(self._submitted):
             wake_s = self.scheduler.next_wake_s(self._now_s)
-            if wake_s is not None and wake_s <= self._events[0][0]:
+            if wake_s is None and not self._events:
+                waiting = ", ".join(name for name, run in self._runs.items() if not run.has_ended)
+                raise JobRefused(f"{waiting}: nothing can happen any more that would let these jobs go on")
+            if wake_s is not None and (not self._events or wake_s <= self._events[0][0]):
                 self._advance(max(wake_s, self._now_s))
                 self.scheduler.tick(self._now_s)
                 self._deliver()
@@ -184,7 +189,7 @@ class Replay:
         num_iterations = max(1, round(one.work_s / job.solo_s))
         if self._keeps_ends:
             num_iterations = math.ceil(one.work_s / job.solo_s) + 1
-            self._at(one.arrival_s + one.work_s, lambda: self._call("user", Cancel(seq=0, job=job.name)))
+            self._at(one.arrival_s + one.work_s, lambda: self._cancel(self._runs[job.name]))
         self._runs[job.name] = _Run(job=job, num_iterations=num_iterations)
         phases = {
             "rollout": {"seconds": job.rollout_s, "nodes": job.num_rollout_nodes},
@@ -245,14 +250,22 @@ class Replay:
         else:
             self._exit(run)
 
+    def _cancel(self, run: _Run) -> None:
+        self._call("user", Cancel(seq=_OTHER, job=run.job.name))
+        if run.attempt == 0:  # it still waits for a place, and has no process that a Stop could end
+            self._end(run)
+
     def _exit(self, run: _Run) -> None:
         if run.has_ended:
             return
+        self._end(run)
+        self._call(_RUNNER, Exited(seq=_OTHER, job=run.job.name, attempt=run.attempt, exit_status=0))
+        self._price()
+
+    def _end(self, run: _Run) -> None:
         run.has_ended = True
         if not run.is_attained(self._now_s):
             self._violated.append(run.job.name)
         self._num_ended += 1
-        self._call(_RUNNER, Exited(seq=_OTHER, job=run.job.name, attempt=run.attempt, exit_status=0))
-        self._price()
         if self._progress is not None:
             self._progress(self._num_ended, len(self._submitted))

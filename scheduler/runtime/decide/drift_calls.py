@@ -141,7 +141,7 @@ class DriftCalls:
         """Reserves a place elsewhere, which the job takes when the iteration is safe."""
         groups = self._state.groups
         old = groups.by_name[self._state.jobs[spec.name].group]
-        groups.put(replace(old, members=tuple(each for each in old.members if each.job.name != spec.name)))
+        groups.put(old.without(spec.name))
         try:
             placed, certificate = self._jobs.place(spec, now, avoid=old.name)
         finally:

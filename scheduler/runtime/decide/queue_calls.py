@@ -3,9 +3,12 @@
 Owns the answers to those who submit, hold and release jobs. A job that finds no place at the moment is queued
 with the reason, and one that would find none in the empty cluster is refused. Whenever there may be new room,
 queued jobs are tried by priority, then by their teams' use of their shares, then in the order of submission,
-and each that fits and is within its team's quota is placed. A job is overtaken at most `MAX_OVERTAKEN` times:
-after that, no job behind it that could use the same nodes is placed before it, unless it would not fit now
-even if no job ran, or waits for its team's quota. Pure: takes ``now``.
+and each that fits and is within its team's quota is placed. Jobs without a team are one team of share 1.
+
+A job that could use the same nodes overtakes a queued one if it is placed though it comes behind it, or was
+submitted after the first job of another team with its priority. After `MAX_OVERTAKEN` times the queued job
+comes first of its priority, and no job that could use the same nodes is placed before it, unless it would not
+fit now even if no job ran, or waits for its team's quota. Pure: takes ``now``.
 """
 
 import bisect
@@ -19,12 +22,10 @@ from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import HoldJob, ReleaseJob, Submit
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.placing import Placed
-from rose.scheduler.runtime.decide.records import JobRecord, JobState
+from rose.scheduler.runtime.decide.records import MAX_OVERTAKEN, JobRecord, JobState
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.job.spec import RunSpec
 
-MAX_OVERTAKEN = 16
-"""Small jobs may fill what a large one leaves idle, but only so many of them."""
 NUM_ENDS = 64
 """The next ends of jobs that are looked at for when a queued job could start."""
 RETRY_S = 60.0
@@ -41,7 +42,7 @@ class QueueCalls:
         self._jobs = jobs
         self._tried_s = float("-inf")
         self._used: dict[str, Counter[Phase]] = {}
-        """The nodes that the running jobs of each team of the cluster's file ask for."""
+        """The nodes that the running jobs of each team ask for."""
 
     def submit(self, client: str, call: Submit, now: float) -> None:
         """Places a new job and starts it, or queues it. A dry run only says which."""
@@ -58,8 +59,9 @@ class QueueCalls:
             self._check_team(spec)
             self.place_waiting(now)
             self._weigh()
-            weight = -spec.priority, self._state.use_of_share.get(spec.team or "", 0.0)
-            ahead = [each for each in self._state.queue if self._state.turn(each)[:2] <= weight]
+            use = self._state.use_of_share.get(self._state.cluster.team_of(spec), 0.0)
+            turn = -spec.priority, True, use
+            ahead = [each for each in self._state.queue if self._state.turn(each)[:3] <= turn]
             found = self._find(spec, ahead, now)
             if isinstance(found, str):
                 self._jobs.check_possible(spec, now)
@@ -142,7 +144,7 @@ class QueueCalls:
         if (over := self._over_quota(spec)) is not None:
             return over
         for name in ahead:
-            is_next = self._state.jobs[name].num_overtaken >= MAX_OVERTAKEN
+            is_next = self._state.jobs[name].is_next
             if is_next and self._are_rivals(spec, name) and self._is_possible(name, now):
                 return f"behind {name}, which {MAX_OVERTAKEN} jobs have overtaken"
         try:
@@ -178,16 +180,19 @@ class QueueCalls:
         teams = self._state.cluster.teams
         if not teams:
             return
-        self._used = {team: Counter[Phase]() for team in teams}
+        self._used = {team: Counter[Phase]() for team in ("", *teams)}
         for name in self._state.live:
-            spec = self._state.specs[name]
-            if spec.team in teams and self._state.jobs[name].state.is_placed:
-                self._used[spec.team].update({phase: spec.phases[phase].nodes for phase in Phase})
+            if self._state.jobs[name].state.is_placed:
+                phases = self._state.specs[name].phases
+                self._used[self._team_of(name)].update({phase: phases[phase].nodes for phase in Phase})
         pools = self._state.cluster.pools.to_pools()
         for team, nodes in self._used.items():
             dollars = pools.price(nodes[Phase.ROLLOUT], nodes[Phase.TRAIN])
-            self._state.use_of_share[team] = dollars / teams[team].share
+            self._state.use_of_share[team] = dollars / (teams[team].share if team else 1.0)
         self._state.queue.sort(key=self._state.turn)
+
+    def _team_of(self, name: str) -> str:
+        return self._state.cluster.team_of(self._state.specs[name])
 
     def _over_quota(self, spec: RunSpec) -> str | None:
         """Returns why the job's quota lets it wait, or None."""
@@ -229,11 +234,30 @@ class QueueCalls:
         return record
 
     def _place(self, spec: RunSpec, found: _Found, ahead: list[str], now: float) -> None:
-        for name in ahead:
-            if self._are_rivals(spec, name):
-                self._state.jobs[name].num_overtaken += 1
-                self._state.changed(name)
+        for name in self._overtaken(spec, ahead, now):
+            self._state.jobs[name].num_overtaken += 1
+            self._state.changed(name)
         self._jobs.admit(spec.name, *found, now)
+        self._state.queue.sort(key=self._state.turn)
+
+    def _overtaken(self, spec: RunSpec, ahead: list[str], now: float) -> list[str]:
+        """Returns the queued jobs that the job overtakes when it is placed.
+
+        Of a team that comes later because of its share, only the first job that could run counts: else a long
+        queue of one team would soon be before all others', whatever their shares.
+        """
+        found = [name for name in ahead if self._are_rivals(spec, name)]
+        number, counted = self._state.jobs[spec.name].number, {spec.name, *ahead}
+        teams = {self._team_of(name) for name in found}
+        for name in self._state.queue:
+            is_earlier = self._state.jobs[name].number < number and name not in counted
+            if not is_earlier or self._state.specs[name].priority != spec.priority:
+                continue
+            team = self._team_of(name)
+            if team not in teams and self._are_rivals(spec, name) and self._is_possible(name, now):
+                teams.add(team)
+                found.append(name)
+        return found
 
     def _change(self, client: str, call: HoldJob | ReleaseJob, state: JobState, event: str) -> None:
         record = self._state.jobs.get(call.job)

@@ -94,6 +94,10 @@ class MoveRecord(msgspec.Struct, kw_only=True):
         }
 
 
+MAX_OVERTAKEN = 16
+"""Small jobs may fill what a large one leaves idle, but only so many of them."""
+
+
 class JobRecord(msgspec.Struct, kw_only=True):
     """One job. Its times are of `clock`: they mean nothing to a scheduler that has another one."""
 
@@ -109,7 +113,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     number: int
     """Counts submissions."""
     num_overtaken: int = 0
-    """The jobs behind it in the queue that were placed before it."""
+    """The jobs that were placed before it though it was their turn only after its own."""
     state: JobState = JobState.RUNNING
     attempt: int = 0
     """0: never started."""
@@ -137,6 +141,11 @@ class JobRecord(msgspec.Struct, kw_only=True):
     since_s: float | None = None
     """When the iteration that it is in began; None: the job has never been started."""
     clock: str = ""
+
+    @property
+    def is_next(self) -> bool:
+        """Whether so many jobs have overtaken it that it comes before all others of its priority."""
+        return self.num_overtaken >= MAX_OVERTAKEN
 
     def started(self, now: float, clock: str) -> None:
         """The first attempt begins."""

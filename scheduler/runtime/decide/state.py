@@ -207,10 +207,11 @@ class State:
         if state is JobState.QUEUED:
             self.queue.remove(job)
 
-    def turn(self, job: str) -> tuple[int, float, int]:
+    def turn(self, job: str) -> tuple[int, bool, float, int]:
         """Returns what the queue is sorted by."""
-        spec = self.specs[job]
-        return -spec.priority, self.use_of_share.get(spec.team or "", 0.0), self.jobs[job].number
+        record, spec = self.jobs[job], self.specs[job]
+        use = 0.0 if record.is_next else self.use_of_share.get(self.cluster.team_of(spec), 0.0)
+        return -spec.priority, not record.is_next, use, record.number
 
     def changed_group(self, group: str) -> None:
         """The group's permits are part of the next batch."""
@@ -265,14 +266,15 @@ class State:
     def _limits_s(self, group: Group, now: float) -> dict[str, float]:
         """The policies' limits, with the members' times: what is left of each SLO.
 
-        A job that is about to leave the group ends its iteration in it, whatever is left of its SLO.
+        A job that is about to leave ends its iteration as promised, whatever is left of its SLO.
         """
-        limits_s = {}
+        limits_s = {member.job.name: limit_s(member.job) for member in group.members}
         for job in (member.job for member in group.members):
-            limits_s[job.name] = limit_s(job)
             record = self.jobs.get(job.name)  # may be that of an earlier job of this name, which is over
-            is_leaving = self.groups.leaving.get(job.name) == group.name
-            if record is not None and record.state.is_placed and not is_leaving:
+            if self.groups.leaving.get(job.name) == group.name:
+                promised_s = self.permits_in(group.name).limits_s().get(job.name, 0.0)
+                limits_s[job.name] = max(limits_s[job.name], promised_s)
+            elif record is not None and record.state.is_placed:
                 work_s = job.solo_s * max(0, job.num_iterations - record.num_done)
                 resident = replace(self.resident(job.name, now), job=job, work_s=work_s)
                 limits_s[job.name] = resident.limit_s
@@ -345,12 +347,13 @@ class State:
         permits = self.permits_of(name) if record.state.is_placed else None
         hold = permits.holds.get(name) if permits is not None else None
         progress = self.progress.get(name)
+        log_folder = self.hosts.by_name[record.host].log_folder if record.host is not None else ""
         return {
             "name": name,
             "state": record.state,
             "is_over": record.state.is_over,
             "host": record.host,
-            "log": f"{self._log_folder(record.host)}/{name}.log",
+            "log": f"{log_folder}/{name}.log",
             "group": record.group,
             "rollout_nodes": list(record.rollout_nodes),
             "why": record.why,
@@ -371,9 +374,6 @@ class State:
             "moves": [each.describe() for each in record.moves],
             "note": record.note,
         }
-
-    def _log_folder(self, host: str | None) -> str:
-        return self.hosts.by_name[host].log_folder if host is not None else ""
 
     def unknown(self, job: str) -> str:
         return f"no job {job!r}; the jobs are: {', '.join(self.shown()) or 'none'}"

@@ -173,6 +173,10 @@ class ServeSpec(Section):
     host_lease_s: float = Field(default=30.0, gt=0)
     """An agent that is silent for this long counts as dead, and its jobs continue on other hosts."""
 
+    def team_of(self, spec: RunSpec) -> str:
+        """Names the job's team; empty: it has none, or one that this file lacks."""
+        return spec.team if spec.team is not None and spec.team in self.teams else ""
+
     @field_validator("policy")
     @classmethod
     def _is_known(cls, policy: str) -> str:

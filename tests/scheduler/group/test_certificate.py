@@ -65,6 +65,13 @@ def test_an_slo_that_no_round_robin_order_keeps_is_refused_with_the_numbers() ->
         certify(group, round_robin(group))
 
 
+@pytest.mark.parametrize("left_s", [0.0, -50.0])
+def test_a_refusal_names_the_job_that_has_nothing_left_of_its_slo(left_s: float) -> None:
+    group = group_of(MULTI_RATE, slo=1.0)
+    with pytest.raises(CertificateError, match=rf"job a .* left of its SLO of 500 s is {left_s:g} s"):
+        certify(group, round_robin(group), {"a": left_s})
+
+
 def test_a_lifetime_slo_lets_single_iterations_be_longer() -> None:
     group = group_of([(400.0, 100.0, (0,)), (100.0, 25.0, (0,))])
 

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from rose.cli import main
+from rose.config import parse_config
 from rose.scheduler.cluster.choice import POLICIES
-from rose.scheduler.group.model import Job, SloKind
-from rose.scheduler.sim.live import Replay
+from rose.scheduler.group.model import Job, Phase, SloKind
+from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
+from rose.scheduler.runtime.job.spec import ServeSpec
+from rose.scheduler.sim.live import NO_LEASE_S, Replay
 from rose.scheduler.sim.loop import Simulation
 from rose.scheduler.sim.progress import Progress
 from rose.scheduler.sim.workloads import Submission, Workload, generate_trace, submissions
@@ -34,6 +37,16 @@ def test_jobs_that_keep_their_ends_leave_when_the_trace_says() -> None:
     longer, kept = Replay(slow, "weave").run(), Replay(slow, "weave", keeps_ends=True).run()
     assert kept.duration_s == pytest.approx(2 * HOUR_S)
     assert longer.duration_s == pytest.approx(2 * HOUR_S * 4 / 3, rel=0.05), "in cycles of 400 s, alone 300"
+
+
+def test_a_job_that_is_cancelled_while_it_waits_for_nodes_has_ended_without_its_slo() -> None:
+    pools = {kind: {"name": kind, "dollars_per_gpu_hour": 2.0, "num_nodes": 1} for kind in Phase}
+    spec = {"policy": "solo", "pools": pools, "lease_s": NO_LEASE_S}
+    ended: list[tuple[int, int]] = []
+    jobs = [submitted("a", 0.0, 2), submitted("b", 60.0, 1)]
+    played = Replay(jobs, "solo", keeps_ends=True, progress=lambda *num: ended.append(num))
+    played.scheduler = ClusterScheduler(parse_config(spec, ServeSpec, "one node each"), {}, 0.0, 1, "replay")
+    assert (played.run().violated, ended) == (("b",), [(1, 2), (2, 2)])
 
 
 @pytest.mark.parametrize("kind", SloKind)

@@ -8,6 +8,7 @@ from rose.scheduler.dashboard.view import state_view
 from rose.scheduler.runtime.channel.messages import (
     Answer,
     Cancel,
+    Completed,
     Exited,
     Granted,
     Hello,
@@ -67,6 +68,24 @@ def test_an_order_in_turns_is_the_same_for_the_next_scheduler_and_without_a_job_
     found.call(Cancel, job="long")
     found.call(Exited, job="long", attempt=1, exit_status=-15, client="runner")
     assert order_in(found, group) == ["short"], "nothing stays idle for a job that is gone"
+
+
+def test_a_job_that_drifts_leaves_an_order_in_turns_to_the_others() -> None:
+    found = scheduler("lifetime-multirate", lease_s=1e6)
+    group = submit(found, "long", LONG, 1.1)["group"]
+    submit(found, "short", SHORT, 1.1)
+    for iteration in range(3):
+        for phase, length_s in (("rollout", 100.0), ("train", 300.0)):
+            answers = found.request("short", phase, iteration)
+            while not (grants := [each for each in answers if isinstance(each, Granted)]):
+                answers = found.wait(25.0)
+            found.now += length_s
+            released = {"job": "short", "attempt": 1, "phase": phase, "epoch": grants[0].epoch}
+            found.call(Release, client="short", **released)
+        found.call(Completed, job="short", attempt=1, iteration=iteration, client="short")
+    job = found.job("short")
+    assert job["group"] != group and "train takes 300 s, its file says 25: goes from" in job["note"]
+    assert order_in(found, group) == ["long"]
 
 
 def test_all_iterations_in_turns_are_as_long_as_promised() -> None:

@@ -22,8 +22,9 @@ from rose.scheduler.runtime.channel.messages import (
     Status,
     Submit,
 )
-from rose.scheduler.runtime.decide.queue_calls import MAX_OVERTAKEN
+from rose.scheduler.runtime.decide.records import MAX_OVERTAKEN
 from rose.scheduler.runtime.decide.state import NUM_ENDED
+from rose.scheduler.runtime.job.spec import ServeSpec
 
 
 def pool(name: str, num_nodes: int) -> dict[str, Any]:
@@ -273,6 +274,19 @@ def test_what_a_job_has_saved_of_its_lifetimes_slo_lets_another_in_beside_it() -
     assert group["problem"] is None and group["cycle_s"] == 360.0
 
 
+def test_a_job_that_is_about_to_leave_keeps_nobody_out_by_what_it_was_not_promised() -> None:
+    scheduler = Scheduler(policy="lifetime-static", groups={})
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.submit("a", group=None, **banked("a", 100.0))
+    for iteration in range(60):
+        scheduler.now += 200.0
+        scheduler.call(Completed, job="a", attempt=1, iteration=iteration)
+    scheduler.submit("b", group=None, **banked("b", 180.0))
+    scheduler.control._state.groups.leave("a", "group-1")
+    late = only(Answer, scheduler.submit("late", group="group-1", **{**banked("late", 1.0), "slo": 200.0}))
+    assert late.body["state"] == "running", late.body["why"]
+
+
 @pytest.mark.parametrize(("num_done", "lost_s", "late_s"), [(60, 6300.0, 180.0), (0, 20_000.0, 120.0)])
 def test_time_without_a_process_uses_up_what_a_job_has_saved(
     num_done: int, lost_s: float, late_s: float
@@ -340,6 +354,34 @@ def test_the_team_that_uses_least_for_its_share_comes_first() -> None:
     assert full.end("m1") == ["m2"], "math uses nothing now"
     full.submit("p", team="math", priority=1)
     assert full.end("m2") == ["p"], "the priority comes before shares"
+
+
+@pytest.mark.parametrize("team", [None, "gone"])
+def test_jobs_without_a_team_are_one_team_of_share_1(team: str | None) -> None:
+    full = Full(3, teams={"vision": {}, "gone": {}})
+    for name, of_team in (("n1", team), ("n2", team), ("v1", "vision"), ("v2", "vision"), ("n3", team)):
+        full.submit(name, team=of_team)
+    content = {**full.scheduler.cluster.model_dump(), "teams": {"vision": {}}}
+    full.scheduler.cluster = ServeSpec.model_validate(content)
+    full.scheduler.restart(full.scheduler.now)
+    assert full.end("n2") == ["v2"], "both use one node, and v2 was submitted first"
+    assert full.end("v1") == ["n3"]
+
+
+@pytest.mark.parametrize("light", ["light", None])
+def test_jobs_of_a_team_that_uses_less_overtake_a_large_one_only_so_often(light: str | None) -> None:
+    full = Full(4, teams={"heavy": {}, "light": {}})
+    for name, num_nodes in (("h1", 1), ("h2", 2), ("big", 2), ("last", 2)):
+        full.submit(name, num_nodes, team="heavy")
+    for number in range(MAX_OVERTAKEN):
+        assert full.submit(f"l{number}", team=light)["state"] == "running"
+        assert full.end(f"l{number}") == []
+    overtaken = [full.scheduler.job(name)["num_overtaken"] for name in ("big", "last")]
+    assert overtaken == [MAX_OVERTAKEN, 0], "only the first job of a team: else shares would soon not count"
+    late = full.submit("late", team=light)
+    assert late["state"] == "queued" and "behind big" in late["why"] and late["ahead"] == 1
+    full.scheduler.restart(full.scheduler.now)
+    assert full.end("h2") == ["big", "late"], "big is first, though its team uses more"
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
