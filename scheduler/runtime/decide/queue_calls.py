@@ -248,7 +248,7 @@ class QueueCalls:
         """
         found = [name for name in ahead if self._are_rivals(spec, name)]
         number, counted = self._state.jobs[spec.name].number, {spec.name, *ahead}
-        teams = {self._team_of(name) for name in found}
+        teams = set[str]()
         for name in self._state.queue:
             is_earlier = self._state.jobs[name].number < number and name not in counted
             if not is_earlier or self._state.specs[name].priority != spec.priority:

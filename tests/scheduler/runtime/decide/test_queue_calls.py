@@ -384,6 +384,22 @@ def test_jobs_of_a_team_that_uses_less_overtake_a_large_one_only_so_often(light:
     assert full.end("h2") == ["big", "late"], "big is first, though its team uses more"
 
 
+def test_a_job_that_can_not_run_hides_none_of_its_team_from_the_bound() -> None:
+    pools = {"rollout": pool("h20", 4), "train": pool("h800", 4), "max_residents": 1}
+    full = Full(groups={"main": {}}, pools=pools, teams={"heavy": {}, "light": {}})
+    full.submit("h1", group="main", team="heavy")
+    full.submit("h2", 2, team="heavy")
+    full.submit("stuck", group="main", team="heavy")
+    for number in range(2 * MAX_OVERTAKEN):
+        if number == MAX_OVERTAKEN:
+            full.scheduler.call(Drain, group="main", node="train")
+            full.submit("big", 2, team="heavy")
+        assert full.submit(f"l{number}", team="light")["state"] == "running"
+        assert full.end(f"l{number}") == []
+    assert "behind big" in full.submit("late", team="light")["why"]
+    assert full.end("h2") == ["big", "late"]
+
+
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_job_waits_for_its_teams_quota_and_keeps_nobody_waiting(is_restarted: bool) -> None:
     full = Full(4, teams=TEAMS)
