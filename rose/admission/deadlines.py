@@ -310,26 +310,29 @@ class ServingDeadlines:
         step_s = model.predict_safe(prefill, len(self._decodes), context_tokens, attended_pairs(prefill))
         return now + step_s <= self._least_cap()
 
-    def prefill_room(self, now: float, model: StepTimeModel, context_tokens: float = 0) -> int:
+    def prefill_room(
+        self, now: float, model: StepTimeModel, context_tokens: float = 0, last_token_s: float = -NEVER
+    ) -> int:
         """Returns how many prompt tokens the step that starts now may have so that no decode breaks its ITL
-        cap.
+        cap. By ``last_token_s`` the steps in flight will have given every decode another token.
 
         During a rollout step more prompts come in than serving alone meets at once. All of them in one step
         would make a gap of their own.
         """
         if not self._decodes or not self._is_prefill_first:
             return self._chunk_tokens
-        budget_s = self._least_cap() - now
+        budget_s = self._least_cap(last_token_s) - now
         room = model.tokens_within(
             budget_s, len(self._decodes), self._chunk_tokens, context_tokens, self._most_computed()
         )
         return max(room, MIN_PREFILL_TOKENS)
 
-    def _least_cap(self) -> float:
-        """Returns when the first of all decodes breaks its ITL cap."""
+    def _least_cap(self, last_token_s: float = -NEVER) -> float:
+        """Returns when the first of all decodes breaks its ITL cap, if all have a token by
+        ``last_token_s``."""
         decodes = self._decodes.values()
         caps_s = {own: self._target_and_cap(own)[1] for own in {times.tpot_s for times in decodes}}
-        return min(times.last_token_s + caps_s[times.tpot_s] for times in decodes)
+        return min(max(times.last_token_s, last_token_s) + caps_s[times.tpot_s] for times in decodes)
 
     def check_integrity(self) -> None:
         """Checks that the books agree. Raises: AssertionError."""

@@ -10,6 +10,7 @@ from rank_models import without_weights
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.structured_output import StructuredOutputManager
 
+from rose.engine.hooks.patches import _scheduler
 from rose.engine.hooks.plugin import register
 from rose.engine.memory.kv_range import pinned_slab
 from rose.memory.daemon.daemon import start_daemon
@@ -25,12 +26,17 @@ NUM_BLOCKS = 64
 
 
 @contextmanager
-def lone_scheduler(folder: Path, role: Role, **settings: Any) -> Iterator[Any]:
-    """The scheduler of an engine in the environment's runtime directory. ``settings``: of the rose key."""
+def lone_scheduler(
+    folder: Path, role: Role, *, is_async: bool = False, max_model_len: int = 64, **settings: Any
+) -> Iterator[Any]:
+    """The scheduler of an engine in the environment's runtime directory. ``settings``: of the rose key.
+
+    With async scheduling it is another class; the caller decides how many steps it has in flight.
+    """
     register()
     config = without_weights(
         folder / "model",
-        max_model_len=64,
+        max_model_len=max_model_len,
         max_num_seqs=2,
         max_num_batched_tokens=STEP_TOKENS,
         additional_config={"rose": {"role": str(role), "engine_id": ENGINE_ID, **settings}},
@@ -40,6 +46,8 @@ def lone_scheduler(folder: Path, role: Role, **settings: Any) -> Iterator[Any]:
         if "pool" in settings:
             worker = PoolClient.attach(settings["pool"], role=role, engine_id=ENGINE_ID, kind=Kind.WORKER)
             pinned_slab(undo.enter_context(worker), acquire=True)
+        if is_async:  # vLLM turns it off on a CPU
+            config.scheduler_config.scheduler_cls = _scheduler(role, is_async=True)
         scheduler: Any = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=_kv_cache_config(),
@@ -51,11 +59,12 @@ def lone_scheduler(folder: Path, role: Role, **settings: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def pooled_scheduler(folder: Path, role: Role, **settings: Any) -> Iterator[Any]:
-    """The scheduler of the only engine in a pool, whose board it shares with the caller."""
+def pooled_scheduler(folder: Path, role: Role, **arguments: Any) -> Iterator[Any]:
+    """The scheduler of the only engine in a pool, whose board it shares with the caller. ``arguments``: of
+    lone_scheduler."""
     with (
         start_daemon(POOL, num_slabs=8, slab_bytes=1 << 20, headroom_slabs=1),
-        lone_scheduler(folder, role, pool=POOL, **settings) as scheduler,
+        lone_scheduler(folder, role, pool=POOL, **arguments) as scheduler,
     ):
         yield scheduler
 

@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose.admission.board import closed_slices
 from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
-from rose.admission.gate import GatePolicy, GateSettings
+from rose.admission.gate import GatePolicy, GateSettings, ServingView
 from rose.admission.harm import SliceTime
 from rose.admission.reach import unreachable_slo
 from rose.admission.serving_side import NO_WORK, ServingSide, StepStart
@@ -97,8 +97,9 @@ class ServingScheduler(RoseScheduler):
             return
         self._side.set_max_step(self._deadlines.max_idle_step_s(time.monotonic()))
         if gate.mode is GateMode.OFF:
-            # Nothing is published from now on, so a rollout engine would wait for its grant for ever.
-            self._side.publish(NO_WORK)
+            # Nothing is published from now on, so a rollout engine would wait for its grant for ever. The
+            # claim of the steps in flight ends too, as steady traffic always has some.
+            self._side.end_step(NO_WORK, num_steps=0)
 
     @property
     def _shares_compute(self) -> bool:
@@ -110,9 +111,9 @@ class ServingScheduler(RoseScheduler):
         if self._memory is not None:
             self.wake_at(self._memory.tick(now, self.running, self.waiting_requests()))
         if self._shares_compute and self.has_unfinished_requests():
-            self._offer_grants(now)
+            self._take_turn(now)
 
-    def _offer_grants(self, now: float) -> None:
+    def _take_turn(self, now: float) -> None:
         """Lets rollouts step as long as serving has slack, then claims the GPU for serving's own step."""
         side = self._side
         assert side is not None
@@ -120,40 +121,45 @@ class ServingScheduler(RoseScheduler):
             now, self.recorder.model, has_work=True, context_tokens=self._context_tokens
         )
         side.publish(view)
-        if side.is_stepping:
-            return  # one claim spans the steps in flight
-        if self._gate.may_yield(now, view):
-            latest_s, handover_s = view.latest_start_s, self._gate.settings.handover_s
-            if self._gate.may_repeat(view):
-                waited_s = side.offer_grants(latest_s, handover_s, is_called=self.has_input)
-            else:
-                waited_s = side.offer_grant(latest_s, handover_s)
-            self._deadlines.waited(waited_s, time.monotonic())
-            if waited_s > 0 and self.has_input() and self._may_join():
-                # The engine core takes in new requests between two scheduling passes. An empty pass lets a
-                # request that came meanwhile join this step instead of waiting for one more decode step.
+        if not side.is_stepping:  # one claim spans the steps in flight
+            # Steps that were begun with the gate off have no claim, and bear no rollout step beside them.
+            if not self.is_computing and self._offer_grants(side, now, view):
                 self.max_num_scheduled_tokens = 0
                 return
-        elif self._must_let_finish(side):
-            # Whatever slack there is: the rest of a step that has begun, once.
-            waited_s = side.offer_grant(NEVER, self._gate.settings.handover_s)
+            before_s = time.monotonic()
+            if side.begin_step() is not StepStart.CLEAR:
+                now = time.monotonic()
+                self._deadlines.waited(now - before_s, now)
+            self._began_s = time.monotonic()
+        self._spare_decodes(side)
+
+    def _offer_grants(self, side: ServingSide, now: float, view: ServingView) -> bool:
+        """Returns whether an empty pass is due.
+
+        The engine core takes in new requests between two scheduling passes. An empty pass lets a request that
+        came meanwhile join this step instead of waiting for one more decode step.
+        """
+        handover_s = self._gate.settings.handover_s
+        if self._gate.may_yield(now, view):
+            if self._gate.may_repeat(view):
+                waited_s = side.offer_grants(view.latest_start_s, handover_s, is_called=self.has_input)
+            else:
+                waited_s = side.offer_grant(view.latest_start_s, handover_s)
             self._deadlines.waited(waited_s, time.monotonic())
-        before_s = time.monotonic()
-        if side.begin_step() is not StepStart.CLEAR:
-            now = time.monotonic()
-            self._deadlines.waited(now - before_s, now)
-        self._began_s = time.monotonic()
-        if side.is_wanted and self._deadlines.has_pending_prefill:
-            self._spare_decodes()
+            return waited_s > 0 and self.has_input() and self._may_join()
+        if self._must_let_finish(side):
+            # Whatever slack there is: the rest of a step that has begun, once.
+            self._deadlines.waited(side.offer_grant(NEVER, handover_s), time.monotonic())
+        return False
 
     def must_drain(self) -> bool:
         """Serving keeps steps in flight until a rollout step can take the GPU behind them."""
         side = self._side
         if side is None or not self._shares_compute or not side.is_wanted:
             return False
-        if self._must_let_finish(side):
-            return True
         end_s = self.recorder.end_of_steps()
+        if self._must_let_finish(side):
+            return side.may_offer(end_s, NEVER)
         view = self._deadlines.view_after(end_s, self.recorder.model, self._context_tokens)
         return self._gate.may_yield(end_s, view) and side.may_offer(end_s, view.latest_start_s)
 
@@ -166,11 +172,19 @@ class ServingScheduler(RoseScheduler):
         is_short = self._memory is not None and self._memory.is_short
         return is_short or paused_s >= self._gate.settings.stall_timeout_s
 
-    def _spare_decodes(self) -> None:
-        """Splits prefill that arrived during a rollout step if it would break a decode's ITL cap."""
-        if self.recorder.is_profiled and self.scheduler_config.enable_chunked_prefill:
-            deadlines = self._deadlines
-            room = deadlines.prefill_room(time.monotonic(), self.recorder.model, self._context_tokens)
+    def _spare_decodes(self, side: ServingSide) -> None:
+        """Splits prefill that arrived during a rollout step if it would break a decode's ITL cap.
+
+        A step that is queued behind others counts from their end, when each decode has its next token.
+        """
+        deadlines, recorder = self._deadlines, self.recorder
+        if not (side.is_wanted and deadlines.has_pending_prefill and recorder.is_profiled):
+            return
+        if self.scheduler_config.enable_chunked_prefill:
+            begins_s, last_token_s = time.monotonic(), -NEVER
+            if self.is_computing:
+                begins_s = last_token_s = recorder.end_of_steps()
+            room = deadlines.prefill_room(begins_s, recorder.model, self._context_tokens, last_token_s)
             self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, deadlines.num_decodes + room)
 
     def _may_join(self) -> bool:
@@ -241,18 +255,13 @@ class ServingScheduler(RoseScheduler):
 
     def _publish(self, now: float, *, num_steps: int = 0) -> None:
         side = self._side
-        if side is None:
-            return
-        ends_claim = side.is_stepping and not self.is_computing
-        if not self._shares_compute:
-            if ends_claim:  # the gate was set to off behind the claim
-                side.end_step(NO_WORK, num_steps=num_steps)
+        if side is None or not self._shares_compute:
             return
         has_work = self.has_unfinished_requests()
         view = self._deadlines.view(
             now, self.recorder.model, has_work=has_work, context_tokens=self._context_tokens
         )
-        if ends_claim:
+        if side.is_stepping and not self.is_computing:
             side.end_step(view, num_steps=num_steps)
         else:
             side.publish(view, num_steps=num_steps)

@@ -1,0 +1,152 @@
+"""Serving's turns with two of its steps in flight: schedulers and boards of their own, and no worker."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+from lone_schedulers import BLOCK_TOKENS, pooled_scheduler
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from rose._shm import Words
+from rose.admission.board import EngineState, Word, set_closed_share
+from rose.admission.deadlines import MIN_PREFILL_TOKENS
+from rose.admission.online import OnlineStepTime
+from rose.admission.rollout_side import RolloutSide
+from rose.admission.step_time import StepTimeModel
+from rose.types import GateMode, Role
+
+pytestmark = pytest.mark.vllm
+
+STALL_S = 0.5
+SLO = {"slo_ttft_ms": 8000.0, "slo_tpot_ms": 2000.0}
+MODEL = StepTimeModel(base_s=0.1, per_prefill_token_s=0.02, per_decode_s=0.01, margin_s=0.0)
+MOST_PREFILL_TOKENS = 94
+"""What fits into a step beside one decode before that breaks its ITL cap, the TPOT SLO."""
+
+
+@pytest.fixture
+def serving(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """With a profile, and one request that decodes for long."""
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
+    init_none_hash(sha256)
+    arguments = {"is_async": True, "max_model_len": 512, "gate": GateMode.OFF, "stall_s": STALL_S, **SLO}
+    with pooled_scheduler(tmp_path, Role.SERVING, **arguments) as scheduler:
+        scheduler.recorder._online = OnlineStepTime(MODEL)
+        ask(scheduler, "decode", 1)
+        end(scheduler, scheduler.schedule())
+        yield scheduler
+
+
+@pytest.fixture
+def rollout(serving: Any) -> Iterator[RolloutSide]:
+    """With something to run."""
+    side = RolloutSide(board(serving))
+    side.set_want(True)
+    yield side
+    side.detach()
+
+
+def board(scheduler: Any) -> Words:
+    words: Words = scheduler.tenant.client.board_words
+    return words
+
+
+def ask(scheduler: Any, name: str, num_tokens: int) -> None:
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    scheduler.add_request(Request(name, [1] * num_tokens, params, None, block_hasher=hasher))
+
+
+def end(scheduler: Any, step: SchedulerOutput) -> None:
+    """The step's output: a token for each request whose prompt is computed."""
+    names = list(step.num_scheduled_tokens)
+    has_token = [
+        scheduler.requests[name].num_computed_tokens >= scheduler.requests[name].num_prompt_tokens
+        for name in names
+    ]
+    tokens = [[5] if has else [] for has in has_token]
+    at = {name: index for index, name in enumerate(names)}
+    scheduler.update_from_output(step, ModelRunnerOutput(names, at, tokens))
+
+
+def shut(scheduler: Any, mode: GateMode) -> None:
+    scheduler.set_gate(scheduler.rose.gate_settings(mode))
+
+
+def test_a_claim_ends_with_the_gate_although_steps_are_always_in_flight(
+    serving: Any, rollout: RolloutSide
+) -> None:
+    shut(serving, GateMode.IDLE)
+    first, second = serving.schedule(), serving.schedule()
+    assert board(serving).load(Word.S_STATE) == EngineState.RUNNING
+    shut(serving, GateMode.OFF)
+    for _ in range(3):
+        assert rollout.view().may_start and not rollout.view().has_work
+        end(serving, first)
+        first, second = second, serving.schedule()
+
+
+def test_no_grant_is_offered_beside_a_step_that_was_begun_with_the_gate_off(
+    serving: Any, rollout: RolloutSide
+) -> None:
+    first = serving.schedule()
+    shut(serving, GateMode.ALTERNATE)
+    second = serving.schedule()
+    words = board(serving)
+    assert (words.load(Word.S_YIELDS), words.load(Word.S_STATE)) == (0, EngineState.RUNNING)
+    end(serving, first)
+    assert words.load(Word.S_STATE) == EngineState.RUNNING
+    end(serving, second)
+    assert words.load(Word.S_STATE) == EngineState.OPEN
+    serving.schedule()
+    assert words.load(Word.S_YIELDS) == 1
+
+
+def test_serving_drains_for_a_paused_rollout_step_only_if_that_may_have_a_grant(
+    serving: Any, rollout: RolloutSide
+) -> None:
+    assert rollout.try_begin(time.monotonic(), rollout.view())
+    rollout.pause()
+    shut(serving, GateMode.IDLE)
+    serving.schedule()
+    words = board(serving)
+    assert not serving.must_drain()
+    words.store(Word.R_PAUSED, time.monotonic_ns() - int(STALL_S * 1e9))
+    assert serving.must_drain()
+    set_closed_share(words, 1.0)
+    assert not serving.must_drain()
+    set_closed_share(words, 0.0)
+
+
+def test_serving_drains_for_a_rollout_engine_that_died_in_a_pause_once(
+    serving: Any, rollout: RolloutSide
+) -> None:
+    assert rollout.try_begin(time.monotonic(), rollout.view())
+    rollout.pause()
+    words = board(serving)
+    words.store(Word.R_PAUSED, time.monotonic_ns() - int(STALL_S * 1e9))
+    shut(serving, GateMode.IDLE)
+    serving.schedule()
+    assert words.load(Word.S_YIELDS) == 1  # left without an answer
+    assert not serving.must_drain()
+
+
+def test_prefill_in_a_step_behind_another_spares_decodes_as_in_the_first(
+    serving: Any, rollout: RolloutSide
+) -> None:
+    shut(serving, GateMode.DUAL)
+    end(serving, serving.schedule())
+    ask(serving, "prompt", 400)
+    first, second = serving.schedule(), serving.schedule()
+    taken = [step.num_scheduled_tokens["prompt"] for step in (first, second)]
+    assert MIN_PREFILL_TOKENS < min(taken) <= max(taken) <= MOST_PREFILL_TOKENS
