@@ -42,8 +42,7 @@ class CertificateError(RoseError):
 class JobBound:
     """What a job is promised: `longest_s` from one rollout's start to the next, `mean_s` over whole passes.
 
-    `limit_s` is what its SLO allows of the one that `slo_kind` names; `alone_s` is an iteration alone on
-    the group's nodes.
+    `limit_s` is what its SLO allows each iteration to take; `alone_s` is one alone on the group's nodes.
     """
 
     slo_kind: SloKind
@@ -110,9 +109,9 @@ def certify(group: Group, order: CyclicOrder, limits_s: Mapping[str, float] | No
     limits = {name: limit_s(job) for name, job in jobs.items()} | dict(limits_s or {})
     slo = [
         edge
-        for name, job in jobs.items()
+        for name in jobs
         if math.isfinite(limits[name])
-        for edge in _slo(order, job, _limit_ticks(order, limits[name]))
+        for edge in _slo(order, name, _limit_ticks(order, limits[name]))
     ]
 
     def issue(starts: list[int], cycle: int) -> Certificate:
@@ -180,12 +179,9 @@ def _precedence(
     return constraints, at_least
 
 
-def _slo(order: CyclicOrder, job: Job, limit: int) -> Iterator[Constraint]:
-    rollouts = _rollouts(order, job.name)
-    if job.slo_kind is SloKind.LIFETIME:
-        first = rollouts[0]
-        yield Constraint(before=first, after=first, ticks=-limit * len(rollouts), passes=-1)
-        return
+def _slo(order: CyclicOrder, job: str, limit: int) -> Iterator[Constraint]:
+    """Every iteration keeps the limit, whatever the SLO is of: its last ones may be part of a pass."""
+    rollouts = _rollouts(order, job)
     for before, following in zip(rollouts, (*rollouts[1:], rollouts[0]), strict=True):
         yield Constraint(before=following, after=before, ticks=-limit, passes=-int(following <= before))
 
@@ -217,16 +213,12 @@ def _bound(
 def _refusal(group: Group, jobs: Mapping[str, Job], found: Certificate) -> CertificateError:
     """The job that is furthest from its SLO in the shortest cycle without SLOs."""
 
-    def promised_s(name: str) -> float:
-        bound = found.bounds[name]
-        return bound.longest_s if bound.slo_kind is SloKind.ITERATION else bound.mean_s
-
     def excess(name: str) -> float:
-        limit = found.bounds[name].limit_s
-        return promised_s(name) / limit if limit > 0 else math.inf
+        bound = found.bounds[name]
+        return bound.longest_s / bound.limit_s if bound.limit_s > 0 else math.inf
 
     worst = max(jobs, key=excess)
-    limit, promised = found.bounds[worst].limit_s, promised_s(worst)
+    limit, promised = found.bounds[worst].limit_s, found.bounds[worst].longest_s
     whole = limit_s(jobs[worst])
     said = "its SLO is" if limit == whole else f"what is left of its SLO of {whole:.6g} s is"
     return CertificateError(

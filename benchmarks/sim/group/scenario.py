@@ -77,9 +77,8 @@ def tightened(group: Group, order: CyclicOrder, rng: random.Random) -> Certifica
     bounds = certify(group, order).bounds
     members = []
     for member in group.members:
-        bound = bounds[member.job.name]
+        promised_s = bounds[member.job.name].longest_s
         is_mean = rng.random() < 0.2
-        promised_s = bound.mean_s if is_mean else bound.longest_s
         job = replace(
             member.job,
             slo=promised_s / member.job.solo_s * rng.choice((1.0, 1.0, 1.3)),
