@@ -245,6 +245,20 @@ class GatePolicy:
             return self._smallest(now, candidate, model)
         return fitted
 
+    def shortest_step_s(self, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel) -> float:
+        """Rollout's half: returns the least slack that decide() uses while serving has work, in seconds.
+
+        Serving offers nothing below it, as an offer that is declined costs a wait, and steps in flight.
+        """
+        if candidate.num_decodes > 0:
+            least_s = model.predict_safe(0, 1, candidate.context_tokens / candidate.num_decodes)
+        else:
+            least_s = model.predict_safe(1, 0, 0, attended_pairs(1, candidate.computed_tokens))
+        if not self._is_bounded:
+            return least_s
+        longest_s = min(self._max_step_s, view.max_step_s)
+        return max(least_s, min(longest_s, self._worth_saving_for(candidate, model)))
+
     def _refusal(self, now: float, view: ServingView, candidate: RolloutCandidate) -> GateReason | None:
         mode = self.settings.mode
         if candidate.prefill_tokens_waiting <= 0 and candidate.num_decodes <= 0:
@@ -284,23 +298,28 @@ class GatePolicy:
             context = per_decode * num_decodes
         if prefill + num_decodes == 0:
             return _wait(now, GateReason.NO_SLACK)
-        piece = min(most, self.settings.chunk_tokens // PREFILL_PIECES)
-        is_whole = num_decodes == candidate.num_decodes and prefill >= piece
-        if not is_whole and budget_s < longest_s and self._saves(budget_s, candidate, piece, model):
+        is_whole = num_decodes == candidate.num_decodes and prefill >= self._piece(candidate)
+        if not is_whole and budget_s < longest_s and budget_s < self._worth_saving_for(candidate, model):
             return _wait(now, GateReason.SAVING)
         return _admit(now, model, prefill, num_decodes, context, candidate.computed_tokens)
 
-    def _saves(self, budget_s: float, candidate: RolloutCandidate, piece: int, model: StepTimeModel) -> bool:
-        """Whether slack this short is better kept for a whole step: all decodes and a piece of the prefill,
-        or at least all decodes."""
+    def _piece(self, candidate: RolloutCandidate) -> int:
+        """Returns the prefill tokens of a whole step."""
+        chunk = self.settings.chunk_tokens
+        most = min(candidate.prefill_tokens_waiting, max(0, chunk - candidate.num_decodes))
+        return min(most, chunk // PREFILL_PIECES)
+
+    def _worth_saving_for(self, candidate: RolloutCandidate, model: StepTimeModel) -> float:
+        """Returns the seconds of a whole step, for which shorter slack is better kept: all decodes and a
+        piece of the prefill, or at least all decodes. 0 if it is of no use to wait for either."""
         if candidate.waited_s >= self._patience_s:
-            return False
-        for prefill in (piece, 0):
+            return 0.0
+        for prefill in (self._piece(candidate), 0):
             pairs = attended_pairs(prefill, candidate.computed_tokens)
             whole_s = model.predict_safe(prefill, candidate.num_decodes, candidate.context_tokens, pairs)
             if whole_s <= self._worth_saving_s:
-                return budget_s < whole_s
-        return False
+                return whole_s
+        return 0.0
 
     def _smallest(self, now: float, candidate: RolloutCandidate, model: StepTimeModel) -> GateDecision:
         num_decodes = min(candidate.num_decodes, MIN_STEP_TOKENS)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rose.admission.gate import (
@@ -93,6 +93,31 @@ def test_slack_too_short_for_a_piece_of_prefill_is_saved() -> None:
     assert policy().decide(NOW, busy(0.033), MIXED, MODEL).is_admitted
     decodes = replace(MIXED, prefill_tokens_waiting=0)
     assert policy().decide(NOW, busy(0.021), decodes, MODEL).max_tokens == 10
+
+
+@given(
+    slack_s=st.floats(1e-4, 0.4),
+    prefill=st.integers(0, 600),
+    num_decodes=st.integers(0, 40),
+    context=st.integers(0, 2000),
+    waited_s=st.sampled_from([0.0, 0.5]),
+    max_step_s=st.sampled_from([NEVER, 0.1, 0.018]),
+)
+def test_the_shortest_step_is_the_least_slack_that_is_used(
+    slack_s: float, prefill: int, num_decodes: int, context: int, waited_s: float, max_step_s: float
+) -> None:
+    candidate = RolloutCandidate(
+        prefill_tokens_waiting=prefill,
+        num_decodes=num_decodes,
+        context_tokens=context * num_decodes,
+        computed_tokens=context,
+        waited_s=waited_s,
+    )
+    model = replace(MODEL, per_context_token_s=2e-6, per_prefill_pair_s=1e-7)
+    view = busy(slack_s)._replace(max_step_s=max_step_s)
+    shortest_s = policy().shortest_step_s(view, candidate, model)
+    assume(prefill + num_decodes > 0 and abs(slack_s - shortest_s) > 1e-6 and shortest_s <= max_step_s)
+    assert policy().decide(NOW, view, candidate, model).is_admitted == (slack_s > shortest_s)
 
 
 @pytest.mark.parametrize(

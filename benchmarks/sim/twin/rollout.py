@@ -60,7 +60,8 @@ class TwinRollout:
         )
 
     def shortest_step_s(self) -> float:
-        """Returns what it tells the board: serving offers no turn that leaves less."""
+        """Returns no more than an engine tells the board; what it tells beyond that saves declined offers,
+        which are free here."""
         return self.online.model.predict_safe(0, 1)
 
     def start_step(self, decision: GateDecision) -> StepShape:

@@ -55,6 +55,11 @@ class StepRecorder:
         return self._online.model
 
     @property
+    def is_recording(self) -> bool:
+        """Whether a profiling run is on."""
+        return self._observations is not None
+
+    @property
     def nearest_profile(self) -> str:
         """How the stored profile of this model that fits best differs from this engine; empty without one."""
         return nearest_profile(self._directory, self._key)

@@ -131,7 +131,7 @@ class RolloutScheduler(RoseScheduler):
 
     def must_drain(self) -> bool:
         """Each grant is for one step, and serving waits for no more than that."""
-        return self._is_gated
+        return super().must_drain() or self._is_gated
 
     def _end_stalled(self, now: float) -> None:
         # Requests beyond the free slots are left out: they wait for a slot, not for compute or memory.
@@ -185,9 +185,9 @@ class RolloutScheduler(RoseScheduler):
         """Returns the token limit of a step that has a grant, or 0 without one. It sleeps while nothing else
         is due, and up to the board's 20 ms after something is."""
         candidate = self._candidate()
-        side.set_want(candidate.num_decodes + candidate.prefill_tokens_waiting > 0, self._shortest_step_s())
+        view, wants = side.view(), candidate.num_decodes + candidate.prefill_tokens_waiting > 0
+        side.set_want(wants, self._gate.shortest_step_s(view, candidate, self.recorder.model))
         for attempt in range(MAX_TRIES):
-            view = side.view()
             decision = self._decide(candidate, view)
             if decision.is_admitted and side.try_begin(time.monotonic() + decision.step_s, view):
                 self._is_stepping = True
@@ -204,6 +204,7 @@ class RolloutScheduler(RoseScheduler):
                     return 0
             if attempt + 1 < MAX_TRIES and not self._await_grant(side):
                 break
+            view = side.view()
         self.page.count(Field.DECLINED_STEPS)
         return 0
 
@@ -261,9 +262,6 @@ class RolloutScheduler(RoseScheduler):
             computed_tokens=computed,
             waited_s=now - self._waits_since_s,
         )
-
-    def _shortest_step_s(self) -> float:
-        return self.recorder.model.predict_safe(0, 1)
 
     # After the step -----------------------------------------------------------------------------------------
 

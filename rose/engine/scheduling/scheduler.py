@@ -105,8 +105,12 @@ class RoseScheduler(Scheduler):
         """Forgets the traffic of a profiling run that has ended."""
 
     def must_drain(self) -> bool:
-        """Returns whether the steps in flight have to end before another one is scheduled."""
-        return False
+        """Returns whether the steps in flight have to end before another one is scheduled.
+
+        They have to in a profiling run. The gate plans with steps that have the GPU alone. Such a step takes
+        the host's time and the device's; the time between two outputs shows no more than the longer one.
+        """
+        return self.recorder.is_recording
 
     def set_gate(self, gate: GateSettings) -> None:
         """Adopts these settings. Subclasses rebuild what depends on them."""

@@ -154,6 +154,8 @@ class ServingScheduler(RoseScheduler):
 
     def must_drain(self) -> bool:
         """Serving keeps steps in flight until a rollout step can take the GPU behind them."""
+        if super().must_drain():
+            return True
         side = self._side
         if side is None or not self._shares_compute or not side.is_wanted:
             return False

@@ -1,7 +1,8 @@
-"""Serving's turns with two of its steps in flight: schedulers and boards of their own, and no worker."""
+"""Turns with two of serving's steps in flight: schedulers and boards of their own, and no worker."""
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from rose._shm import Words
-from rose.admission.board import EngineState, Word, set_closed_share
+from rose.admission.board import EngineState, Word, set_closed_share, to_ns
 from rose.admission.deadlines import MIN_PREFILL_TOKENS
 from rose.admission.online import OnlineStepTime
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.step_time import StepTimeModel
+from rose.engine.status import Field, ProfileCommand
 from rose.types import GateMode, Role
 
 pytestmark = pytest.mark.vllm
@@ -139,6 +141,31 @@ def test_serving_drains_for_a_rollout_engine_that_died_in_a_pause_once(
     serving.schedule()
     assert words.load(Word.S_YIELDS) == 1  # left without an answer
     assert not serving.must_drain()
+
+
+def test_a_profile_is_of_steps_with_nothing_in_flight_beside_them(serving: Any) -> None:
+    serving.page.put(Field.PROFILE, ProfileCommand.RECORD)
+    step = serving.schedule()
+    assert not serving.has_requests()
+    end(serving, step)
+    assert serving.has_requests()
+    serving.page.put(Field.PROFILE, ProfileCommand.FIT)
+    serving.schedule()
+    assert serving.has_requests()
+
+
+def test_a_rollout_engine_says_how_much_slack_its_next_step_needs(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
+    init_none_hash(sha256)
+    with pooled_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.DUAL, **SLO) as scheduler:
+        scheduler.recorder._online = OnlineStepTime(replace(MODEL, per_context_token_s=0.01))
+        ask(scheduler, "long", 40)
+        end(scheduler, scheduler.schedule())
+        model = scheduler.recorder.model
+        scheduler.schedule()
+        assert board(scheduler).load(Word.R_MIN_STEP) == to_ns(model.predict_safe(0, 1, 40))
 
 
 def test_prefill_in_a_step_behind_another_spares_decodes_as_in_the_first(
