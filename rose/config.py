@@ -45,6 +45,8 @@ class Settings:
     """The cluster scheduler's control channel (ROSE_CHANNEL); None for this user's own on this host."""
     job_file: Path | None = None
     """What a job's process was started for (ROSE_JOB); the runner sets it, users don't."""
+    front_secret: str | None = None
+    """What a router knows its own fronts by (ROSE_FRONT_SECRET); the router sets it, users don't."""
     delta_library: Path = DELTA_LIBRARY
     """The delta codec's CUDA kernels that `make cuda` builds (ROSE_DELTA_LIBRARY)."""
 
@@ -62,6 +64,7 @@ class Settings:
             worker_api_key=variables.get("ROSE_WORKER_API_KEY") or None,
             channel=variables.get("ROSE_CHANNEL") or None,
             job_file=Path(variables["ROSE_JOB"]) if variables.get("ROSE_JOB") else None,
+            front_secret=variables.get("ROSE_FRONT_SECRET") or None,
             delta_library=Path(variables.get("ROSE_DELTA_LIBRARY") or DELTA_LIBRARY),
         )
 

@@ -21,6 +21,8 @@ FRONT_HEADERS = (
     *(*SESSION_HEADERS, TIMEOUT_HEADER, "traceparent"),
 )
 """What a front takes along from a chat to its turns."""
+FRONT_SECRET_HEADER = "X-Rose-Front"
+"""Tells a router that a turn comes from one of its own fronts, by the secret that it started them with."""
 NO_PROMPT_IDS_HEADER = "X-Rose-No-Prompt-Ids"
 """Tells a worker to leave the prompt's token ids, which the router knows, out of the stream."""
 

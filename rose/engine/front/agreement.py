@@ -1,13 +1,14 @@
 """What a front and the workers behind its router must agree on, found out before the front serves.
 
 Owns the questions to the router. Promises that a front whose model, context or tokenizer is not that of the
-workers ends with what differs, as every token of its chats would be wrong. It waits for the first worker, and
-not for a router.
+workers ends with what differs, as every token of its chats would be wrong. It waits for the first worker of
+its model, and through what passes, but not for a router.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,9 @@ ROUTER_S = 15.0
 """How long a router may take to listen: `rose router` starts its fronts right after that."""
 _ASK_AGAIN_S = 0.5
 _SAY_AGAIN_S = 30.0
+_PASSING = (408, 429)
+"""Errors below 500 that pass."""
+_SHOWN_CHARACTERS = 200
 _NUM_IDS = 64
 _TEXT = 'Don\'t panic: 3.14 + 2 = 5.14!\n\t{"a": [1, null]} <think>naïve 東京</think> w3 w17 <|im_end|>'
 
@@ -30,33 +34,55 @@ class RouterQuestions:
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
         self._url = str(client.base_url).rstrip("/")
+        self._said_at = -math.inf
 
-    def cards(self) -> list[Mapping[str, Any]]:
-        """Returns what the router's workers serve. It waits until one of them answers.
+    def card(self, names: Sequence[str], model_dir: str) -> Mapping[str, Any]:
+        """Returns the card of the model that a front is for. It waits until a worker serves it.
+
+        Raises: ConfigError if no router is there, it wants another key, or served_card() can't choose.
+        """
+        while True:
+            answer = self._answered("GET", "/v1/models")
+            cards = answer.json()["data"] if answer.status_code == 200 else []
+            if not cards:
+                self._wait("the router has no model yet")
+            elif missing := sorted(set(names) - {card["id"] for card in cards}):
+                known = ", ".join(sorted(card["id"] for card in cards))
+                self._wait(f"--served-model-name {missing[0]}: the router serves {known} so far")
+            else:
+                return served_card(cards, names, model_dir)
+
+    def _answered(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """Returns an answer of the router that asking again would not change.
 
         Raises: ConfigError if no router is there, or it wants another key.
         """
-        began, said_at = time.monotonic(), -_SAY_AGAIN_S
+        began = time.monotonic()
         while True:
             try:
-                response = self._client.get("/v1/models")
+                response = self._client.request(method, path, json=body)
             except httpx.TransportError as error:
                 if time.monotonic() - began > ROUTER_S:
                     raise ConfigError(
                         f"--router {self._url}: does not answer ({type(error).__name__}); start rose router"
                         f" first, or give its address"
                     ) from error
-            else:
-                if response.status_code == 401:
-                    raise ConfigError(
-                        f"--router {self._url}: wants a key; set ROSE_ROUTER_API_KEY to the router's api_key"
-                    )
-                if response.status_code == 200 and (cards := response.json()["data"]):
-                    return list(cards)
-                if time.monotonic() - said_at >= _SAY_AGAIN_S:
-                    logger.info("waiting for the router's first worker router=%s", self._url)
-                    said_at = time.monotonic()
-            time.sleep(_ASK_AGAIN_S)
+                self._wait(f"it does not answer ({type(error).__name__})")
+                continue
+            if response.status_code == 401:
+                raise ConfigError(
+                    f"--router {self._url}: wants a key; set ROSE_ROUTER_API_KEY to the router's api_key"
+                )
+            if response.status_code < 500 and response.status_code not in _PASSING:
+                return response
+            self._wait(f"it answers {response.status_code} {response.text[:_SHOWN_CHARACTERS]}")
+            began = time.monotonic()
+
+    def _wait(self, reason: str) -> None:
+        if time.monotonic() - self._said_at >= _SAY_AGAIN_S:
+            logger.info("waiting for the router router=%s reason=%s", self._url, reason)
+            self._said_at = time.monotonic()
+        time.sleep(_ASK_AGAIN_S)
 
     def check_tokenizer(self, model: str, tokenizer: Any) -> None:
         """Compares the tokenizer with that of a worker, in both directions.
@@ -71,7 +97,7 @@ class RouterQuestions:
     def _compare(
         self, what: str, model: str, given: str | Sequence[int], own: Any, path: str, body: Any, key: str
     ) -> None:
-        response = self._client.post(path, json={"model": model, **body})
+        response = self._answered("POST", path, {"model": model, **body})
         theirs = response.json().get(key) if response.status_code == 200 else None
         if theirs != own:
             answer = theirs if theirs is not None else f"{response.status_code} {response.text}"
@@ -87,17 +113,14 @@ def served_card(
 ) -> Mapping[str, Any]:
     """Returns the card of the model that a front is for: the one it is told to serve, else the only one.
 
-    Raises: ConfigError if the router has no such model, or several and none is named.
+    `names` are among the cards. Raises: ConfigError if the router has several models and none is named.
     """
     served = {card["id"]: card for card in cards}
-    known = ", ".join(sorted(served))
-    for name in names:
-        if name not in served:
-            raise ConfigError(f"--served-model-name {name}: the router serves {known}; give one of them")
     if names:
         return served[names[0]]
     if model_dir in served:
         return served[model_dir]
     if len(served) > 1:
+        known = ", ".join(sorted(served))
         raise ConfigError(f"the router serves {known}; say which one with --served-model-name")
     return next(iter(served.values()))

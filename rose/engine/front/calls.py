@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import LogprobsLists
@@ -36,6 +37,7 @@ _NEVER = (
     *("thinking_token_budget",),
 )
 _FINISHES = {str(reason): reason for reason in FinishReason}
+_UNFINISHED = (str(FinishReason.ABORT), str(FinishReason.ERROR))
 
 
 def call_body(request: EngineCoreRequest, model: str) -> Json:
@@ -114,13 +116,20 @@ class Outputs:
         self.is_finished = False
 
     def take(self, part: Json) -> Iterator[EngineCoreOutput]:
-        """Takes a streamed event, or the whole answer; yields what may be handed on."""
+        """Takes a streamed event, or the whole answer; yields what may be handed on.
+
+        Raises: GracefulHTTPError if a worker ended the answer before it was whole; /v1/responses and
+        /v1/messages would call it complete.
+        """
         for choice in part.get("choices", ()):
             if self.is_finished:
                 return
             self._tokens += choice.get("token_ids") or ()
             self._rows += (choice.get("logprobs") or {}).get("content") or ()
-            if (reason := choice.get("finish_reason")) is not None:
+            if (reason := choice.get("finish_reason")) in _UNFINISHED:
+                message = f"the worker ended the answer unfinished ({reason}); send the request again"
+                raise GracefulHTTPError(message, HTTPStatus.BAD_GATEWAY)
+            if reason is not None:
                 self.is_finished = True
                 yield self._output(len(self._tokens), reason, choice.get("stop_reason"))
             elif ready := self._num_ready():

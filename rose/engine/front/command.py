@@ -16,12 +16,13 @@ from collections.abc import Sequence
 
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings
-from rose.engine.front.agreement import RouterQuestions, served_card
+from rose.engine.front.agreement import RouterQuestions
 from rose.errors import ConfigError
 from rose.http import http_client
 
 _MIDDLEWARE = "rose.engine.front.caller.NotesCaller"
 _ASK_S = 30.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _EXAMPLE = (
     "rose front --router http://127.0.0.1:8100 --model ./models/policy --port 8200"
     " --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3"
@@ -33,23 +34,23 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     own, vllm_argv = _parser().parse_known_args(argv)
     if own.stop_with_stdin:
-        threading.Thread(target=_stop_at_end_of_stdin, name="rose-stdin", daemon=True).start()
+        stop_with_stdin()
     router_url = own.router.rstrip("/")
     args = _vllm_arguments(own.model, vllm_argv)
-    key = Settings.from_environment().router_api_key
-    with http_client(router_url, key=key, timeout=_ASK_S) as client:
+    settings = Settings.from_environment()
+    with http_client(router_url, key=settings.router_api_key, timeout=_ASK_S) as client:
         questions = RouterQuestions(client)
-        cards = questions.cards()
-        card = served_card(cards, args.served_model_name or [], args.model)
+        card = questions.card(args.served_model_name or [], args.model)
         args.served_model_name = args.served_model_name or [card["id"]]
         if (context := card.get("max_model_len")) is not None and args.max_model_len is None:
             args.max_model_len = context
         from rose.engine.front.server import front_config, serve, tokenizer_of
+        from rose.engine.front.token_plane import TokenPlane
 
         config = front_config(args)
         _check_context(config.model_config.max_model_len, context, router_url)
         questions.check_tokenizer(card["id"], tokenizer_of(config))
-    serve(config, args, router_url, card["id"])
+    serve(config, args, TokenPlane(router_url, card["id"], settings.front_secret))
     return 0
 
 
@@ -104,10 +105,20 @@ def _check_context(own: int, theirs: int | None, router_url: str) -> None:
         )
 
 
+def stop_with_stdin() -> None:
+    """Ends this process with the one that started it, however that ended, and by no signal before.
+
+    A service manager signals every process of a service at once, and the starter still needs this one while
+    it drains. Call it before any thread is started: they inherit the blocked signals.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    threading.Thread(target=_stop_at_end_of_stdin, name="rose-stdin", daemon=True).start()
+
+
 def _stop_at_end_of_stdin() -> None:
-    """Ends this process with the one that started it, however that ended."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # in this thread alone, which is enough
     os.kill(os.getpid(), signal.SIGTERM)
 
 

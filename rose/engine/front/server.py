@@ -44,14 +44,13 @@ def tokenizer_of(config: VllmConfig) -> Any:
     return cached_tokenizer_from_config(config.model_config)
 
 
-def serve(config: VllmConfig, args: argparse.Namespace, router_url: str, model: str) -> None:
+def serve(config: VllmConfig, args: argparse.Namespace, plane: TokenPlane) -> None:
     """Serves until SIGTERM or SIGINT."""
-    uvloop.run(_serve(config, args, router_url, model))
+    uvloop.run(_serve(config, args, plane))
 
 
-async def _serve(config: VllmConfig, args: argparse.Namespace, router_url: str, model: str) -> None:
+async def _serve(config: VllmConfig, args: argparse.Namespace, plane: TokenPlane) -> None:
     listen_address, listener = setup_server(args, reuse_port=False)
-    plane = TokenPlane(router_url, model)
     engine = _engine(config, plane)
     try:
         stopped = await build_and_serve(engine, listen_address, listener, args)

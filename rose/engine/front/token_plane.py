@@ -25,6 +25,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from rose.engine.front.caller import caller_headers
 from rose.engine.front.calls import Outputs, call_body, error_of, wants_stream
+from rose.http import FRONT_SECRET_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,14 @@ _LINE_BYTES = 2**24
 class TokenPlane(EngineCoreClient):
     """Stands where vLLM's AsyncLLM has the client of its engine core."""
 
-    def __init__(self, router_url: str, model: str) -> None:
+    def __init__(self, router_url: str, model: str, secret: str | None) -> None:
+        """`secret`: by which a router that started this front knows its turns."""
         self._url = router_url + _PATH
         self._router_url = router_url
         self._model = model
+        self._own_headers = {"Content-Type": "application/json"}
+        if secret is not None:
+            self._own_headers[FRONT_SECRET_HEADER] = secret
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self.processor: OutputProcessor | None = None
@@ -122,7 +127,7 @@ class TokenPlane(EngineCoreClient):
         self, body: dict[str, Any], headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends a call. Raises: GracefulHTTPError for an answer other than 200, or none."""
-        all_headers = {**headers, "Content-Type": "application/json"}
+        all_headers = {**headers, **self._own_headers}
         try:
             async with self._http().post(
                 self._url, data=msgspec.json.encode(body), headers=all_headers, timeout=_TIMEOUT

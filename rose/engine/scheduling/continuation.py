@@ -3,8 +3,8 @@
 A router continues a cut answer from its prompt and the tokens generated so far, and says with
 ``rose_generated`` how many those are. vLLM takes them all for a prompt and would begin the grammar anew.
 Promises that a request waits, as for any grammar, until its own has been advanced over those tokens, and that
-a request whose tokens the grammar refuses fails alone. Never runs in the step loop: the grammar's own thread
-advances it.
+a request whose tokens the grammar refuses, or whose arguments the reasoning parser refuses, fails alone. Never
+runs in the step loop: the threads that compile grammars advance them, too.
 """
 
 from __future__ import annotations
@@ -34,29 +34,32 @@ def take_over(request: Request, manager: Any) -> None:
     ``manager``: vLLM's StructuredOutputManager, which has begun to compile the grammar.
     """
     structured, tokens = request.structured_output_request, request.prompt_token_ids
-    if structured is None or tokens is None:
+    if structured is None or tokens is None or not isinstance(compiled := structured._grammar, Future):
         return
     extra = request.sampling_params.extra_args or {}
     if REASONING_ENDED_KEY in extra:
         structured.reasoning_ended = bool(extra[REASONING_ENDED_KEY])
     if (kwargs := _object(extra.get(TEMPLATE_KWARGS_KEY))) is not None:
         structured.reasoning_parser_kwargs = {"chat_template_kwargs": kwargs}
-    num_generated = extra.get(GENERATED_KEY, 0)
-    if not isinstance(num_generated, int) or not 0 < num_generated < len(tokens):
-        return
-    compiled, advanced = structured._grammar, Future[Any]()
-    if not isinstance(compiled, Future):
-        return  # nothing was compiled, so vLLM goes on waiting for it
+    given = extra.get(GENERATED_KEY, 0)
+    num_generated = given if isinstance(given, int) and 0 < given < len(tokens) else 0
+    if num_generated or kwargs is not None:
+        structured.grammar = manager.executor.submit(_ready, request, num_generated, compiled, manager)
 
-    def advance(done: Future[Any]) -> None:
-        try:
-            advanced.set_result(_advanced(request, num_generated, done.result(), manager))
-        except Exception as error:  # vLLM fails the request that waits for it, as if it had not compiled
-            logger.warning("grammar not continued request=%s error=%s", request.request_id, error)
-            advanced.set_exception(error)
 
-    structured.grammar = advanced
-    compiled.add_done_callback(advance)
+def _ready(request: Request, num_generated: int, compiled: Future[Any], manager: Any) -> Any:
+    """Returns the grammar as the request needs it. Runs in the thread that compiled it, or in another one:
+    the grammar was put into their queue first, so that waiting for it can't stop them all.
+
+    Raises: whatever a parser or a grammar raises; vLLM fails the request, as if it had not compiled.
+    """
+    grammar = compiled.result()
+    try:
+        manager._get_reasoner(request)  # in a step its errors would end the engine
+        return _advanced(request, num_generated, grammar, manager) if num_generated else grammar
+    except Exception as error:
+        logger.warning("grammar not continued request=%s error=%s", request.request_id, error)
+        raise
 
 
 def _object(text: object) -> dict[str, Any] | None:

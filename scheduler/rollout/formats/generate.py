@@ -13,7 +13,7 @@ from typing import Any
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, encode
 from rose.scheduler.rollout.formats.completions import Call, Single, fan_out, usage_of
 from rose.scheduler.rollout.formats.events import Chunk
-from rose.scheduler.rollout.formats.resume import Accumulated, Span
+from rose.scheduler.rollout.formats.resume import REASONING_ENDED, TEMPLATE_KWARGS, Accumulated, Span
 
 _SAMPLING = frozenset(
     (
@@ -112,11 +112,11 @@ def _reasoning(body: Json) -> Json:
     """Returns what a request says of its prompt's reasoning, as ROSE's engines take it from a completion."""
     found: Json = {}
     if body.get("reasoning_ended") is not None:
-        found["rose_reasoning_ended"] = int(body["reasoning_ended"] is True)
+        found[REASONING_ENDED] = int(body["reasoning_ended"] is True)
     kwargs = body.get("reasoning_parser_kwargs")
     if isinstance(kwargs, dict):
         template = kwargs.get("chat_template_kwargs")
-        found["rose_chat_template_kwargs"] = encode(template if template is not None else {}).decode()
+        found[TEMPLATE_KWARGS] = encode(template if template is not None else {}).decode()
     return found
 
 

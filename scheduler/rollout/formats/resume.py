@@ -35,6 +35,12 @@ _OWN_ARGUMENTS = "rose_"
 """How those of the `vllm_xargs` begin that ROSE itself reads. Others may have a state in the engine."""
 _GENERATED = "rose_generated"
 """Tells an engine how many tokens at the end of the prompt were generated before."""
+REASONING_ENDED = "rose_reasoning_ended"
+"""Tells an engine whether the prompt ends the reasoning."""
+TEMPLATE_KWARGS = "rose_chat_template_kwargs"
+"""Tells an engine what the chat template was given."""
+ROUTERS_ARGUMENTS = (_GENERATED, REASONING_ENDED, TEMPLATE_KWARGS)
+"""Those of the `vllm_xargs` that clients may not send."""
 _TEXT = {"type": "text"}
 """A response_format that constrains nothing."""
 _LOGPROB_LISTS = ("token_logprobs", "tokens", "top_logprobs")

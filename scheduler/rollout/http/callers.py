@@ -11,7 +11,7 @@ import secrets
 
 from aiohttp import web
 
-from rose.http import API_KEY_HEADER, JOB_HEADER, RUN_HEADER
+from rose.http import API_KEY_HEADER, FRONT_SECRET_HEADER, JOB_HEADER, RUN_HEADER
 from rose.scheduler.rollout.formats.bodies import BadRequest
 from rose.scheduler.rollout.http.errors import Denied, NotFound
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, NO_RUN
@@ -32,6 +32,8 @@ class Callers:
         self._run_id = run_id
         self.front_key = secrets.token_hex(16) if api_key is None else api_key
         """What the router's own fronts ask it with about models and tokenizers."""
+        self.front_secret = secrets.token_hex(16)
+        """What the turns of the router's own fronts bring along."""
 
     @property
     def have_keys(self) -> bool:
@@ -45,6 +47,11 @@ class Callers:
         if hmac.compare_digest(key.encode(), self.front_key.encode()):
             return True
         return self._jobs.holder(key) is not None
+
+    def is_front(self, request: web.Request) -> bool:
+        """Whether a front of this router sends the request: a turn of a chat that the router has accepted."""
+        given = request.headers.get(FRONT_SECRET_HEADER, "")
+        return hmac.compare_digest(given.encode(), self.front_secret.encode())
 
     def job(self, request: web.Request) -> str:
         """Returns the request's job.

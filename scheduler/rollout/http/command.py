@@ -113,7 +113,7 @@ async def run_router(config: RouterConfig, ready: Callable[[str], None] | None =
     """Serves until SIGTERM or SIGINT, then drains. `ready(url)` is called once the router listens.
 
     Raises:
-        ConfigError: the address can't be used.
+        ConfigError: the address can't be used, or the fronts refuse their flags.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -128,10 +128,10 @@ async def run_router(config: RouterConfig, ready: Callable[[str], None] | None =
         stopping = asyncio.create_task(stop.wait())
         ends = {stopping, router.fronts} if router.fronts is not None else {stopping}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if router.fronts is not None and router.fronts.done():
-            stopping.cancel()
-            router.fronts.result()
+        stopping.cancel()
         await router.drain()
+        if router.fronts is not None and router.fronts.done():
+            router.fronts.result()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -53,7 +53,7 @@ class Guard:
             return error_response(401, "the key in the Authorization header is missing or wrong")
         if self._is_closed(request):
             return error_response(403, _NO_ADMIN_KEY)
-        if self.is_draining and request.method == "POST" and not request.path.startswith(_ADMIN_PATHS):
+        if self._is_too_late(request):
             return error_response(503, "the router is shutting down")
         self._num_active += 1
         try:
@@ -80,6 +80,12 @@ class Guard:
             return self._callers.are_known(request)
         key = self._config.admin_key
         return key is None or hmac.compare_digest(bearer(request).encode(), key.encode())
+
+    def _is_too_late(self, request: web.Request) -> bool:
+        """Whether the request is new work while draining; a front's turn is part of what was accepted."""
+        if not self.is_draining or request.method != "POST" or request.path.startswith(_ADMIN_PATHS):
+            return False
+        return not self._callers.is_front(request)
 
     def _is_closed(self, request: web.Request) -> bool:
         """Whether a stranger could add a worker, to which the router would send its keys and turns, or give a

@@ -17,6 +17,7 @@ from rose.errors import NoWorkerError
 from rose.http import TIMEOUT_HEADER
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, parse
 from rose.scheduler.rollout.formats.completions import Call
+from rose.scheduler.rollout.formats.resume import ROUTERS_ARGUMENTS
 from rose.scheduler.rollout.formats.shape import Format
 from rose.scheduler.rollout.http.callers import Callers
 from rose.scheduler.rollout.http.errors import BodyTooSlow, NotFound
@@ -57,6 +58,7 @@ class Intake:
         """
         data = await self.read(request)
         body = parse(data, ids_key)
+        _check_arguments(body)
         job = self._callers.job(request)
         if (asked := self._callers.model(job, body.get("model"))) is not None:
             body["model"] = asked
@@ -133,6 +135,16 @@ class Intake:
             prompt = single.prompt
             if isinstance(prompt, TokenIds) and prompt.about() > _NEAR * limit and prompt.count() >= limit:
                 raise BadRequest(f"prompt: {prompt.count()} tokens, the model's context is {limit}")
+
+
+def _check_arguments(body: Json) -> None:
+    """Raises: BadRequest for an argument that only the router may send to engines."""
+    for holder in (body, body.get("sampling_params")):
+        for field in ("vllm_xargs", "extra_args"):
+            given = holder.get(field) if isinstance(holder, dict) else None
+            for name in ROUTERS_ARGUMENTS:
+                if isinstance(given, dict) and name in given:
+                    raise BadRequest(f"{field}.{name}: the router itself tells engines this; leave it out")
 
 
 def _timeout_s(request: web.Request) -> float:

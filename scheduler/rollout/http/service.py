@@ -58,7 +58,7 @@ class Service:
         )
         self._guard = Guard(config, self._callers)
         self._in_flight = InFlight()
-        self.fronts = Fronts(config.fronts, self._callers.front_key)
+        self.fronts = Fronts(config.fronts, self._callers.front_key, self._callers.front_secret)
         self._parsed_models: set[str | None] = set()
         """The models whose chats a parser in the workers splits into reasoning and tool calls."""
 
@@ -142,7 +142,7 @@ class Service:
             raise NotFound(
                 f"{request.path}: only a front understands it; start the router with --front 1 -- --model DIR"
             )
-        return await self.fronts.forward(request, asked.body)
+        return await self.fronts.forward(request, asked.body, asked.route.deadline)
 
     def _generating(self, shape: Format) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -157,7 +157,7 @@ class Service:
                     self._parsed_models.add(model)
             is_for_front = isinstance(shape, Chat) and chat.suits_front(asked.body)
             if is_for_front and self.fronts.serve(asked.route.model):
-                return await self.fronts.forward(request, asked.body)
+                return await self.fronts.forward(request, asked.body, asked.route.deadline)
             return await self._passthrough.forward(request, asked.body, asked.route)
 
         return handle

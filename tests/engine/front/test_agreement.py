@@ -1,9 +1,14 @@
 """What a front finds out about the workers behind its router before it serves."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rose.engine.front import agreement
 from rose.engine.front.agreement import RouterQuestions, served_card
@@ -39,7 +44,7 @@ async def asked(worker_url: str, tokenizer: Bytes) -> str:
         def ask() -> str:
             with http_client(router.url, key=None, timeout=30) as client:
                 questions = RouterQuestions(client)
-                (card,) = questions.cards()
+                card = questions.card([], "nowhere")
                 questions.check_tokenizer(card["id"], tokenizer)
                 return str(card["id"])
 
@@ -63,7 +68,7 @@ def test_a_router_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
         http_client(NOWHERE, key=None, timeout=1) as client,
         pytest.raises(ConfigError, match=f"--router {NOWHERE}: does not answer"),
     ):
-        RouterQuestions(client).cards()
+        RouterQuestions(client).card([], "dir")
 
 
 async def test_a_router_that_wants_another_key_is_named() -> None:
@@ -72,7 +77,7 @@ async def test_a_router_that_wants_another_key_is_named() -> None:
             http_client(router.url, key=None, timeout=30) as client,
             pytest.raises(ConfigError, match="wants a key; set ROSE_ROUTER_API_KEY"),
         ):
-            await asyncio.to_thread(RouterQuestions(client).cards)
+            await asyncio.to_thread(RouterQuestions(client).card, [], "dir")
 
 
 def test_the_model_is_the_one_that_is_named_or_the_only_one() -> None:
@@ -80,7 +85,68 @@ def test_the_model_is_the_one_that_is_named_or_the_only_one() -> None:
     assert served_card([one, two], ["b"], "dir") == two
     assert served_card([one, two], [], "a") == one
     assert served_card([two], [], "dir") == two
-    with pytest.raises(ConfigError, match="--served-model-name c: the router serves a, b"):
-        served_card([one, two], ["c"], "dir")
     with pytest.raises(ConfigError, match="the router serves a, b; say which one"):
         served_card([one, two], [], "dir")
+
+
+class Passing:
+    """A router that answers the first requests with what passes: its last worker died, the model is late."""
+
+    def __init__(self) -> None:
+        self._models = [(503, {}), (200, {"data": [{"id": "early"}]})]
+        self._tokenize = [(503, {}), (429, {})]
+        self.app = web.Application()
+        self.app.router.add_get("/v1/models", self.models)
+        self.app.router.add_post("/tokenize", self.tokenize)
+        self.app.router.add_post("/detokenize", self.detokenize)
+
+    async def models(self, _: web.Request) -> web.Response:
+        last = (200, {"data": [{"id": "early"}, {"id": "late"}]})
+        status, body = self._models.pop(0) if self._models else last
+        return web.json_response(body, status=status)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        ids = Bytes().encode((await request.json())["prompt"])
+        status, body = self._tokenize.pop(0) if self._tokenize else (200, {"tokens": ids})
+        return web.json_response(body, status=status)
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"prompt": Bytes().decode((await request.json())["tokens"])})
+
+
+async def test_what_passes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_ASK_AGAIN_S", 0.01)
+    async with TestServer(Passing().app) as server:
+
+        def ask() -> object:
+            with http_client(str(server.make_url("/")), key=None, timeout=30) as client:
+                questions = RouterQuestions(client)
+                card = questions.card(["late"], "dir")
+                questions.check_tokenizer("late", Bytes())
+                return card["id"]
+
+        assert await asyncio.to_thread(ask) == "late"
+
+
+STANDS_IN = """
+import signal, sys, time
+from rose.engine.front.command import stop_with_stdin
+stop_with_stdin()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_a_routers_own_front_ends_with_its_input_and_by_no_signal_before() -> None:
+    argv = [sys.executable, "-c", STANDS_IN]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.stdin.close()
+        assert process.wait(30) == 7
