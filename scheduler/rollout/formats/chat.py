@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rose.errors import RoseError
+from rose.scheduler.rollout.formats import resume
 from rose.scheduler.rollout.formats.bodies import Json, TokenIds, encode
 from rose.scheduler.rollout.formats.completions import Call, Single, checked_n, child_body, usage_of
 from rose.scheduler.rollout.formats.events import CHAT_PATH, Chunk
@@ -107,6 +108,11 @@ def suits_front(body: Mapping[str, Any]) -> bool:
     """Whether a front can answer a chat that can't be resumed here: it takes text alone."""
     is_plain = not any(body.get(name) for name in _NOT_FOR_FRONTS) and body.get("prompt_logprobs") is None
     return is_plain and _are_texts(body.get("messages"))
+
+
+def has_grammar(body: Mapping[str, Any]) -> bool:
+    """Whether an answer is bound to a grammar: by the request's own, or by a tool that it has to call."""
+    return body.get("tool_choice") not in (None, "none", "auto") or resume.has_grammar(body)
 
 
 def _limit(body: Mapping[str, Any]) -> object:

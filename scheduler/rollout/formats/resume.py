@@ -152,6 +152,14 @@ class Accumulated:
         """Whether the next attempt needs an engine that takes over the state of a grammar."""
         return bool(self.token_ids) and has_grammar(self.request)
 
+    @property
+    def is_told_reasoning(self) -> bool:
+        """Whether only an engine that takes over grammars knows where the grammar begins."""
+        arguments = self.request.get("vllm_xargs")
+        if not isinstance(arguments, dict) or not has_grammar(self.request):
+            return False
+        return REASONING_ENDED in arguments or TEMPLATE_KWARGS in arguments
+
     def restart(self) -> None:
         """Starts the attempt that was begun as a resume from the prompt alone."""
         self._forget()

@@ -155,12 +155,21 @@ class Service:
                     model = asked.route.model
                     logger.info("chats go whole model=%s reason=%s", model, found)
                     self._parsed_models.add(model)
-            is_for_front = isinstance(shape, Chat) and chat.suits_front(asked.body)
-            if is_for_front and self.fronts.serve(asked.route.model):
-                return await self.fronts.forward(request, asked.body, asked.route.deadline)
+            if isinstance(shape, Chat) and self._is_for_front(asked):
+                try:
+                    return await self.fronts.forward(request, asked.body, asked.route.deadline)
+                except NoWorkerError as error:
+                    logger.info("a chat goes whole reason=%s", error)
             return await self._passthrough.forward(request, asked.body, asked.route)
 
         return handle
+
+    def _is_for_front(self, asked: Asked) -> bool:
+        """Whether fronts serve the chat's model, and a worker knows where the turn's grammar begins."""
+        body, model = asked.body, asked.route.model
+        if not chat.suits_front(body) or not self.fronts.serve(model):
+            return False
+        return not chat.has_grammar(body) or self._plane.dispatcher.have_takers(model)
 
     def _goes_whole(self, shape: Format, asked: Asked) -> bool:
         if isinstance(shape, Chat):

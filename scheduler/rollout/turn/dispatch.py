@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from rose.errors import NoWorkerError, RoseError
 from rose.scheduler.rollout.placing.policy import Policy
-from rose.scheduler.rollout.placing.views import TurnView
+from rose.scheduler.rollout.placing.views import TurnView, of_model
 from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
 from rose.scheduler.rollout.turn.journey import Journey
 from rose.scheduler.rollout.turn.place import Place
@@ -76,6 +76,21 @@ class Dispatcher:
             journey.queued_s += time.monotonic() - asked_at
         journey.num_attempts += 1
         return place
+
+    def have_takers(self, model: str | None) -> bool:
+        """Whether a live worker of the model takes over the state of grammars."""
+        able = of_model(model, list(self._members.values()))
+        return any(worker.is_alive and worker.continues_grammars for worker in able)
+
+    def keep_to_takers(self, journey: Journey) -> None:
+        """Keeps the journey to engines that take over grammars, as long as there are any."""
+        avoid_until = journey.avoid_until
+        if self.have_takers(journey.route.model):
+            others = [worker.id for worker in self._members.values() if not worker.continues_grammars]
+            avoid_until.update(dict.fromkeys(others, math.inf))
+        else:
+            for worker_id in [name for name, until in avoid_until.items() if until == math.inf]:
+                del avoid_until[worker_id]
 
     async def acquire(self, turn: TurnView, deadline: float, *, is_continuation: bool = False) -> Place:
         """Waits in the job's queue for a place on a worker.

@@ -85,6 +85,8 @@ class TurnRunner:
     async def _attempt_until_finished(self, single: Single, journey: Journey, sink: Sink | None) -> None:
         generation = single.generation
         while True:
+            if generation.is_told_reasoning or (sink is not None and generation.continues_grammar):
+                self._dispatcher.keep_to_takers(journey)
             first_version = generation.spans[0].weight_version if generation.spans else None
             place = await self._dispatcher.place(journey, first_version)
             version = place.worker.weight_version if self._dispatcher.pins_versions else None

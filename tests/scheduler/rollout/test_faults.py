@@ -119,6 +119,36 @@ async def test_a_grammar_starts_again_on_a_worker_that_cant_take_it_over(start_r
             assert (client.counters()["resumed"], client.counters()["tokens_dropped"]) == (0, 3)
 
 
+async def test_a_streamed_grammar_goes_on_at_the_worker_that_takes_it_over(start_router: StartRouter) -> None:
+    async with ScriptedWorker(continues_grammars=True) as bad, ScriptedWorker() as a, ScriptedWorker() as b:
+        other, able = sorted([a, b], key=lambda worker: worker.id)  # the first by name would be preferred
+        able.continues_grammars = True
+        bad.faults.append(Fault(kind="disconnect", after_tokens=3))
+        async with start_router(bad, (other, "serving"), (able, "serving"), avoid_s=60) as client:
+            await until(lambda: client.known(bad).continues_grammars and client.known(able).continues_grammars)
+            events = await read_stream(client.http, client.router.url, {**GRAMMAR, "stream": True})
+    assert "error" not in events[-1]
+    assert (len(able.requests), len(other.requests)) == (1, 0)
+
+
+@pytest.mark.parametrize("facts", [{"reasoning_ended": False}, {"reasoning_parser_kwargs": {}}])
+async def test_a_grammar_whose_beginning_is_told_goes_to_an_engine_that_understands(
+    start_router: StartRouter, facts: dict[str, Any]
+) -> None:
+    turn = {
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 3, "structured_outputs": {"regex": "x*"}},
+        **facts,
+    }
+    async with ScriptedWorker() as stock, ScriptedWorker(continues_grammars=True) as able:
+        async with start_router(stock, (able, "serving")) as client:
+            await until(lambda: client.known(able).continues_grammars)
+            assert (await client.post("/inference/v1/generate", turn))[0] == 200
+            assert (len(able.requests), len(stock.requests)) == (1, 0)
+        async with start_router(stock) as client:
+            assert (await client.post("/inference/v1/generate", turn))[0] == 200
+
+
 async def test_a_streamed_grammar_that_no_worker_takes_over_ends_in_an_error_event(
     start_router: StartRouter,
 ) -> None:

@@ -232,6 +232,23 @@ async def test_idle_connections_to_a_front_are_closed_before_the_front_does(
         await runner.cleanup()
 
 
+@pytest.mark.parametrize("takes_over", [False, True])
+async def test_a_chat_with_a_grammar_goes_whole_where_no_engine_knows_where_it_begins(
+    start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_over: bool
+) -> None:
+    monkeypatch.setattr(fronts_module, "_LATER_S", 0.1)
+    chat = {"messages": SAID, "tools": [{}], "tool_choice": "required"}
+    async with ScriptedWorker(continues_grammars=takes_over) as worker, StandIn(tmp_path) as stand_in:
+        await stand_in.until_ready()
+        stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
+        async with start_router(worker, fronts=STARTING) as client:
+            await until(lambda: client.known(worker).continues_grammars is takes_over)
+            client.router._service.fronts._fronts.append(stand_in.front)
+            status, _ = await client.post("/v1/chat/completions", chat, X_Rose_Timeout_S="1")
+            assert status == (504 if takes_over else 200)  # the stand-in never answers
+            client.router._service.fronts._fronts.remove(stand_in.front)
+
+
 async def test_a_chat_that_its_front_does_not_answer_ends_with_its_deadline(
     start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
