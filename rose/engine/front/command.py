@@ -87,6 +87,8 @@ def _vllm_arguments(model: str, argv: Sequence[str]) -> argparse.Namespace:
     args.model = model
     args.middleware = [*args.middleware, _MIDDLEWARE]
     args.disable_log_stats = True  # its figures are of an engine core; the router's /metrics has the turns'
+    if args.disable_access_log_for_endpoints is None:
+        args.disable_access_log_for_endpoints = "/health"  # the router asks for it every few seconds
     args.host = args.host if args.host is not None else "127.0.0.1"
     if args.reasoning_parser:
         args.structured_outputs_config.reasoning_parser = args.reasoning_parser

@@ -3,8 +3,8 @@
 A router continues a cut answer from its prompt and the tokens generated so far, and says with
 ``rose_generated`` how many those are. vLLM takes them all for a prompt and would begin the grammar anew.
 Promises that a request waits, as for any grammar, until its own has been advanced over those tokens, and that
-a request whose tokens the grammar refuses, or whose arguments the reasoning parser refuses, fails alone. Never
-runs in the step loop: the threads that compile grammars advance them, too.
+a request whose tokens the grammar refuses, or whose arguments the reasoning parser refuses, fails alone.
+Never runs in the step loop: the threads that compile grammars advance them, too.
 """
 
 from __future__ import annotations

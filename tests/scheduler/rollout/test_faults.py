@@ -125,7 +125,9 @@ async def test_a_streamed_grammar_goes_on_at_the_worker_that_takes_it_over(start
         able.continues_grammars = True
         bad.faults.append(Fault(kind="disconnect", after_tokens=3))
         async with start_router(bad, (other, "serving"), (able, "serving"), avoid_s=60) as client:
-            await until(lambda: client.known(bad).continues_grammars and client.known(able).continues_grammars)
+            await until(
+                lambda: client.known(bad).continues_grammars and client.known(able).continues_grammars
+            )
             events = await read_stream(client.http, client.router.url, {**GRAMMAR, "stream": True})
     assert "error" not in events[-1]
     assert (len(able.requests), len(other.requests)) == (1, 0)

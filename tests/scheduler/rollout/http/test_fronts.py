@@ -16,9 +16,10 @@ from aiohttp import web
 from rose.errors import ConfigError
 from rose.http import FRONT_HEADERS, FRONT_SECRET_HEADER
 from rose.scheduler.rollout.formats.chat import suits_front
-from rose.scheduler.rollout.http import fronts as fronts_module
+from rose.scheduler.rollout.http import front_process, fronts
 from rose.scheduler.rollout.http.command import main
-from rose.scheduler.rollout.http.fronts import Front, Fronts, front_environment
+from rose.scheduler.rollout.http.front_process import Front
+from rose.scheduler.rollout.http.fronts import Fronts, front_environment
 from rose.scheduler.rollout.router_config import FrontSpec
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
@@ -72,19 +73,19 @@ async def test_while_no_front_is_ready_chats_go_whole_and_the_rest_is_told_to_wa
 
 @pytest.mark.parametrize("flags", [["--served-model-name", "m", "n"], ["--served-model-name=m"]])
 async def test_a_front_is_for_the_models_that_its_flags_name(flags: list[str]) -> None:
-    fronts = Fronts(FrontSpec(count=1, flags=("--model", "nowhere", *flags)), "key", "secret")
-    fronts.start("http://127.0.0.1:9")
+    started = Fronts(FrontSpec(count=1, flags=("--model", "nowhere", *flags)), "key", "secret")
+    started.start("http://127.0.0.1:9")
     try:
-        assert fronts.serve("m") and fronts.serve(None)
-        assert not fronts.serve("other")
+        assert started.serve("m") and started.serve(None)
+        assert not started.serve("other")
     finally:
-        await fronts.close()
+        await started.close()
 
 
 async def test_a_front_that_refuses_its_flags_ends_the_router_unless_one_has_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fronts_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(front_process, "_FIRST_PAUSE_S", 0.01)
     front = Front("front-0", tmp_path / "0", [sys.executable, "-c", "raise SystemExit(2)"], {})
     try:
         with pytest.raises(ConfigError, match="front-0 ended with status 2"):
@@ -100,7 +101,7 @@ async def test_a_front_that_refuses_its_flags_ends_the_router_unless_one_has_ser
 async def test_a_front_whose_process_cant_be_started_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fronts_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(front_process, "_FIRST_PAUSE_S", 0.01)
     program = tmp_path / "program"
     front = Front("front-0", tmp_path / "0", [str(program)], {})
     task = asyncio.create_task(front.run(lambda: False))
@@ -185,9 +186,9 @@ async def test_a_front_is_ended_by_its_input_and_shares_no_session(tmp_path: Pat
 async def test_a_front_that_hangs_is_ended_and_started_again_for_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fronts_module, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(fronts_module, "_HEALTH_EVERY_S", 0.05)
-    monkeypatch.setattr(fronts_module, "_ANSWER_TIMEOUT", aiohttp.ClientTimeout(total=2.0))
+    monkeypatch.setattr(front_process, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(front_process, "_HEALTH_EVERY_S", 0.05)
+    monkeypatch.setattr(front_process, "_ANSWER_TIMEOUT", aiohttp.ClientTimeout(total=2.0))
     async with StandIn(tmp_path) as stand_in:
         await stand_in.until_ready()
         os.kill(stand_in.starts[0][0], signal.SIGSTOP)
@@ -208,7 +209,7 @@ async def test_a_front_that_refuses_the_routers_question_is_asked_again(tmp_path
 async def test_idle_connections_to_a_front_are_closed_before_the_front_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fronts_module, "KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(front_process, "KEEPALIVE_S", 0.05)
     peers = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -236,7 +237,7 @@ async def test_idle_connections_to_a_front_are_closed_before_the_front_does(
 async def test_a_chat_with_a_grammar_goes_whole_where_no_engine_knows_where_it_begins(
     start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_over: bool
 ) -> None:
-    monkeypatch.setattr(fronts_module, "_LATER_S", 0.1)
+    monkeypatch.setattr(fronts, "_LATER_S", 0.1)
     chat = {"messages": SAID, "tools": [{}], "tool_choice": "required"}
     async with ScriptedWorker(continues_grammars=takes_over) as worker, StandIn(tmp_path) as stand_in:
         await stand_in.until_ready()
@@ -252,7 +253,7 @@ async def test_a_chat_with_a_grammar_goes_whole_where_no_engine_knows_where_it_b
 async def test_a_chat_that_its_front_does_not_answer_ends_with_its_deadline(
     start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fronts_module, "_LATER_S", 0.1)
+    monkeypatch.setattr(fronts, "_LATER_S", 0.1)
     chat = {"messages": SAID, "tools": [{}]}
     async with ScriptedWorker() as worker, StandIn(tmp_path) as stand_in:
         await stand_in.until_ready()
@@ -264,7 +265,7 @@ async def test_a_chat_that_its_front_does_not_answer_ends_with_its_deadline(
             client.router._service.fronts._fronts.remove(stand_in.front)
 
 
-def test_fronts_have_no_keys_but_the_routers_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fronts_have_no_keys_but_the_routers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("VLLM_API_KEY", "ROSE_KEY", "ROSE_ROUTER_ADMIN_KEY", "ROSE_WORKER_API_KEY")
     for name in names:
         monkeypatch.setenv(name, "another")
