@@ -13,7 +13,13 @@ from typing import Any
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, encode
 from rose.scheduler.rollout.formats.completions import Call, Single, fan_out, usage_of
 from rose.scheduler.rollout.formats.events import Chunk
-from rose.scheduler.rollout.formats.resume import REASONING_ENDED, TEMPLATE_KWARGS, Accumulated, Span
+from rose.scheduler.rollout.formats.resume import (
+    REASONING_ENDED,
+    TEMPLATE_KWARGS,
+    Accumulated,
+    Span,
+    has_grammar,
+)
 
 _SAMPLING = frozenset(
     (
@@ -137,12 +143,14 @@ class TokenGenerate:
         completion = {name: body[name] for name in passed_on if body.get(name) is not None}
         given = body.get("sampling_params")
         completion |= sampling(given, {"extra_args": "vllm_xargs"}, frozenset())
-        if reasoning := _reasoning(body):
+        reasoning = _reasoning(body)
+        if reasoning:
             completion["vllm_xargs"] = {**(completion.get("vllm_xargs") or {}), **reasoning}
         completion |= {"prompt": ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
         call = fan_out(completion, shown_id=body.get("request_id"))
         for single in call.singles:
             single.generation.needs_text = given is None or given.get("detokenize") is not False
+            single.generation.is_told_reasoning = bool(reasoning) and has_grammar(completion)
         return call
 
     def answer(self, call: Call, model: str | None) -> Json:

@@ -116,6 +116,8 @@ class Accumulated:
     cached_tokens: int | None = None
     needs_text: bool = True
     """Whether the client wants text beside the ids. If not, a cut may come within a character."""
+    is_told_reasoning: bool = False
+    """Whether only an engine that takes over grammars knows where the grammar begins."""
 
     @property
     def max_tokens(self) -> int:
@@ -151,14 +153,6 @@ class Accumulated:
     def continues_grammar(self) -> bool:
         """Whether the next attempt needs an engine that takes over the state of a grammar."""
         return bool(self.token_ids) and has_grammar(self.request)
-
-    @property
-    def is_told_reasoning(self) -> bool:
-        """Whether only an engine that takes over grammars knows where the grammar begins."""
-        arguments = self.request.get("vllm_xargs")
-        if not isinstance(arguments, dict) or not has_grammar(self.request):
-            return False
-        return REASONING_ENDED in arguments or TEMPLATE_KWARGS in arguments
 
     def restart(self) -> None:
         """Starts the attempt that was begun as a resume from the prompt alone."""

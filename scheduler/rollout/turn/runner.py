@@ -85,7 +85,8 @@ class TurnRunner:
     async def _attempt_until_finished(self, single: Single, journey: Journey, sink: Sink | None) -> None:
         generation = single.generation
         while True:
-            if generation.is_told_reasoning or (sink is not None and generation.continues_grammar):
+            is_cut_stream = journey.num_attempts > 0 and sink is not None
+            if generation.is_told_reasoning or (is_cut_stream and generation.continues_grammar):
                 self._dispatcher.keep_to_takers(journey)
             first_version = generation.spans[0].weight_version if generation.spans else None
             place = await self._dispatcher.place(journey, first_version)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -93,8 +94,8 @@ class Passing:
     """A router that answers the first requests with what passes: its last worker died, the model is late."""
 
     def __init__(self) -> None:
-        self._models = [(503, {}), (200, {"data": [{"id": "early"}]})]
-        self._tokenize = [(503, {}), (429, {})]
+        self._models: list[tuple[int, Any]] = [(503, {}), (200, {"data": [{"id": "early"}]})]
+        self._tokenize: list[tuple[int, Any]] = [(503, {}), (429, {})]
         self.app = web.Application()
         self.app.router.add_get("/v1/models", self.models)
         self.app.router.add_post("/tokenize", self.tokenize)
