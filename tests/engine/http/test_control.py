@@ -1,8 +1,6 @@
 """What commands do between an engine's routes and its scheduler, without a worker."""
 
 import asyncio
-import queue
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,6 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 from lone_schedulers import lone_scheduler, pooled_scheduler
 from vllm import SamplingParams
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from rose._shm import Words
@@ -23,12 +20,10 @@ from rose.admission.board import EngineState, Word
 from rose.admission.gate import ServingView
 from rose.admission.profile import ProfileKey
 from rose.admission.rollout_side import RolloutSide
-from rose.admission.serving_side import ServingSide
 from rose.admission.slack import NEVER
 from rose.admission.step_time import UNPROFILED
 from rose.engine.http import followers
 from rose.engine.http.control import EngineControl
-from rose.engine.scheduling import rollout_scheduler
 from rose.engine.scheduling.recorder import StepRecorder
 from rose.engine.scheduling.scheduler import GATE_MODES, RoseScheduler
 from rose.engine.settings import EngineSettings
@@ -91,12 +86,6 @@ def _profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def serving(runtime_dir: Path, tmp_path: Path) -> Iterator[Any]:
     with pooled_scheduler(tmp_path, Role.SERVING, gate=GateMode.DUAL) as scheduler:
-        yield scheduler
-
-
-@pytest.fixture
-def rollout(runtime_dir: Path, tmp_path: Path) -> Iterator[Any]:
-    with pooled_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.DUAL, stall_s=1000.0) as scheduler:
         yield scheduler
 
 
@@ -229,17 +218,18 @@ async def test_steps_go_on_once_a_router_knows_of_the_new_version(
 
 
 def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_first_one_back(
-    rollout: Any,
+    runtime_dir: Path, tmp_path: Path
 ) -> None:
-    control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     targets = []
-    for target_ms in (40.0, None):
-        control.set_gate(GateMode.DUAL, target_ms)
-        rollout.schedule()
-        targets.append((rollout._gate.settings.tpot_target_s, rollout.page.get(Field.TPOT_TARGET_US)))
+    with pooled_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.DUAL) as rollout:
+        control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+        for target_ms in (40.0, None):
+            control.set_gate(GateMode.DUAL, target_ms)
+            rollout.schedule()
+            targets.append((rollout._gate.settings.tpot_target_s, rollout.page.get(Field.TPOT_TARGET_US)))
+        with pytest.raises(ConfigError, match="tpot_target_ms is 200, above slo_tpot_ms of 150"):
+            control.set_gate(GateMode.DUAL, 200.0)
     assert targets == [(0.04, 40_000), (None, 0)]
-    with pytest.raises(ConfigError, match="tpot_target_ms is 200, above slo_tpot_ms of 150"):
-        control.set_gate(GateMode.DUAL, 200.0)
 
 
 def test_a_gate_mode_without_its_objective_is_refused_while_the_engine_runs(page: StatusPage) -> None:
@@ -295,102 +285,6 @@ def test_an_slo_below_the_profile_ends_the_start_and_is_logged_where_the_profile
         pooled_scheduler(tmp_path, Role.SERVING, **settings),
     ):
         pass
-
-
-def test_a_paused_step_that_gets_a_grant_goes_to_its_end_and_is_timed_without_the_pause(rollout: Any) -> None:
-    words, side, interrupt = board(rollout), rollout._side, rollout._interrupt
-    serving = ServingSide(words)
-    side.set_want(True)
-    assert side.try_begin(time.monotonic() + 1.0, side.view())
-    interrupt.begin(1.0)
-    serving.publish(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER))
-    pausing = threading.Thread(target=interrupt.ask)
-    pausing.start()
-    while serving.rollout_paused_s() is None:
-        time.sleep(0.001)
-    offering = threading.Thread(target=serving.offer_grant, args=(NEVER, 60.0))
-    offering.start()
-    pausing.join()
-    for _ in range(10):
-        interrupt.ask()  # serving still has work: were it asked, this would wait for ever
-    side.end_step(1)
-    offering.join()
-    assert words.load(Word.R_PAUSES) == 1
-    assert interrupt.end() > 0
-    assert interrupt.end() == 0
-
-
-def test_a_paused_engine_stalls_nobody_and_asks_for_no_grant(rollout: Any) -> None:
-    rollout._side.set_want(True)
-    rollout._stalls.observe({"a"}, time.monotonic())
-    rollout.set_pause_state(PauseState.PAUSED_ALL)
-    assert board(rollout).load(Word.R_WANT) == 0
-    assert rollout._stalls.stalled(time.monotonic() + 5000) == ()
-    rollout.set_pause_state(PauseState.UNPAUSED)
-    assert rollout._stalls.stalled(time.monotonic() + 500) == ()
-    assert rollout._stalls.stalled(time.monotonic() + 1001) == ("a",)
-
-
-def test_a_request_that_memory_refuses_is_told_apart_from_one_behind_anothers_prefill(
-    rollout: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def step() -> list[str]:
-        rollout.schedule()
-        refused: list[str] = rollout._refused
-        return refused
-
-    def ask(name: str) -> None:
-        rollout.add_request(Request(name, [1] * 9, SamplingParams(max_tokens=4), None))
-
-    monkeypatch.setattr(rollout, "max_num_scheduled_tokens", 5)
-    rollout.set_gate(rollout.rose.gate_settings(GateMode.OFF))
-    ask("first")
-    ask("behind it")
-    assert step() == []
-    monkeypatch.setattr(rollout, "max_num_scheduled_tokens", 512)
-    monkeypatch.setattr(rollout._memory, "tick", lambda *_: None)
-    blocks = rollout.kv_cache_manager.block_pool
-    blocks.get_new_blocks(blocks.get_num_free_blocks())
-    assert step() == ["behind it"]
-    monkeypatch.setattr(rollout, "max_num_scheduled_tokens", 1)
-    rollout._preempt_request(rollout.running.pop(), 0.0)
-    assert "first" in step()
-
-
-def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_grants(rollout: Any) -> None:
-    rollout._side.set_want(True)
-    rollout.set_gate(rollout.rose.gate_settings(GateMode.OFF))
-    assert board(rollout).load(Word.R_WANT) == 0
-
-
-class Waits(RolloutSide):
-    """No grant comes; after some waits there is input for the engine's loop."""
-
-    def __init__(self, words: Words, input_queue: "queue.Queue[None]", num_waits: int) -> None:
-        super().__init__(words)
-        self._input, self._left = input_queue, num_waits
-
-    def wait_grant(self, timeout_s: float = 0.0) -> bool:
-        assert self._left > 0, "one wait too many"
-        self._left -= 1
-        if self._left == 0:
-            self._input.put(None)
-        return super().wait_grant(0.0)
-
-
-def test_an_engine_without_a_grant_sleeps_until_something_wants_its_loop(
-    rollout: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollout_scheduler, "PATIENT_WAIT_S", 3600.0)
-    words = board(rollout)
-    ServingSide(words).begin_step()
-    # Without the watcher, which would wake the loop by itself.
-    rollout._input_queue, rollout._must_step = queue.Queue(), False
-    assert not rollout._await_grant(Waits(words, rollout._input_queue, num_waits=3))
-    rollout._input_queue, rollout._must_step = queue.Queue(), True  # a cut, told before it began to wait
-    assert not rollout._await_grant(Waits(words, queue.Queue(), num_waits=1))
-    rollout._input_queue, rollout._must_step = None, False
-    assert not rollout._await_grant(Waits(words, queue.Queue(), num_waits=1))
 
 
 def test_an_idle_gpu_takes_shorter_steps_once_a_request_asked_for_a_tighter_ttft(
