@@ -12,7 +12,6 @@ import httpx
 from forked_server import ForkedServer
 from tiny_models import MAX_MODEL_LEN
 
-from rose.http import http_client
 from rose.messages import ActivationChange, Profile, WeightUpdate, WorkerStatus
 from rose.node.checks import free_port
 from rose.node.control import completion_body
@@ -64,7 +63,10 @@ class RealEngine:
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
         self.url = config.url
-        self._http = http_client(config.url, key=None, timeout=CALL_S)
+        # No connection is used twice: a thread may take a connection for expired that httpcore has just
+        # given to another thread's request, and close it (seen: a read from a closed descriptor).
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=config.url, timeout=CALL_S, limits=limits, trust_env=False)
         self._threads = ThreadPoolExecutor(64)
         server = engine_process(config, folder / f"{config.name}.log", environment)
         self.process = ForkedServer(server).start()
