@@ -211,12 +211,18 @@ class Rig:
         """Starts any process beside the engines."""
         return self._group.start(process)
 
-    def start_router(self, workers: Iterable[str], *flags: str, name: str = "router") -> str:
-        """Returns its URL once it answers; without workers it is not healthy, but listens."""
+    def start_router(
+        self, workers: Iterable[str], *flags: str, name: str = "router", behind: Sequence[str] = ()
+    ) -> str:
+        """Returns its URL once it answers; without workers it is not healthy, but listens.
+
+        ``behind``: what ends the command line, such as the flags of fronts.
+        """
         port = free_port()
         argv = ["-m", "rose.scheduler.rollout.http.command", "--port", str(port), *flags]
         for worker in workers:
             argv += ["--worker", worker]
+        argv += behind
         url = f"http://127.0.0.1:{port}"
         self.run(argv, name).wait_ready(f"{url}/workers", ROUTER_START_S)
         return url

@@ -110,12 +110,12 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     await until_so(ask, what)
 
 
-async def until_so(condition: Callable[[], Any], what: str) -> None:
+async def until_so(condition: Callable[[], Any], what: str, at_most_s: float = PATIENCE_S) -> None:
     """Waits like `until` for a condition that has to be awaited."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + at_most_s
     while not await condition():
         if time.monotonic() > deadline:
-            raise WorkerError(f"not within {PATIENCE_S:.0f} s: {what}")
+            raise WorkerError(f"not within {at_most_s:.0f} s: {what}")
         await asyncio.sleep(POLL_S)
 
 

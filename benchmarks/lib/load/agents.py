@@ -1,0 +1,110 @@
+"""Agents with tools, for bench_agents.py: conversations whose every answer is known.
+
+Owns the agents' questions and what an answer says. Promises that the next question holds the answer before
+it, as a real agent's does. Never disturbs an engine.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+Json = dict[str, Any]
+CHAT_PATH = "/v1/chat/completions"
+NUM_TURNS = 10
+LONG = 120
+"""Characters that a grammar wants: tokens enough to be cut among."""
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": _PARAMETERS}}
+_NOTE = {"type": "string", "minLength": LONG, "maxLength": LONG, "pattern": "^[a-z]*$"}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"note": _NOTE},
+    "required": ["note"],
+    "additionalProperties": False,
+}
+KINDS: tuple[tuple[str, Json], ...] = (
+    ("[call]", {"tools": [TOOL], "tool_choice": "auto"}),
+    ("[think]", {"tools": [TOOL]}),
+    ("[count]", {"structured_outputs": {"regex": f"[a-f]{{{LONG}}}-[0-9]{{4}}"}, "max_tokens": 2 * LONG}),
+    ("[call]", {"tools": [TOOL], "tool_choice": "required", "max_tokens": LONG}),
+    ("[plain]", {"stop": ["never said"], "logprobs": True}),
+    (
+        "[count]",
+        {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "note", "schema": _SCHEMA}},
+            "max_tokens": 3 * LONG,
+        },
+    ),
+)
+
+
+@dataclass(slots=True)
+class Asked:
+    """One turn of an agent."""
+
+    body: Json
+    said: Json | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Agent:
+    """One conversation after the other, each of NUM_TURNS turns."""
+
+    name: str
+    turns: list[Asked] = field(default_factory=list)
+
+    async def play(self, http: aiohttp.ClientSession, url: str, model: str, is_over: asyncio.Event) -> None:
+        """Asks until it is told to stop; the turn under way is ended."""
+        number = 0
+        while not is_over.is_set():
+            messages: list[Json] = [{"role": "system", "content": f"You are {self.name}, {number}."}]
+            for turn in range(NUM_TURNS):
+                if is_over.is_set():
+                    return
+                word, more = KINDS[(number + turn) % len(KINDS)]
+                messages = [*messages, {"role": "user", "content": word}]
+                asked = Asked({"model": model, "messages": messages, "temperature": 0.0, **more})
+                self.turns.append(asked)
+                await ask(http, url, asked, {"X-Session-ID": f"{self.name}-{number}", "X-Rose-Job": "agents"})
+                if asked.said is None:
+                    break  # an agent that got no answer begins anew
+                messages = [*messages, {"role": "assistant", "content": _text(asked.said)}]
+            number += 1
+
+
+async def ask(http: aiohttp.ClientSession, url: str, asked: Asked, headers: dict[str, str]) -> None:
+    """Sends a turn and notes what was said, or why nothing was."""
+    try:
+        async with http.post(f"{url}{CHAT_PATH}", json=asked.body, headers=headers) as response:
+            answer = await response.json()
+            if response.status == 200:
+                asked.said = said(answer["choices"][0])
+            else:
+                asked.error = f"{response.status} {answer}"
+    except (aiohttp.ClientError, ValueError) as error:
+        asked.error = f"{type(error).__name__}: {error}"
+
+
+def said(choice: Json) -> Json:
+    """Returns what a choice says, without ids that are drawn at random."""
+    message = choice["message"]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return {
+        "content": message.get("content") or "",
+        "reasoning": message.get("reasoning") or "",
+        "tool_calls": [(call["name"], call["arguments"]) for call in calls],
+        "finish_reason": choice["finish_reason"],
+        "stop_reason": choice.get("stop_reason"),
+    }
+
+
+def _text(said_before: Json) -> str:
+    return json.dumps(said_before)
