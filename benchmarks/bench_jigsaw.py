@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lib.harness import median_figure, run_benchmark
 from sim.gpu.baselines import Disaggregated, LongestChain, RolloutOnly, TimeMultiplexing
@@ -188,15 +188,9 @@ def _mean(name: str, values: Sequence[float], target: str, peers: dict[str, floa
 
 
 def _figure(name: str, values: Sequence[float], target: str, peers: dict[str, float | None]) -> Figure:
-    return Figure(
-        name=name,
-        value=statistics.median(values),
-        unit="x",
-        target=target,
-        kind="simulated",
-        peers=peers,
-        spread=(min(values), max(values)) if len(values) > 1 else None,
-    )
+    """Returns the median of repeats, which have no spread where there is but one."""
+    figure = replace(_mean(name, values, target, peers), value=statistics.median(values))
+    return figure if len(values) > 1 else replace(figure, spread=None)
 
 
 if __name__ == "__main__":

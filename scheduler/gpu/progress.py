@@ -39,7 +39,7 @@ class At:
 
     @property
     def all_left_s(self) -> float:
-        """Of the whole chain."""
+        """The seconds that are left of the whole chain."""
         return sum(each.seconds for each in self.chain[self.index :]) - self.done_s
 
 

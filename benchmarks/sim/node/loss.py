@@ -22,7 +22,7 @@ def loss_after(num_updates: int) -> float:
 
 
 def mean_loss_shared(result: Result) -> float | None:
-    """Of all requests, each under the weights of the node that served it; None without requests."""
+    """Returns the mean loss of all requests, each under its own node's weights; None without requests."""
     ends = [
         sorted(each.end_s for each in result.trained if each.node == node)
         for node in range(len(result.busy_s))
@@ -31,7 +31,7 @@ def mean_loss_shared(result: Result) -> float | None:
 
 
 def mean_loss_separate(result: Result) -> float | None:
-    """Of all requests, under the last weights that came from the last training node."""
+    """Returns the mean loss of all requests, under the last weights of the last training node."""
     trained = sorted(result.trained, key=lambda each: each.end_s)
     last_node = max((each.node for each in trained), default=0)
     syncs, counts, seen = [], [0], 0
